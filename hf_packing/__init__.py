@@ -1,0 +1,71 @@
+"""Packing for language-model training with Hugging Face datasets and transformers: plans, packed rows, isolation.
+
+Names are imported when they are first used, so that `import hf_packing` is quick and loads no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+HOME_OF = {
+    "BestFit": "strategies",
+    "FirstCome": "strategies",
+    "FixedLength": "strategies",
+    "IsolationReport": "attention.isolation",
+    "MissingDependencyError": "errors",
+    "ModelNotSupportedError": "errors",
+    "PackingCollator": "collate",
+    "PackingError": "errors",
+    "PackingMetrics": "planning.metrics",
+    "PackingPlan": "planning.plan",
+    "check_isolation": "attention.isolation",
+    "pack": "dataset",
+    "patch_model": "attention.patch",
+    "patched": "attention.patch",
+    "plan_packing": "strategies",
+    "unpack": "dataset",
+    "unpatch_model": "attention.patch",
+}
+
+if TYPE_CHECKING:
+    from hf_packing.attention.isolation import IsolationReport, check_isolation
+    from hf_packing.attention.patch import patch_model, patched, unpatch_model
+    from hf_packing.collate import PackingCollator
+    from hf_packing.dataset import pack, unpack
+    from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
+    from hf_packing.planning.metrics import PackingMetrics
+    from hf_packing.planning.plan import PackingPlan
+    from hf_packing.strategies import BestFit, FirstCome, FixedLength, plan_packing
+
+__all__ = [
+    "BestFit",
+    "FirstCome",
+    "FixedLength",
+    "IsolationReport",
+    "MissingDependencyError",
+    "ModelNotSupportedError",
+    "PackingCollator",
+    "PackingError",
+    "PackingMetrics",
+    "PackingPlan",
+    "check_isolation",
+    "pack",
+    "patch_model",
+    "patched",
+    "plan_packing",
+    "unpack",
+    "unpatch_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOME_OF:
+        raise AttributeError(f"module 'hf_packing' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hf_packing.{HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,74 @@
+"""Pack one batch of rows, in whatever form `datasets.map` hands it over, and give it back in the same form."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.arrow.columns import INPUT_IDS, find_token_columns
+from hf_packing.arrow.packed_rows import pack_rows
+from hf_packing.arrow.token_column import TokenColumn
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.plan import PackingPlan
+
+
+def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan]) -> Any:
+    """The batch packed by itself.
+
+    Args:
+        batch: pyarrow Table, or a mapping of columns: lists of lists, or lists or arrays of arrays.
+        plan_lengths: from checked lengths to a plan.
+
+    Returns:
+        a Table for a Table, and for the lazy batch that `Dataset.map` hands out, since it would store lists of Python
+        integers as int64; a dict of lists of lists for lists; a dict of lists of arrays for everything else.
+
+    Raises:
+        PackingError: as `find_token_columns`; a batch that is no mapping, or a single row.
+    """
+    if isinstance(batch, pa.Table):
+        return pack_table(batch, plan_lengths)
+    if not isinstance(batch, Mapping):
+        raise PackingError(f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}")
+    first = next(iter(batch.get(INPUT_IDS, [])), None)
+    if isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0:
+        raise PackingError("batch: expected rows of lists, got a single row; call map with batched=True")
+    packed = pack_table(table_of(batch), plan_lengths)
+    if type(batch).__module__.partition(".")[0] == "datasets":
+        return packed
+    if first is None or isinstance(first, list):
+        return packed.to_pydict()
+    return {name: rows_of(packed.column(name), name) for name in packed.column_names}
+
+
+def pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]) -> pa.Table:
+    columns = find_token_columns(table)
+    plan = plan_lengths(check_lengths(columns.lengths))
+    return pack_rows(columns, plan).table
+
+
+def table_of(batch: Mapping[str, Any]) -> pa.Table:
+    """Columns as an Arrow table. One that Arrow cannot hold, such as a list of images, becomes a column of nulls."""
+    return pa.table({name: array_of(name, batch[name]) for name in batch})
+
+
+def array_of(name: str, values: Any) -> pa.Array:
+    try:
+        rows = [row if row is None or isinstance(row, (list, str, bytes, dict)) else as_numpy(row) for row in values]
+        return pa.array(rows, type=pa.list_(pa.int32()) if name == INPUT_IDS and not any(map(len, rows)) else None)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError) as error:
+        if name == INPUT_IDS:
+            raise PackingError(f"column 'input_ids': expected lists of integers: {error}") from error
+        return pa.nulls(len(values))
+
+
+def as_numpy(row: Any) -> Any:
+    return row.numpy() if hasattr(row, "numpy") else np.asarray(row) if hasattr(row, "__len__") else row
+
+
+def rows_of(column: pa.ChunkedArray, name: str) -> list[Any]:
+    tokens = TokenColumn(name, column)
+    values = tokens.gather(np.arange(len(tokens.length)), np.zeros_like(tokens.length), tokens.length)
+    return np.split(values, np.cumsum(tokens.length)[:-1]) if len(tokens.length) else []

@@ -1,0 +1,87 @@
+"""Which columns of a table are packed: input_ids, and everything else that has one number for each of its tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.arrow.token_column import TokenColumn, is_token_type
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+
+PACKED_ONLY = ("seq_lengths", "position_ids")
+INPUT_IDS, LABELS, ATTENTION_MASK = "input_ids", "labels", "attention_mask"
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """The columns of a table of documents that packing is about."""
+
+    by_name: dict[str, TokenColumn]
+    """Columns to pack, input_ids first; all have the same list lengths."""
+    left_out: dict[str, str]
+    """Columns that have no number for each token, with their Arrow types."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64 [documents], tokens."""
+        return self.by_name[INPUT_IDS].length
+
+
+def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> TokenColumns:
+    """Sort a table's columns into those that are packed and those that are left out.
+
+    An attention_mask is checked and dropped: given to a model, it would switch the detection of packed documents off.
+
+    Args:
+        table: rows are documents.
+        row_numbers: integers [documents]: the table's rows in the order wanted; None for all.
+
+    Raises:
+        PackingError: no input_ids, an already packed table, an attention_mask with zeros, columns of other lengths.
+    """
+    names = table.column_names
+    if packed := [name for name in PACKED_ONLY if name in names]:
+        raise PackingError(
+            f"column {packed[0]!r}: expected documents that are not packed yet; this dataset seems to be packed already "
+            "(remove the column if it is not)"
+        )
+    if INPUT_IDS not in names:
+        raise PackingError(f"column 'input_ids': expected among the columns, got {', '.join(names) or 'none'}")
+    if not is_token_type(table.schema.field(INPUT_IDS).type):
+        raise PackingError(f"column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}")
+    by_name: dict[str, TokenColumn] = {}
+    left_out: dict[str, str] = {}
+    for name in [INPUT_IDS, *(name for name in names if name != INPUT_IDS)]:
+        kind = table.schema.field(name).type
+        if is_token_type(kind):
+            by_name[name] = TokenColumn(name, table.column(name), row_numbers)
+        else:
+            left_out[name] = str(kind)
+    check_same_lengths(by_name)
+    if (mask := by_name.pop(ATTENTION_MASK, None)) is not None:
+        check_no_padding(mask)
+    return TokenColumns(by_name, left_out)
+
+
+def check_same_lengths(columns: dict[str, TokenColumn]) -> None:
+    lengths = columns[INPUT_IDS].length
+    for name, column in columns.items():
+        if (other := column.length != lengths).any():
+            row = int(other.argmax())
+            raise PackingError(
+                f"column {name!r}: expected as many values as input_ids in every row, "
+                f"row {row} has {column.length[row]} for {lengths[row]} input_ids"
+            )
+
+
+def check_no_padding(mask: TokenColumn) -> None:
+    rows = np.arange(len(mask.length))
+    nonempty = rows[mask.length > 0]
+    values = mask.gather(nonempty, np.zeros_like(nonempty), mask.length[nonempty])
+    if (values == 0).any():
+        token = int((values == 0).argmax())
+        row = int(nonempty[np.searchsorted(np.cumsum(mask.length[nonempty]), token, side="right")])
+        raise PackingError(
+            f"column 'attention_mask': expected documents without padding, row {row} has a 0; tokenise with padding=False"
+        )

@@ -1,0 +1,93 @@
+"""Where a packed dataset lies on disk, and how its file is made so that no other process ever sees half of it."""
+
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from datasets.fingerprint import Hasher
+
+from hf_packing.planning.plan import PackingPlan
+
+
+@dataclass(frozen=True)
+class CachedPacks:
+    """A packed dataset on disk: an Arrow stream, and beside it a folder with the plan it was made by."""
+
+    rows: Path
+    """The Arrow stream of packed rows."""
+
+    @property
+    def origin(self) -> Path:
+        """The folder with the saved plan and what else `unpack` needs."""
+        return self.rows.with_suffix(".plan")
+
+    def exists(self) -> bool:
+        return self.rows.is_file() and self.origin.is_dir()
+
+    def save_origin(self, origin: "Origin") -> None:
+        origin.plan.save(self.origin)
+        (self.origin / "packing.json").write_text(json.dumps({"strategy": origin.strategy, "labels_made": origin.labels_made}))
+        if origin.first_labels is not None:
+            np.save(self.origin / "first_labels.npy", origin.first_labels)
+
+    def load_origin(self) -> "Origin":
+        facts = json.loads((self.origin / "packing.json").read_text())
+        labels = self.origin / "first_labels.npy"
+        first_labels = np.load(labels, mmap_mode="r") if labels.is_file() else None
+        return Origin(PackingPlan.load(self.origin), facts["strategy"], facts["labels_made"], first_labels)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What packed rows were made from, kept beside them so that they can be unpacked."""
+
+    plan: PackingPlan
+    strategy: str
+    labels_made: bool
+    """Whether the documents had no labels of their own."""
+    first_labels: npt.NDArray[np.int32] | None
+    """int32 [segments]: the labels that -100 replaced; None where there were none."""
+
+
+def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
+    """What packed rows depend on: the data, and how it is packed; a strategy's fields include the package's version."""
+    return str(Hasher.hash((dataset._fingerprint, how)))
+
+
+def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
+    """Beside the dataset's own files, as `Dataset.map` does; where it has none, or they are read-only, in datasets' cache."""
+    name = f"cache-{fingerprint}.arrow"
+    if not datasets.is_caching_enabled():
+        folder = Path(tempfile.mkdtemp(prefix="hf_packing-"))
+        weakref.finalize(dataset, shutil.rmtree, folder, ignore_errors=True).atexit = True
+        return CachedPacks(folder / name)
+    own_files = [Path(file["filename"]).parent for file in dataset.cache_files]
+    if own_files and os.access(own_files[0], os.W_OK):
+        return CachedPacks(own_files[0] / name)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_packing"
+    folder.mkdir(parents=True, exist_ok=True)
+    return CachedPacks(folder / name)
+
+
+@contextmanager
+def new_stream(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchStreamWriter]:
+    """An Arrow stream that appears under its name when it is complete."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with pa.OSFile(str(fresh), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            yield writer
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,122 @@
+"""Rows -> one flat batch with the borders of its segments beside it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_packing.arrow.packed_rows import IGNORED_LABEL
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PackingCollator:
+    """Flatten packed rows, or plain documents, into one padding-free batch.
+
+    A row's segments are read from `seq_lengths`; without it from `position_ids`, which restart at every segment; with
+    neither, the row is one document. Other columns than these, `input_ids` and `labels` are not passed on.
+
+    Returns, when called on a list of rows with `tokens` tokens in `segments` segments, a dict of
+        input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment;
+        cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], where segments begin and end;
+        max_length_q, max_length_k: int, tokens of the longest segment;
+        seq_idx: int32 [1, tokens], the segment of every token.
+
+    Raises:
+        PackingError: rows without input_ids or without a token, lengths that disagree, labels in some rows only.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [8, 9]}])
+        >>> batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+        ([[0, 1, 0, 0, 1]], [0, 2, 3, 5])
+        >>> batch["labels"].tolist()
+        [[-100, 6, -100, -100, 9]]
+    """
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        tokens = column(rows, "input_ids")
+        input_ids = flatten("input_ids", tokens)
+        if not len(input_ids):
+            raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without any")
+        lengths = segment_lengths(rows, tokens)
+        cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=cu_seq_lens[1:])
+        begin = cu_seq_lens[:-1]
+        labels = labels_of(rows, tokens, input_ids)
+        labels[begin] = IGNORED_LABEL
+        position_ids = np.arange(len(input_ids))
+        position_ids -= np.repeat(begin, lengths)
+        seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        borders, longest = torch.from_numpy(cu_seq_lens), int(lengths.max())
+        return {
+            "input_ids": torch.from_numpy(input_ids)[None],
+            "labels": torch.from_numpy(labels)[None],
+            "position_ids": torch.from_numpy(position_ids)[None],
+            "cu_seq_lens_q": borders,
+            "cu_seq_lens_k": borders,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": torch.from_numpy(seq_idx)[None],
+        }
+
+
+def column(rows: Sequence[Row], name: str) -> list[IntArray]:
+    """One array for each row; Python lists and torch tensors are converted."""
+    try:
+        return [np.asarray(row[name]) for row in rows]
+    except KeyError:
+        row = next(index for index, row in enumerate(rows) if name not in row)
+        raise PackingError(f"column {name!r}: expected in every row, row {row} has {', '.join(rows[row]) or 'none'}") from None
+
+
+def flatten(name: str, arrays: list[IntArray]) -> IntArray:
+    """int64 [sum of lengths]."""
+    for row, array in enumerate(arrays):
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            raise PackingError(f"column {name!r}: expected a list of integers, row {row} has {array.dtype} of shape {array.shape}")
+    return np.concatenate(arrays, dtype=np.int64, casting="unsafe") if arrays else np.zeros(0, dtype=np.int64)
+
+
+def labels_of(rows: Sequence[Row], tokens: list[IntArray], input_ids: IntArray) -> IntArray:
+    if not any("labels" in row for row in rows):
+        return input_ids.copy()
+    labels = column(rows, "labels")
+    for row, (given, wanted) in enumerate(zip(labels, tokens, strict=True)):
+        if len(given) != len(wanted):
+            raise PackingError(f"column 'labels': expected {len(wanted)} values in row {row}, as many as input_ids, got {len(given)}")
+    return flatten("labels", labels)
+
+
+def segment_lengths(rows: Sequence[Row], tokens: list[IntArray]) -> IntArray:
+    """int64 [segments]; empty rows have none."""
+    lengths = []
+    for row, (given, ids) in enumerate(zip(rows, tokens, strict=True)):
+        if "seq_lengths" in given:
+            segments = np.asarray(given["seq_lengths"], dtype=np.int64)
+            if segments.sum() != len(ids) or (len(segments) and segments.min() < 1):
+                raise PackingError(
+                    f"column 'seq_lengths': expected positive lengths that add up to the {len(ids)} tokens of row {row}, "
+                    f"got {segments.tolist()}"
+                )
+        elif "position_ids" in given:
+            segments = lengths_from_positions(np.asarray(given["position_ids"]), len(ids), row)
+        else:
+            segments = np.array([len(ids)] if len(ids) else [], dtype=np.int64)
+        lengths.append(segments)
+    return np.concatenate(lengths)
+
+
+def lengths_from_positions(position_ids: IntArray, tokens: int, row: int) -> IntArray:
+    """A segment begins wherever a position is not one more than the last."""
+    if position_ids.shape != (tokens,):
+        raise PackingError(
+            f"column 'position_ids': expected {tokens} values in row {row}, as many as input_ids, got shape {position_ids.shape}"
+        )
+    begin = np.flatnonzero(np.diff(position_ids, prepend=position_ids[:1]) != 1) if tokens else np.zeros(0, dtype=np.int64)
+    return np.diff(begin, append=tokens)

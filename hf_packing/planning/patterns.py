@@ -1,0 +1,84 @@
+"""The table every counting strategy ends in: which packs to make, by segment lengths, and how many of each.
+
+Identical packs are one row, so the table's size depends on the distinct lengths and not on the number of documents.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_packing.planning.lengths import IntArray
+
+
+class Run(NamedTuple):
+    """One move of a counting strategy: consecutive packs that each receive the same copies of one length."""
+
+    length: int
+    first_pack: int
+    packs: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class PatternTable:
+    """Patterns of packs; pattern i stands for `packs[i]` equal packs, numbered one pattern after the other."""
+
+    packs: IntArray
+    """int64 [patterns]: how many packs are made like this."""
+    capacity: IntArray
+    """int32 [patterns], tokens."""
+    entry_offsets: IntArray
+    """int64 [patterns + 1]: entries of pattern i are entry_offsets[i]:entry_offsets[i + 1]."""
+    entry_length: IntArray
+    """int32 [entries], tokens: a segment length in the pattern."""
+    entry_copies: IntArray
+    """int64 [entries]: how many segments of that length each pack has."""
+
+    @property
+    def num_packs(self) -> int:
+        return int(self.packs.sum())
+
+    @property
+    def entry_pattern(self) -> IntArray:
+        """int64 [entries]: the pattern an entry belongs to."""
+        return np.repeat(np.arange(len(self.packs)), np.diff(self.entry_offsets))
+
+    def segments_per_pack(self) -> IntArray:
+        """int64 [patterns]: segments in each pack of a pattern."""
+        total = np.concatenate([[0], np.cumsum(self.entry_copies)])
+        return np.diff(total[self.entry_offsets])
+
+    def counts(self) -> IntArray:
+        """int64 [longest + 1]: how many segments of each length the table has room for."""
+        slots = self.packs[self.entry_pattern] * self.entry_copies
+        counts = np.zeros(int(self.entry_length.max(initial=0)) + 1, dtype=np.int64)
+        np.add.at(counts, self.entry_length, slots)
+        return counts
+
+
+def table_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> PatternTable:
+    """The table of packs that a sequence of runs has filled.
+
+    Args:
+        runs: moves in the order they were made; their packs are intervals of range(num_packs).
+        num_packs: packs opened in all.
+        capacity: tokens of every pack.
+    """
+    length, first, packs, copies = np.array(list(runs), dtype=np.int64).reshape(-1, 4).T
+    borders = np.unique(np.concatenate([first, first + packs, [0, num_packs]]))
+    first_pattern, end_pattern = np.searchsorted(borders, first), np.searchsorted(borders, first + packs)
+    spans = end_pattern - first_pattern
+    run = np.repeat(np.arange(len(spans)), spans)
+    pattern = first_pattern[run] + np.arange(len(run)) - np.repeat(np.cumsum(spans) - spans, spans)
+    by_pattern = np.argsort(pattern, kind="stable")
+    run = run[by_pattern]
+    patterns = len(borders) - 1
+    return PatternTable(
+        packs=np.diff(borders),
+        capacity=np.full(patterns, capacity, dtype=np.int32),
+        entry_offsets=np.concatenate([[0], np.cumsum(np.bincount(pattern, minlength=patterns))]),
+        entry_length=length[run].astype(np.int32),
+        entry_copies=copies[run],
+    )

@@ -1,0 +1,133 @@
+"""PackingPlan: which slice of which document goes into which pack. The one object that every floor knows."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from hf_packing.planning.laws import check_laws
+from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.metrics import PackingMetrics, measure
+from hf_packing.planning.storage import load_arrays, save_arrays
+
+ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PackingPlan:
+    """Which slice of which document goes into which pack.
+
+    Segments stand in pack order: those of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The arrays are read-only
+    and checked on construction. Two plans are equal when their fingerprints are.
+
+    Raises:
+        PackingError: a segment outside its document, a token in two segments, an empty segment, an overfull pack.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> plan = hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
+        >>> plan
+        PackingPlan(4 documents, 4 segments, 2 packs, efficiency 1.0000)
+        >>> plan.metrics().padding_ratio
+        0.0
+    """
+
+    document_length: IntArray
+    """integers [documents], tokens, of the whole documents."""
+    segment_document: IntArray
+    """integers [segments]: the document a segment is cut from."""
+    segment_start: IntArray
+    """integers [segments], tokens: where in its document it begins."""
+    segment_length: IntArray
+    """int32 [segments], tokens."""
+    pack_offsets: IntArray
+    """int64 [packs + 1]: where the segments of each pack begin and end."""
+    pack_capacity: IntArray
+    """int32 [packs], tokens each pack may hold."""
+    proven_lower_bound: int = 0
+    """Packs that any plan under the strategy's limits needs, where the strategy has proven more than the lengths tell."""
+
+    def __post_init__(self) -> None:
+        for name in ARRAYS:
+            array = np.asarray(getattr(self, name)).view()
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        check_laws(self)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_length)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.segment_document)
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.pack_capacity)
+
+    def arrays(self) -> dict[str, IntArray]:
+        """The six arrays by name."""
+        return {name: getattr(self, name) for name in ARRAYS}
+
+    def pack_of_segment(self) -> IntArray:
+        """int64 [segments]: the pack each segment stands in."""
+        return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offsets))
+
+    @cached_property
+    def _metrics(self) -> PackingMetrics:
+        return measure(self)
+
+    def metrics(self) -> PackingMetrics:
+        """What the plan gains and what it costs; computed once."""
+        return self._metrics
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of the plan's content: equal for equal plans, in any process and on any machine."""
+        digest = hashlib.blake2b(str(self.proven_lower_bound).encode(), digest_size=16)
+        for name, array in self.arrays().items():
+            digest.update(f"{name} {array.dtype.str} {len(array)}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a folder of .npy files with a plan.json; an older plan there is replaced.
+
+        Args:
+            path: the folder to make.
+
+        Raises:
+            PackingError: something that is not a saved plan is in the way.
+        """
+        save_arrays(Path(path), self.arrays(), {"fingerprint": self.fingerprint, "proven_lower_bound": self.proven_lower_bound})
+
+    @classmethod
+    def load(cls, path: str | Path) -> PackingPlan:
+        """A saved plan, its arrays memory-mapped: read from the disk as they are used, shared between processes.
+
+        Args:
+            path: the folder that `save` made.
+
+        Raises:
+            PackingError: no plan there, or one that breaks the laws.
+        """
+        arrays, facts = load_arrays(Path(path), ARRAYS)
+        return cls(**arrays, proven_lower_bound=int(facts["proven_lower_bound"]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PackingPlan) and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        metrics = self.metrics()
+        return (
+            f"PackingPlan({self.num_documents} documents, {self.num_segments} segments, {self.num_packs} packs, "
+            f"efficiency {metrics.packing_efficiency:.4f})"
+        )
