@@ -1,0 +1,116 @@
+"""From a model's inputs to the borders of its segments, however the caller tells them; once for each forward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packing.errors import PackingError
+
+
+def borders_from_positions(position_ids: Tensor) -> Tensor:
+    """int32 [segments + 1]: a segment begins where a row does, and where a position is not one more than the last.
+
+    Args:
+        position_ids: integers [rows, tokens].
+    """
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return borders_from_begins(begins)
+
+
+def borders_from_seq_idx(seq_idx: Tensor) -> Tensor:
+    """int32 [segments + 1]: a segment begins where a row does, and where the number of the segment changes."""
+    begins = torch.ones_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return borders_from_begins(begins)
+
+
+def borders_from_begins(begins: Tensor) -> Tensor:
+    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()], device=begins.device)]).to(torch.int32)
+
+
+def positions_from_borders(borders: Tensor, rows: int) -> Tensor:
+    """int64 [rows, tokens]: positions that restart at every segment."""
+    lengths = borders.diff()
+    tokens = int(borders[-1])
+    begin = torch.repeat_interleave(borders[:-1].long(), lengths, output_size=tokens)
+    return (torch.arange(tokens, device=borders.device) - begin).view(rows, -1)
+
+
+def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
+    """The borders as integers, or an error: they rise from 0 to all tokens and stop at the end of every row."""
+    known = borders.tolist()
+    rising = all(a < b for a, b in zip(known, known[1:], strict=False))
+    if borders.ndim != 1 or len(known) < 2 or known[0] != 0 or known[-1] != rows * tokens or not rising:
+        raise PackingError(f"cu_seq_lens_q: expected lengths summed from 0, rising to {rows * tokens} tokens, got {known}")
+    if rows > 1 and (crossed := set(range(tokens, rows * tokens, tokens)) - set(known)):
+        raise PackingError(f"cu_seq_lens_q: expected a border at the end of every row, got none at {sorted(crossed)}")
+    return known
+
+
+def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor:
+    """The borders that a model's inputs tell of: cu_seq_lens_q, else position_ids, else seq_idx, else one for each row."""
+    rows, tokens = shape
+    borders, keys = inputs.get("cu_seq_lens_q"), inputs.get("cu_seq_lens_k")
+    if borders is not None:
+        if keys is not None and keys is not borders and not torch.equal(borders, keys):
+            raise PackingError("cu_seq_lens_k: expected the same borders as cu_seq_lens_q, got others")
+        return borders.to(torch.int32)
+    if keys is not None:
+        raise PackingError("cu_seq_lens_q: expected beside cu_seq_lens_k, got none")
+    position_ids, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
+    if position_ids is not None and position_ids.ndim == 2:
+        return borders_from_positions(position_ids.expand(rows, -1))
+    if seq_idx is not None:
+        return borders_from_seq_idx(seq_idx.expand(rows, -1))
+    device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
+
+
+def drop_full_mask(mask: Any) -> None:
+    """An attention_mask of ones says nothing; any other cannot be honoured beside borders."""
+    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all()):
+        return
+    shown = f"one of shape {list(mask.shape)} with padding" if isinstance(mask, Tensor) else type(mask).__name__
+    raise PackingError(
+        f"attention_mask: expected none, or all ones, on a model that keeps packed documents apart, got {shown}; "
+        "send documents without padding, as PackingCollator makes them, or call unpatch_model first"
+    )
+
+
+def with_borders(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A model's inputs, with borders and restarting positions beside whatever the caller gave.
+
+    Args:
+        inputs: keyword arguments of a model's forward, input_ids or inputs_embeds among them.
+
+    Raises:
+        PackingError: an attention_mask with padding, a cache that is not empty, borders that do not fit the tokens.
+    """
+    given = inputs.get("input_ids")
+    given = inputs.get("inputs_embeds") if given is None else given
+    if given is None:
+        raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
+    if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
+        raise PackingError(
+            f"past_key_values: expected no cache on a patched model, got one of {cache.get_seq_length()} tokens; "
+            "to generate: with hf_packing.unpatch_model(model): model.generate(...)"
+        )
+    if inputs.get("attention_mask") is not None:
+        drop_full_mask(inputs["attention_mask"])
+        inputs = {**inputs, "attention_mask": None}
+    shape = given.shape[:2]
+    borders = find_borders(shape, inputs)
+    known = check_borders(borders, *shape)
+    longest = max(b - a for a, b in zip(known, known[1:], strict=False))
+    if inputs.get("position_ids") is None:
+        inputs = {**inputs, "position_ids": positions_from_borders(borders, shape[0])}
+    return {
+        "use_cache": False,
+        **inputs,
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

@@ -1,0 +1,219 @@
+"""The probe: pack three documents in a row, change one of them, and look whether the others notice."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_packing.collate import PackingCollator
+from hf_packing.errors import ModelNotSupportedError, PackingError
+
+DOCUMENT_LENGTHS = (13, 7, 21)
+"""Tokens of the three documents: all different, and longer than the windows and kernels of convolutions."""
+
+LEAK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest change of a logit, in standard deviations of the logits, that rounding alone may make."""
+HALF_LEAK_TOLERANCE = 2e-2
+
+EQUALITY_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest difference between a document packed and alone, where kernels see other shapes; same unit."""
+HALF_EQUALITY_TOLERANCE = 2e-1
+
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class IsolationReport:
+    """Whether packed documents stay apart in a model, as it was called."""
+
+    isolated: bool
+    max_leak: float
+    """Largest change of any logit of a document when another one was changed; nan where the model could not be called."""
+    reason: str
+    """What was seen, in words."""
+
+
+def check_isolation(model: PreTrainedModel, *, seed: int = 0) -> IsolationReport:
+    """Whether packed documents read each other in this model, called as a plain training loop would call it.
+
+    Three random documents are packed in a row by PackingCollator and given to the model as it is, with its own
+    configuration (its `use_cache` among it) and dropout off. Then one document at a time is replaced, and the logits of
+    the others are compared.
+
+    Args:
+        model: a causal language model of transformers, patched or not, on any device.
+        seed: of the random tokens.
+
+    Returns:
+        IsolationReport.
+
+    Raises:
+        PackingError: not a PreTrainedModel, or one whose output has no logits.
+
+    Example:
+        >>> import hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
+        >>> hfp.check_isolation(model).isolated  # its default use_cache=True switches the detection of packed rows off
+        False
+        >>> hfp.check_isolation(hfp.patch_model(model)).isolated
+        True
+    """
+    check_model(model)
+    probe = Probe(model, seed)
+    with probe.quiet():
+        try:
+            leak, scale = probe.largest_leak()
+        except PackingError:
+            raise
+        except Exception as error:  # whatever a stranger's model raises is the finding
+            return IsolationReport(False, float("nan"), f"the model cannot be called on a packed row: {error}")
+        if leak <= probe.leak_tolerance * scale:
+            return IsolationReport(True, leak, "changing one document changed no other")
+        reason = f"changing one document changed the logits of another by up to {leak:.2g}"
+        if probe.leaks_only_through_cache():
+            reason += "; with use_cache=False it does not: transformers looks for packed rows only where there is no cache"
+        else:
+            reason += f", with attention {model.config._attn_implementation!r}"
+        return IsolationReport(False, leak, f"{reason}. hf_packing.patch_model(model) keeps documents apart, or says why not")
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
+
+
+class Probe:
+    """Runs a model on three random documents, together and alone."""
+
+    def __init__(self, model: PreTrainedModel, seed: int = 0) -> None:
+        embeddings = model.get_input_embeddings()
+        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.get_text_config().vocab_size
+        generator = np.random.default_rng(seed)
+        self.model = model
+        self.device = embeddings.weight.device
+        # each document and its replacement differ in every token
+        self.documents, self.others = [], []
+        for length in DOCUMENT_LENGTHS:
+            tokens = generator.integers(0, vocabulary, length)
+            self.documents.append(tokens.tolist())
+            self.others.append(((tokens + generator.integers(1, vocabulary, length)) % vocabulary).tolist())
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self.accepted = None if takes_any else set(parameters)
+
+    @property
+    def leak_tolerance(self) -> float:
+        return LEAK_TOLERANCE.get(self.model.dtype, HALF_LEAK_TOLERANCE)
+
+    @property
+    def equality_tolerance(self) -> float:
+        return EQUALITY_TOLERANCE.get(self.model.dtype, HALF_EQUALITY_TOLERANCE)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Dropout off, no gradients; the modules' modes are put back."""
+        training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def logits(self, **inputs: Any) -> Tensor:
+        """[tokens, vocabulary], at least float32, of one row."""
+        given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        output = self.model(**{name: value for name, value in given.items() if self.accepted is None or name in self.accepted})
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            raise PackingError(f"model: expected logits of shape [rows, tokens, vocabulary], {type(self.model).__name__} has none")
+        return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+
+    def packed(self, documents: Tokens, **options: Any) -> list[Tensor]:
+        """Logits of each document, all in one row."""
+        batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
+        del batch["labels"]
+        return list(self.logits(**batch, **options).split([len(tokens) for tokens in documents]))
+
+    def alone(self, **options: Any) -> list[Tensor]:
+        """Logits of each document, one row each, with nothing but input_ids."""
+        return [self.logits(input_ids=torch.tensor([tokens]), **options) for tokens in self.documents]
+
+    def as_one_document(self, documents: Tokens, **options: Any) -> list[Tensor]:
+        """Logits of the same tokens as a single document, without borders."""
+        row = [token for tokens in documents for token in tokens]
+        batch = PackingCollator()([{"input_ids": row}])
+        del batch["labels"]
+        return list(self.logits(**batch, **options).split([len(tokens) for tokens in documents]))
+
+    def largest_leak(self, **options: Any) -> tuple[float, float]:
+        """Largest change in a document that was not changed, and the standard deviation of the logits."""
+        before = self.packed(self.documents, **options)
+        leak = 0.0
+        for changed in range(len(self.documents)):
+            after = self.packed(self.with_other(changed), **options)
+            if not largest_difference(before[changed], after[changed]) > 0:
+                raise PackingError(f"model: expected logits that depend on input_ids, those of {type(self.model).__name__} do not")
+            others = [i for i in range(len(before)) if i != changed]
+            leak = max(leak, *(largest_difference(before[i], after[i]) for i in others))
+        return leak, float(torch.cat(before).std())
+
+    def with_other(self, changed: int) -> Tokens:
+        return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
+
+    def sees_leaks(self, **options: Any) -> bool:
+        """Whether, with the borders taken away, changing the first document changes the second."""
+        before = self.as_one_document(self.documents, **options)[1]
+        after = self.as_one_document(self.with_other(0), **options)[1]
+        return largest_difference(before, after) > self.leak_tolerance * float(before.std())
+
+    def leaks_only_through_cache(self) -> bool:
+        try:
+            leak, scale = self.largest_leak(use_cache=False)
+        except Exception:  # a model without that argument has no such explanation
+            return False
+        return leak <= self.leak_tolerance * scale
+
+
+def largest_difference(left: Tensor, right: Tensor) -> float:
+    """nan where either has one, so that no comparison with it holds."""
+    return float((left - right).abs().max())
+
+
+def prove_isolation(model: PreTrainedModel, expected: list[Tensor], probe: Probe) -> None:
+    """Raise ModelNotSupportedError unless packed documents are apart, and equal to `expected`.
+
+    Args:
+        model: patched.
+        expected: logits of each of the probe's documents from the unpatched model, alone.
+        probe: made from the model.
+    """
+    name = type(model).__name__
+    leak, scale = probe.largest_leak()
+    if not leak <= probe.leak_tolerance * scale:
+        raise ModelNotSupportedError(f"{name}: changing one packed document changes the logits of another by {leak:.2g}; {leaking(model)}")
+    if not probe.sees_leaks():
+        raise ModelNotSupportedError(f"{name}: no leak can be seen even with the borders taken away, so nothing is proven")
+    for packed, alone in zip(probe.packed(probe.documents), expected, strict=True):
+        difference = largest_difference(packed, alone)
+        if not difference <= probe.equality_tolerance * float(alone.std()):
+            raise ModelNotSupportedError(f"{name}: a document's logits differ by {difference:.2g} between packed and alone")
+
+
+def leaking(model: nn.Module) -> str:
+    mixers = sorted({type(module).__name__ for module in model.modules() if type(module).__name__.endswith(STATEFUL)})
+    if mixers:
+        return f"{', '.join(mixers)} carry a state or a convolution across borders"
+    return "something beside its attention function crosses borders"
+
+
+STATEFUL = ("Mixer", "Conv", "Conv1d", "DeltaNet", "DeltaAttention", "LightningAttention", "RecurrentBlock", "LSTMBlock")
+"""How class names of modules end that work along the row; for the message only."""

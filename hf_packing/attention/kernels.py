@@ -1,0 +1,100 @@
+"""Variable-length attention kernels on CUDA: flash-attn where it is installed, else the one that torch brings."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+"""Both kernels want head dimensions that are a multiple of this, and at most MAX_HEAD_DIM."""
+
+
+@cache
+def flash_attn_varlen() -> Callable[..., Any] | None:
+    """flash-attn's `flash_attn_varlen_func`, or None."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+@cache
+def torch_varlen() -> Callable[..., Any] | None:
+    """`torch.nn.attention.varlen.varlen_attn` (torch >= 2.10), or None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def has_kernel(
+    query: Tensor, value: Tensor, *, softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0
+) -> bool:
+    """Whether a kernel computes this as asked: neither knows sinks, and torch's own no soft caps and no dropout."""
+    head_dims = query.shape[-1], value.shape[-1]
+    if not query.is_cuda or query.dtype not in KERNEL_DTYPES or sinks is not None:
+        return False
+    if max(head_dims) > MAX_HEAD_DIM or any(size % HEAD_DIM_STEP for size in head_dims):
+        return False
+    if flash_attn_varlen() is not None:
+        return True
+    return torch_varlen() is not None and softcap is None and not dropout
+
+
+def attend_with_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    max_length: int,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """As `attend_by_segment`, with borders as a tensor, in one kernel.
+
+    Args:
+        cu_seq_lens: int32 [segments + 1], on the device of the query.
+        max_length: tokens of the longest segment.
+
+    Returns:
+        [1, heads, tokens, value_dim].
+    """
+    value_dim = value.shape[-1]
+    head_dim = max(query.shape[-1], value_dim)
+    q, k, v = (F.pad(tensor[0].transpose(0, 1), (0, head_dim - tensor.shape[-1])) for tensor in (query, key, value))
+    back = -1 if window is None else window - 1
+    sides = (back, 0) if is_causal else (back, back)
+    if (flash := flash_attn_varlen()) is not None:
+        attended = flash(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seq_lens,
+            cu_seqlens_k=cu_seq_lens,
+            max_seqlen_q=max_length,
+            max_seqlen_k=max_length,
+            dropout_p=dropout,
+            softmax_scale=scale,
+            causal=is_causal,
+            window_size=sides,
+            softcap=softcap or 0.0,
+        )
+    else:
+        varlen = torch_varlen()
+        assert varlen is not None
+        gqa = q.shape[1] != k.shape[1]
+        attended = varlen(
+            q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=scale, window_size=sides, enable_gqa=gqa
+        )
+    return attended[..., :value_dim].transpose(0, 1)[None]

@@ -1,0 +1,198 @@
+"""patch_model: route a model's attention through `packed_varlen`, prove that documents stay apart, or refuse."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_packing.attention.borders import with_borders
+from hf_packing.attention.isolation import Probe, check_model, prove_isolation
+from hf_packing.attention.varlen import NAME, Observed, observe, register
+from hf_packing.errors import ModelNotSupportedError, PackingError
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+STATE = "_hf_packing_patch"
+
+ROPE_OF_THE_ROW = ("dynamic", "longrope")
+"""Rotary scalings that take their factor from the largest position of the whole row."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What must be undone."""
+
+    attention: Any
+    """The attention implementation before, in the form `set_attn_implementation` takes."""
+    hook: RemovableHandle
+
+
+def patch_model(model: Model) -> Model:
+    """Make a model keep packed documents apart, proven on the model itself.
+
+    Its attention goes through `packed_varlen`: flash-attn's or torch's variable-length kernel on CUDA, exact attention
+    segment by segment elsewhere. Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever are given. Then
+    three random documents are packed in a row, one after the other is changed, and the patch stays only if no other
+    document notices and all have the logits that the unpatched model gives them alone.
+
+    Args:
+        model: a causal language model of transformers, on any device, in any dtype. It is changed in place.
+
+    Returns:
+        The same model. Patching it again does nothing.
+
+    Raises:
+        ModelNotSupportedError: it cannot be shown to keep documents apart; the message says why, and the model is as
+            it was before.
+        PackingError: not a PreTrainedModel.
+
+    Example:
+        >>> import hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
+        >>> model = hfp.patch_model(model)
+        >>> batch = hfp.PackingCollator()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+        >>> model(**batch).logits.shape
+        torch.Size([1, 5, 99])
+    """
+    check_model(model)
+    if is_patched(model):
+        return model
+    refuse_what_is_known_to_fail(model)
+    probe = Probe(model)
+    with probe.quiet():
+        expected = probe.alone(use_cache=False)
+    install(model)
+    try:
+        with probe.quiet(), observe() as observed:
+            prove_isolation(model, expected, probe)
+        refuse_what_was_observed(model, observed)
+    except Exception as error:
+        unpatch_model(model)
+        if isinstance(error, ModelNotSupportedError):
+            raise
+        raise ModelNotSupportedError(f"{type(model).__name__}: {error}") from error
+    return model
+
+
+def unpatch_model(model: Model) -> AbstractContextManager[Model]:
+    """Undo `patch_model`: the model is as it was before.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        A context manager, for those who want the patch back at its end:
+        `with hfp.unpatch_model(model): model.generate(...)`.
+
+    Raises:
+        PackingError: the model is not patched.
+    """
+    patch: Patch | None = getattr(model, STATE, None)
+    if patch is None:
+        raise PackingError(f"model: expected one that patch_model has patched, {type(model).__name__} is not")
+    patch.hook.remove()
+    model.set_attn_implementation(patch.attention)
+    delattr(model, STATE)
+    return Unpatched(model)
+
+
+@contextmanager
+def patched(model: Model) -> Iterator[Model]:
+    """Patch a model for the length of a block; see `patch_model`.
+
+    Example:
+        >>> import hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
+        >>> with hfp.patched(model):
+        ...     hfp.check_isolation(model).isolated
+        True
+    """
+    if is_patched(model):
+        yield model
+        return
+    patch_model(model)
+    try:
+        yield model
+    finally:
+        if is_patched(model):
+            unpatch_model(model)
+
+
+class Unpatched(AbstractContextManager[Any]):
+    """Puts a patch back at the end of a `with` block; the proof still stands, so it is not run again."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def __enter__(self) -> PreTrainedModel:
+        return self.model
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not is_patched(self.model):
+            install(self.model)
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    return hasattr(model, STATE)
+
+
+def install(model: PreTrainedModel) -> None:
+    register()
+    before = attention_of(model.config)
+    names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
+
+    def give_borders(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        return (), with_borders({**dict(zip(names, args, strict=False)), **kwargs})
+
+    model.set_attn_implementation(NAME)
+    hook = model.register_forward_pre_hook(give_borders, with_kwargs=True)
+    setattr(model, STATE, Patch(before, hook))
+
+
+def attention_of(config: PreTrainedConfig) -> Any:
+    """The attention implementation of a configuration and those inside it, as `set_attn_implementation` takes it."""
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    if not any(inner.values()):
+        return config._attn_implementation
+    return {"": config._attn_implementation} | {name: attention_of(sub) for name, sub in inner.items() if sub is not None}
+
+
+def refuse_what_is_known_to_fail(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():
+        raise ModelNotSupportedError(f"{name}: it does not call its attention through transformers' AttentionInterface")
+    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
+        raise ModelNotSupportedError(f"{name}: its forward takes no cu_seq_lens_q, so borders cannot reach its attention")
+    if kinds := sorted(set(rope_types(model.config)) & set(ROPE_OF_THE_ROW)):
+        raise ModelNotSupportedError(
+            f"{name}: its rotary embedding ({', '.join(kinds)}) is scaled by the longest document of the row, "
+            "so a document's logits depend on its neighbours"
+        )
+
+
+def rope_types(config: PreTrainedConfig) -> Iterator[str]:
+    """The kinds of rotary scaling in a configuration; some have one for each kind of layer."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if "rope_type" in parameters:
+            yield parameters["rope_type"]
+
+
+def refuse_what_was_observed(model: PreTrainedModel, observed: Observed) -> None:
+    name = type(model).__name__
+    if not observed.calls:
+        raise ModelNotSupportedError(f"{name}: it never called the attention function that was set")
+    if False in observed.causal:
+        raise ModelNotSupportedError(f"{name}: its attention is bidirectional; only causal language models are supported")
+    if lost := observed.mask_windows - observed.windows:
+        raise ModelNotSupportedError(
+            f"{name}: a window or chunk of {', '.join(map(str, sorted(lost)))} tokens is only in its attention mask, "
+            "where a variable-length attention cannot see it"
+        )

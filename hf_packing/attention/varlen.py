@@ -1,0 +1,160 @@
+"""`packed_varlen`: the attention function that transformers calls in every layer of a patched model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from hf_packing.attention.borders import borders_from_positions, check_borders
+from hf_packing.attention.kernels import attend_with_kernel, has_kernel
+from hf_packing.attention.segments import attend_by_segment
+from hf_packing.errors import PackingError
+
+NAME = "packed_varlen"
+
+HARMLESS = frozenset(
+    ["cache_position", "deterministic", "num_items_in_batch", "output_attentions", "output_hidden_states"]
+    + ["output_router_logits", "past_key_values", "position_embeddings", "return_dict", "seq_idx", "use_cache"]
+)
+"""Arguments that some models hand to their attention function and that do not change what it computes."""
+
+
+@dataclass
+class Observed:
+    """What was asked of `packed_varlen` while somebody watched."""
+
+    calls: int = 0
+    causal: set[bool] = field(default_factory=set)
+    windows: set[int] = field(default_factory=set)
+    """Windows that layers handed to the attention function."""
+    mask_windows: set[int] = field(default_factory=set)
+    """Windows or chunks that the model asked of its attention mask."""
+
+
+watching: ContextVar[Observed | None] = ContextVar("watching", default=None)
+
+
+@contextmanager
+def observe() -> Iterator[Observed]:
+    """Watch the calls of `packed_varlen` in this block."""
+    observed = Observed()
+    token = watching.set(observed)
+    try:
+        yield observed
+    finally:
+        watching.reset(token)
+
+
+def packed_varlen(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention that never crosses the border of a segment, in the signature of transformers' AttentionInterface.
+
+    Args:
+        query: [rows, heads, tokens, head_dim].
+        key: [rows, kv_heads, tokens, head_dim].
+        value: [rows, kv_heads, tokens, value_dim].
+        attention_mask: None, since borders take its place.
+        sliding_window: tokens a token sees on each side it may look at, itself included.
+        s_aux: [heads], attention sinks.
+        position_ids: integers [rows, tokens]; borders are read from them where cu_seq_lens_q is absent.
+        cu_seq_lens_q: int32 [segments + 1], borders in the rows laid end to end.
+
+    Returns:
+        ([rows, tokens, heads, value_dim] contiguous, None).
+
+    Raises:
+        PackingError: an argument that cannot be honoured; borders that are absent or do not fit.
+    """
+    rows, heads, tokens, _ = query.shape
+    refuse_what_cannot_be_honoured(module, query, key, attention_mask, others)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if (observed := watching.get()) is not None:
+        observed.calls += 1
+        observed.causal.add(is_causal)
+        observed.windows |= {sliding_window} if sliding_window is not None else set()
+    borders = cu_seq_lens_q
+    if borders is None:
+        if position_ids is None or position_ids.ndim != 2:
+            raise PackingError(f"{type(module).__name__} was given no cu_seq_lens_q and no position_ids to tell segments apart")
+        borders = borders_from_positions(position_ids.expand(rows, -1))
+    q, k, v = (laid_end_to_end(tensor) for tensor in (query, key, value))
+    how: dict[str, Any] = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "is_causal": is_causal,
+        "window": sliding_window,
+        "softcap": softcap,
+        "dropout": dropout,
+    }
+    if has_kernel(query, value, softcap=softcap, sinks=s_aux, dropout=dropout):
+        longest = int(borders.diff().max()) if max_length_q is None else int(max_length_q)
+        attended = attend_with_kernel(q, k, v, borders.to(q.device, torch.int32), longest, **how)
+    else:
+        known = check_borders(borders, rows, tokens)
+        lengths = [b - a for a, b in zip(known, known[1:], strict=False)]
+        attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **how)
+    return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
+
+
+def refuse_what_cannot_be_honoured(
+    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, others: dict[str, Any]
+) -> None:
+    where = type(module).__name__
+    if attention_mask is not None:
+        raise PackingError(f"attention_mask: {NAME} takes none, {where} gave one of shape {list(attention_mask.shape)}")
+    if query.shape[2] != key.shape[2]:
+        raise PackingError(f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} neither generates nor attends across")
+    if others.get("output_attentions"):
+        raise PackingError(f"output_attentions: {NAME} keeps no attention weights, {where} asks for them")
+    for name, asked in others.items():
+        if asked is not None and asked is not False and name not in HARMLESS:
+            raise PackingError(f"{name}: {NAME} cannot honour this argument of {where}")
+
+
+def laid_end_to_end(tensor: Tensor) -> Tensor:
+    """[rows, heads, tokens, dim] -> [1, heads, rows * tokens, dim]."""
+    if tensor.shape[0] == 1:
+        return tensor
+    return tensor.transpose(0, 1).flatten(1, 2)[None]
+
+
+def packed_varlen_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
+    """No mask: borders take its place. A mask with padding is passed on, to be refused by `packed_varlen`.
+
+    Raises:
+        PackingError: a mask made of custom functions, which borders cannot express.
+    """
+    if use_vmap:
+        raise PackingError(f"attention_mask: {NAME} cannot honour a mask made of custom functions")
+    if (observed := watching.get()) is not None and local_size is not None:
+        observed.mask_windows.add(local_size)
+    return flash_attention_mask(*args, **kwargs)
+
+
+def register() -> None:
+    """Make `packed_varlen` known to transformers."""
+    AttentionInterface.register(NAME, packed_varlen)
+    AttentionMaskInterface.register(NAME, packed_varlen_mask)
