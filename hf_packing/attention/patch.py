@@ -69,9 +69,11 @@ def patch_model(model: Model) -> Model:
         expected = probe.alone(use_cache=False)
     install(model)
     try:
-        with probe.quiet(), observe() as observed:
+        with probe.quiet():
+            with observe() as observed:
+                probe.packed(probe.documents)
+            refuse_what_was_observed(model, observed)
             prove_isolation(model, expected, probe)
-        refuse_what_was_observed(model, observed)
     except Exception as error:
         unpatch_model(model)
         if isinstance(error, ModelNotSupportedError):

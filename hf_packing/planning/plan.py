@@ -53,7 +53,7 @@ class PackingPlan:
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
-            array = np.asarray(getattr(self, name)).view()
+            array = np.asanyarray(getattr(self, name)).view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
         check_laws(self)

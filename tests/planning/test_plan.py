@@ -1,0 +1,110 @@
+"""PackingPlan: checked, read-only, saved, loaded, compared."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+import hf_packing as hfp
+
+
+def make(**changes):
+    arrays = {
+        "document_length": np.array([5, 3]),
+        "segment_document": np.array([0, 1, 0]),
+        "segment_start": np.array([0, 0, 4]),
+        "segment_length": np.array([4, 3, 1]),
+        "pack_offsets": np.array([0, 2, 3]),
+        "pack_capacity": np.array([7, 7]),
+    }
+    return hfp.PackingPlan(**(arrays | {name: np.array(value) for name, value in changes.items()}))
+
+
+def test_a_plan_that_keeps_the_laws():
+    assert repr(make()) == "PackingPlan(2 documents, 3 segments, 2 packs, efficiency 0.5714)"
+    assert make().pack_of_segment().tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segment_length": [4, 4, 1]}, "pack 0 holds 8 tokens, its capacity is 7"),
+        ({"segment_length": [4, 3, 2]}, "segment 2 is tokens 4:6 of document 0, which has 5"),
+        ({"segment_start": [0, 0, -1]}, "segment 2 is tokens -1:0 of document 0"),
+        ({"segment_start": [0, 0, 3]}, "segments 0 and 2 share tokens of document 0: one ends at 4, the other starts at 3"),
+        ({"segment_length": [4, 3, 0]}, "segment_length: expected no empty segment, got 0 at 2"),
+        ({"segment_document": [0, 2, 0]}, "segment_document: expected numbers below 2 documents, got 0..2"),
+        ({"segment_document": [0, -1, 0]}, "segment_document: expected numbers below 2 documents, got -1..0"),
+        ({"pack_offsets": [0, 2, 2]}, "pack_offsets: expected to rise from 0 to the 3 segments"),
+        ({"pack_offsets": [0, 3]}, "pack_offsets: expected one more than the 2 packs, got 2"),
+        ({"segment_start": [0, 0]}, "segment_start: expected 3 segments, got 2"),
+        ({"segment_length": [4.0, 3.0, 1.0]}, "segment_length: expected 1-d integers, got float64"),
+        ({"document_length": [[5, 3]]}, "document_length: expected 1-d integers, got int64 of shape"),
+    ],
+)
+def test_a_plan_that_breaks_a_law(changes, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        make(**changes)
+
+
+def test_read_only():
+    with pytest.raises(ValueError, match="read-only"):
+        make().segment_length[0] = 1
+
+
+def test_saved_and_memory_mapped(tmp_path, rng):
+    plan = hfp.plan_packing(rng.integers(0, 90, 400), hfp.BestFit(64))
+    plan.save(tmp_path / "deep" / "plan")
+    loaded = hfp.PackingPlan.load(tmp_path / "deep" / "plan")
+    assert loaded == plan
+    assert loaded.metrics() == plan.metrics()
+    assert all(isinstance(array, np.memmap) for array in loaded.arrays().values())
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["plan"]
+
+
+def test_saving_replaces_a_plan_and_nothing_else(tmp_path):
+    make().save(tmp_path / "plan")
+    other = hfp.plan_packing([1, 2], hfp.BestFit(3))
+    other.save(tmp_path / "plan")
+    assert hfp.PackingPlan.load(tmp_path / "plan") == other
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(hfp.PackingError, match="expected a new folder or a saved plan to replace"):
+        make().save(tmp_path / "mine")
+
+
+def test_loading_what_is_no_plan(tmp_path):
+    with pytest.raises(hfp.PackingError, match="has no plan.json"):
+        hfp.PackingPlan.load(tmp_path)
+
+
+def test_loading_a_damaged_plan(tmp_path):
+    make().save(tmp_path / "plan")
+    np.save(tmp_path / "plan" / "segment_length.npy", np.array([4, 4, 1]))
+    with pytest.raises(hfp.PackingError, match="pack 0 holds 8 tokens"):
+        hfp.PackingPlan.load(tmp_path / "plan")
+    (tmp_path / "plan" / "segment_length.npy").write_bytes(b"no array")
+    with pytest.raises(hfp.PackingError, match=r"segment_length.npy"):
+        hfp.PackingPlan.load(tmp_path / "plan")
+
+
+def test_loading_another_format(tmp_path):
+    make().save(tmp_path / "plan")
+    index = tmp_path / "plan" / "plan.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
+    with pytest.raises(hfp.PackingError, match="expected a plan of format 1, .* has format 99"):
+        hfp.PackingPlan.load(tmp_path / "plan")
+
+
+def test_equality_is_of_content():
+    assert make() == make()
+    assert hash(make()) == hash(make())
+    assert make() != make(pack_capacity=[7, 8])
+    assert make() != "a plan"
+    assert pickle.loads(pickle.dumps(make())) == make()
+
+
+def test_no_documents():
+    plan = hfp.plan_packing([], hfp.BestFit(8))
+    assert (plan.num_documents, plan.num_packs) == (0, 0)
+    assert hfp.plan_packing([0, 0], hfp.BestFit(8)).metrics().num_empty_documents == 2
