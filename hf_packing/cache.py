@@ -37,7 +37,9 @@ class CachedPacks:
 
     def save_origin(self, origin: "Origin") -> None:
         origin.plan.save(self.origin)
-        (self.origin / "packing.json").write_text(json.dumps({"strategy": origin.strategy, "labels_made": origin.labels_made}))
+        (self.origin / "packing.json").write_text(
+            json.dumps({"strategy": origin.strategy, "labels_made": origin.labels_made})
+        )
         if origin.first_labels is not None:
             np.save(self.origin / "first_labels.npy", origin.first_labels)
 
@@ -66,7 +68,7 @@ def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
 
 
 def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
-    """Beside the dataset's own files, as `Dataset.map` does; where it has none, or they are read-only, in datasets' cache."""
+    """Beside the dataset's own files, as `Dataset.map` does; in datasets' cache where it has none it may write to."""
     name = f"cache-{fingerprint}.arrow"
     if not datasets.is_caching_enabled():
         folder = Path(tempfile.mkdtemp(prefix="hf_packing-"))

@@ -72,14 +72,18 @@ def column(rows: Sequence[Row], name: str) -> list[IntArray]:
         return [np.asarray(row[name]) for row in rows]
     except KeyError:
         row = next(index for index, row in enumerate(rows) if name not in row)
-        raise PackingError(f"column {name!r}: expected in every row, row {row} has {', '.join(rows[row]) or 'none'}") from None
+        raise PackingError(
+            f"column {name!r}: expected in every row, row {row} has {', '.join(rows[row]) or 'none'}"
+        ) from None
 
 
 def flatten(name: str, arrays: list[IntArray]) -> IntArray:
     """int64 [sum of lengths]."""
     for row, array in enumerate(arrays):
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            raise PackingError(f"column {name!r}: expected a list of integers, row {row} has {array.dtype} of shape {array.shape}")
+            raise PackingError(
+                f"column {name!r}: expected a list of integers, row {row} has {array.dtype} of shape {array.shape}"
+            )
     return np.concatenate(arrays, dtype=np.int64, casting="unsafe") if arrays else np.zeros(0, dtype=np.int64)
 
 
@@ -89,7 +93,9 @@ def labels_of(rows: Sequence[Row], tokens: list[IntArray], input_ids: IntArray) 
     labels = column(rows, "labels")
     for row, (given, wanted) in enumerate(zip(labels, tokens, strict=True)):
         if len(given) != len(wanted):
-            raise PackingError(f"column 'labels': expected {len(wanted)} values in row {row}, as many as input_ids, got {len(given)}")
+            raise PackingError(
+                f"column 'labels': expected {len(wanted)} values in row {row}, as many as input_ids, got {len(given)}"
+            )
     return flatten("labels", labels)
 
 
@@ -101,8 +107,8 @@ def segment_lengths(rows: Sequence[Row], tokens: list[IntArray]) -> IntArray:
             segments = np.asarray(given["seq_lengths"], dtype=np.int64)
             if segments.sum() != len(ids) or (len(segments) and segments.min() < 1):
                 raise PackingError(
-                    f"column 'seq_lengths': expected positive lengths that add up to the {len(ids)} tokens of row {row}, "
-                    f"got {segments.tolist()}"
+                    f"column 'seq_lengths': expected positive lengths that add up to the {len(ids)} tokens of "
+                    f"row {row}, got {segments.tolist()}"
                 )
         elif "position_ids" in given:
             segments = lengths_from_positions(np.asarray(given["position_ids"]), len(ids), row)
@@ -116,7 +122,10 @@ def lengths_from_positions(position_ids: IntArray, tokens: int, row: int) -> Int
     """A segment begins wherever a position is not one more than the last."""
     if position_ids.shape != (tokens,):
         raise PackingError(
-            f"column 'position_ids': expected {tokens} values in row {row}, as many as input_ids, got shape {position_ids.shape}"
+            f"column 'position_ids': expected {tokens} values in row {row}, as many as input_ids, "
+            f"got shape {position_ids.shape}"
         )
-    begin = np.flatnonzero(np.diff(position_ids, prepend=position_ids[:1]) != 1) if tokens else np.zeros(0, dtype=np.int64)
+    begin = (
+        np.flatnonzero(np.diff(position_ids, prepend=position_ids[:1]) != 1) if tokens else np.zeros(0, dtype=np.int64)
+    )
     return np.diff(begin, append=tokens)

@@ -65,7 +65,9 @@ def pack(
     return pack_one(dataset, strategy, position_ids, load_from_cache_file)
 
 
-def pack_one(dataset: datasets.Dataset, strategy: Strategy, position_ids: bool, load_from_cache_file: bool) -> datasets.Dataset:
+def pack_one(
+    dataset: datasets.Dataset, strategy: Strategy, position_ids: bool, load_from_cache_file: bool
+) -> datasets.Dataset:
     fingerprint = fingerprint_of(dataset, strategy, position_ids)
     cache = cache_for(dataset, fingerprint)
     if not (load_from_cache_file and cache.exists()):
@@ -75,7 +77,9 @@ def pack_one(dataset: datasets.Dataset, strategy: Strategy, position_ids: bool, 
             warnings.warn(f"pack leaves out columns without one number for each token: {listed}", stacklevel=3)
         plan = strategy.plan_lengths(check_lengths(columns.lengths))
         write_packs(columns, plan, strategy, position_ids, cache)
-    packed = datasets.Dataset(MemoryMappedTable.from_file(str(cache.rows)), split=dataset.split, fingerprint=fingerprint)
+    packed = datasets.Dataset(
+        MemoryMappedTable.from_file(str(cache.rows)), split=dataset.split, fingerprint=fingerprint
+    )
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
 
@@ -85,10 +89,14 @@ def row_numbers(dataset: datasets.Dataset) -> IntArray | None:
     return None if indices is None else indices.column(0).to_numpy()
 
 
-def write_packs(columns: TokenColumns, plan: PackingPlan, strategy: Strategy, position_ids: bool, cache: CachedPacks) -> None:
+def write_packs(
+    columns: TokenColumns, plan: PackingPlan, strategy: Strategy, position_ids: bool, cache: CachedPacks
+) -> None:
     """Gather block after block of packs, each while the one before is being written."""
     first_labels = []
-    pack_tokens = np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
+    pack_tokens = (
+        np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
+    )
     with (
         new_stream(cache.rows, pack_rows(columns, plan, 0, 0, position_ids).table.schema) as stream,
         tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents} documents", unit=" packs") as progress,
@@ -134,13 +142,17 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
     if not isinstance(packed, datasets.Dataset):
         raise PackingError(f"packed: expected a Dataset that was packed, got {type(packed).__name__}")
     if row_numbers(packed) is not None:
-        raise PackingError("packed: expected the rows in the order they were packed, this dataset was shuffled or selected from")
+        raise PackingError(
+            "packed: expected the rows in the order they were packed, this dataset was shuffled or selected from"
+        )
     table = packed.data.table
     if plan is not None:
         return datasets.Dataset(unpack_rows(table, plan, None), split=packed.split)
     files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
     if len(files) != 1 or not files[0].exists():
-        raise PackingError("plan: expected one, since this dataset is not as pack() returned it and does not know its plan")
+        raise PackingError(
+            "plan: expected one, since this dataset is not as pack() returned it and does not know its plan"
+        )
     origin = files[0].load_origin()
     rows = unpack_rows(table, origin.plan, origin.first_labels)
     if origin.labels_made and LABELS in rows.column_names:

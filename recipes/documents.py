@@ -53,7 +53,9 @@ def as_text(row: dict) -> str:
         return f"{row['prompt']}\n{row['completion']}"
     if "messages" in row:
         return "\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
-    raise SystemExit(f"--data: expected text, prompt and completion, messages or input_ids, got columns {', '.join(row)}")
+    raise SystemExit(
+        f"--data: expected text, prompt and completion, messages or input_ids, got columns {', '.join(row)}"
+    )
 
 
 def train_tokenizer(documents: datasets.Dataset) -> PreTrainedTokenizerFast:

@@ -43,7 +43,9 @@ EQUAL_LOSS = 1e-5
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a .jsonl, .json, .parquet, .csv or .txt file (also .gz), or a dataset's name")
-    parser.add_argument("--tokenizer", help="name or folder; default: the model's, or a byte-level BPE trained on the documents")
+    parser.add_argument(
+        "--tokenizer", help="name or folder; default: the model's, or a byte-level BPE trained on the documents"
+    )
     parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens a pack holds")
     parser.add_argument("--strategy", choices=STRATEGIES, default="best-fit", help="how the dataset is packed")
@@ -129,7 +131,7 @@ class Run:
 class Progress(ProgressCallback):
     """The bar with the loss at its end, instead of a line for each step."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+    def on_log(self, *_, logs: dict | None = None, **__) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=logs["loss"])
 
@@ -159,7 +161,9 @@ def train(model: PreTrainedModel, rows: datasets.Dataset, rows_per_step: int, co
     return Run(seen, [float(entry["loss"]) for entry in logged], tokens / seconds)
 
 
-def draw(lengths: np.ndarray, plans: dict[str, hfp.PackingPlan], runs: dict[str, Run], max_length: int, file: Path) -> None:
+def draw(
+    lengths: np.ndarray, plans: dict[str, hfp.PackingPlan], runs: dict[str, Run], max_length: int, file: Path
+) -> None:
     figure, (before, after, curves) = plt.subplots(1, 3, figsize=(16, 4.6), layout="constrained")
     before.hist(lengths, bins=np.geomspace(1, max(lengths.max(), 2), 60), color="#4878a8")
     before.axvline(max_length, color="#b04030", linestyle="--", label=f"max_length {max_length:,}")
@@ -170,7 +174,9 @@ def draw(lengths: np.ndarray, plans: dict[str, hfp.PackingPlan], runs: dict[str,
         fill = np.sort(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) / plan.pack_capacity)
         label = f"{name.replace('-', ' ')}: {plan.num_packs:,} rows, {plan.metrics().truncation_ratio:.1%} cut"
         after.plot(np.linspace(0, 100, len(fill)), 100 * fill, color=colours[name], linewidth=2, label=label)
-    after.set(xlabel="rows, emptiest first (%)", ylabel="fill of the row (%)", ylim=(0, 104), title="Rows after packing")
+    after.set(
+        xlabel="rows, emptiest first (%)", ylabel="fill of the row (%)", ylim=(0, 104), title="Rows after packing"
+    )
     after.legend(frameon=False, loc="lower right")
     styles = {"padded": ("#4878a8", "-", 4), "packed": ("#b04030", "--", 1.8)}
     for name, run in runs.items():
@@ -213,12 +219,15 @@ def train_both(arguments, documents: datasets.Dataset, lengths: np.ndarray, toke
     batches = hfp.FirstCome(per_step * arguments.max_length, order="dataset", max_documents=per_step, seed=None)
     rows = hfp.pack(documents, batches)
     documents = documents.add_column("labels", documents["input_ids"][:])
-    padded = train(new_model(arguments, tokenizer), documents, per_step, DataCollatorForSeq2Seq(tokenizer), arguments, "padded")
+    padded = train(
+        new_model(arguments, tokenizer), documents, per_step, DataCollatorForSeq2Seq(tokenizer), arguments, "padded"
+    )
     model = hfp.patch_model(new_model(arguments, tokenizer))
     packed = train(model, rows, 1, hfp.PackingCollator(), arguments, "packed")
     print(
-        f"\n{per_step} documents per step, {len(documents):,} documents: padded {padded.tokens_per_second:,.0f} tokens/s, "
-        f"packed {packed.tokens_per_second:,.0f} tokens/s: {packed.tokens_per_second / padded.tokens_per_second:.1f} times as fast"
+        f"\n{per_step} documents per step, {len(documents):,} documents: "
+        f"padded {padded.tokens_per_second:,.0f} tokens/s, packed {packed.tokens_per_second:,.0f} tokens/s: "
+        f"{packed.tokens_per_second / padded.tokens_per_second:.1f} times as fast"
     )
     print(f"loss of the last step: padded {padded.losses[-1]:.4f}, packed {packed.losses[-1]:.4f}")
     return {"padded": padded, "packed": packed}

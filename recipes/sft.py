@@ -49,7 +49,9 @@ def turns(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, 
         for upto, trained in ((messages[:turn], False), (messages[: turn + 1], True)):
             text = tokenizer.apply_chat_template(upto, tokenize=False, add_generation_prompt=not trained)
             if not text.startswith(rendered):
-                raise SystemExit(f"--model: its chat template rewrites earlier turns, so turn {turn} cannot be masked apart")
+                raise SystemExit(
+                    f"--model: its chat template rewrites earlier turns, so turn {turn} cannot be masked apart"
+                )
             yield text[len(rendered) :], trained
             rendered = text
 
@@ -80,8 +82,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16 if config.bf16 else torch.float32)
-    documents = rows.map(tokenise, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, desc="Tokenising")
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=torch.bfloat16 if config.bf16 else torch.float32
+    )
+    documents = rows.map(
+        tokenise, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, desc="Tokenising"
+    )
 
     packed = hfp.pack(documents, hfp.BestFit(arguments.pack_length))
     hfp.patch_model(model)

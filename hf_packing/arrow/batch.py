@@ -56,16 +56,23 @@ def table_of(batch: Mapping[str, Any]) -> pa.Table:
 
 def array_of(name: str, values: Any) -> pa.Array:
     try:
-        rows = [row if row is None or isinstance(row, (list, str, bytes, dict)) else as_numpy(row) for row in values]
-        return pa.array(rows, type=pa.list_(pa.int32()) if name == INPUT_IDS and not any(map(len, rows)) else None)
+        rows = [row if isinstance(row, (list, str, bytes, dict)) else as_numpy(row) for row in values]
+        array = pa.array(rows)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError) as error:
         if name == INPUT_IDS:
             raise PackingError(f"column 'input_ids': expected lists of integers: {error}") from error
         return pa.nulls(len(values))
+    only_empty = pa.types.is_null(array.type) or (
+        pa.types.is_list(array.type) and pa.types.is_null(array.type.value_type)
+    )
+    return array.cast(pa.list_(pa.int32())) if name == INPUT_IDS and only_empty else array
 
 
 def as_numpy(row: Any) -> Any:
-    return row.numpy() if hasattr(row, "numpy") else np.asarray(row) if hasattr(row, "__len__") else row
+    """A row that Arrow takes. An empty one goes without its type: NumPy makes it float64, which the column is not."""
+    if not hasattr(row, "__len__"):
+        return row
+    return np.asarray(row) if len(row) else []
 
 
 def rows_of(column: pa.ChunkedArray, name: str) -> list[Any]:

@@ -43,8 +43,8 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
     names = table.column_names
     if packed := [name for name in PACKED_ONLY if name in names]:
         raise PackingError(
-            f"column {packed[0]!r}: expected documents that are not packed yet; this dataset seems to be packed already "
-            "(remove the column if it is not)"
+            f"column {packed[0]!r}: expected documents that are not packed yet; this dataset seems to be packed "
+            "already (remove the column if it is not)"
         )
     if INPUT_IDS not in names:
         raise PackingError(f"column 'input_ids': expected among the columns, got {', '.join(names) or 'none'}")
@@ -83,5 +83,6 @@ def check_no_padding(mask: TokenColumn) -> None:
         token = int((values == 0).argmax())
         row = int(nonempty[np.searchsorted(np.cumsum(mask.length[nonempty]), token, side="right")])
         raise PackingError(
-            f"column 'attention_mask': expected documents without padding, row {row} has a 0; tokenise with padding=False"
+            f"column 'attention_mask': expected documents without padding, row {row} has a 0; "
+            "tokenise with padding=False"
         )

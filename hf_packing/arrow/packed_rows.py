@@ -1,6 +1,7 @@
 """Build packed rows from documents and a plan, and documents from packed rows."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,9 @@ def pack_rows(
     where = plan.segment_document[segments], plan.segment_start[segments], plan.segment_length[segments]
     length = where[2]
     segment_begin = np.cumsum(length, dtype=np.int64) - length
-    row_tokens = np.add.reduceat(length, offsets[:-1] - offsets[0], dtype=np.int64) if len(length) else np.zeros(0, np.int64)
+    row_tokens = (
+        np.add.reduceat(length, offsets[:-1] - offsets[0], dtype=np.int64) if len(length) else np.zeros(0, np.int64)
+    )
     packed = {name: gathered(column, *where) for name, column in columns.by_name.items()}
     first_labels = None
     if LABELS in packed:
@@ -67,28 +70,28 @@ def pack_rows(
     return PackedRows(pa.table(arrays), first_labels)
 
 
-def in_order(packed: dict[str, npt.NDArray[np.generic]]) -> dict[str, npt.NDArray[np.generic]]:
+def in_order(packed: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
     first = {name: packed[name] for name in (INPUT_IDS, LABELS)}
     return first | {name: values for name, values in packed.items() if name not in first}
 
 
-def gathered(column: TokenColumn, document: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[np.generic]:
+def gathered(column: TokenColumn, document: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
     values = column.gather(document, start, length)
     return as_int32(column.name, values) if column.name in (INPUT_IDS, LABELS) else values
 
 
-def as_int32(name: str, values: npt.NDArray[np.generic]) -> npt.NDArray[np.int32]:
+def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if values.dtype == np.int32:
-        return values  # type: ignore[return-value]
+        return values
     if values.dtype.kind not in "iu":
         raise PackingError(f"column {name!r}: expected integers, got {values.dtype}")
-    if len(values) and (values.min() < -(2**31) or values.max() >= 2**31):  # type: ignore[operator]
+    if len(values) and (values.min() < -(2**31) or values.max() >= 2**31):
         raise PackingError(f"column {name!r}: expected 32-bit values, got {values.min()}..{values.max()}")
     return values.astype(np.int32)
 
 
 def positions(length: IntArray) -> npt.NDArray[np.int32]:
-    """int32 [tokens]: 0, 1, 2, ... restarting at every segment. Copying slices of one ramp is quicker than arithmetic."""
+    """int32 [tokens]: 0, 1, 2, ... restarting at every segment; slices of one ramp are quicker than arithmetic."""
     ramp = np.arange(length.max(initial=0), dtype=np.int32)
     return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
 
@@ -126,10 +129,16 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
 
 def check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
     if missing := [name for name in (INPUT_IDS, SEQ_LENGTHS) if name not in packed.column_names]:
-        raise PackingError(f"column {missing[0]!r}: expected a packed dataset, got columns {', '.join(packed.column_names)}")
+        raise PackingError(
+            f"column {missing[0]!r}: expected a packed dataset, got columns {', '.join(packed.column_names)}"
+        )
     if packed.num_rows != plan.num_packs:
-        raise PackingError(f"plan: expected one with {packed.num_rows} packs, as many as there are rows, got {plan.num_packs}")
+        raise PackingError(
+            f"plan: expected one with {packed.num_rows} packs, as many as there are rows, got {plan.num_packs}"
+        )
     lengths = pc.list_flatten(packed.column(SEQ_LENGTHS)).to_numpy()
     segments = pc.list_value_length(packed.column(SEQ_LENGTHS)).to_numpy()
     if not np.array_equal(segments, np.diff(plan.pack_offsets)) or not np.array_equal(lengths, plan.segment_length):
-        raise PackingError("plan: expected the plan these rows were packed with; their seq_lengths differ from its segments")
+        raise PackingError(
+            "plan: expected the plan these rows were packed with; their seq_lengths differ from its segments"
+        )

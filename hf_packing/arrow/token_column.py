@@ -1,7 +1,7 @@
 """A column of token lists, read as NumPy: where each row begins, how long it is, and any slices of it, concatenated."""
 
-
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-
 
 MAX_LIST_VALUES = 2**31 - 1
 
@@ -41,7 +40,7 @@ class TokenColumn:
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
         self.name = name
         self.type: pa.DataType = column.type
-        self.values: list[npt.NDArray[np.generic]] = []
+        self.values: list[npt.NDArray[Any]] = []
         begins, lengths, rows_before = [], [], [0]
         for chunk in column.chunks:
             values, begin, length = read_chunk(name, chunk, rows_before[-1])
@@ -53,9 +52,13 @@ class TokenColumn:
         self.begin, self.length = np.concatenate([none, *begins]), np.concatenate([none, *lengths])
         self.chunk = np.repeat(np.arange(len(begins)), np.diff(rows_before))
         if row_numbers is not None:
-            self.begin, self.length, self.chunk = self.begin[row_numbers], self.length[row_numbers], self.chunk[row_numbers]
+            self.begin, self.length, self.chunk = (
+                self.begin[row_numbers],
+                self.length[row_numbers],
+                self.chunk[row_numbers],
+            )
 
-    def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[np.generic]:
+    def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
         """The tokens start:start + length of each row named, one slice after the other.
 
         Slicing and one concatenation copy at memory speed; fancy indexing or `take` is about half as fast.
@@ -79,7 +82,7 @@ class TokenColumn:
         return np.concatenate(slices) if slices else np.zeros(0, dtype=self.type.value_type.to_pandas_dtype())
 
 
-def read_chunk(name: str, chunk: pa.Array, first_row: int) -> tuple[npt.NDArray[np.generic], IntArray, IntArray]:
+def read_chunk(name: str, chunk: pa.Array, first_row: int) -> tuple[npt.NDArray[Any], IntArray, IntArray]:
     """The flat values of one chunk, and where each of its rows begins in them and how long it is."""
     if chunk.null_count:
         row = first_row + int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
@@ -102,7 +105,7 @@ def first_null(values: pa.Array, offsets: IntArray) -> int | None:
     return int(offsets[0]) + int(np.argmax(used.is_null().to_numpy(zero_copy_only=False)))
 
 
-def list_array(values: npt.NDArray[np.generic], lengths: IntArray, large: bool = False) -> pa.Array:
+def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:
     """Flat values as a list array; a LargeList where asked for, or where 32-bit offsets cannot reach.
 
     Args:
@@ -115,7 +118,6 @@ def list_array(values: npt.NDArray[np.generic], lengths: IntArray, large: bool =
     if large or offsets[-1] > MAX_LIST_VALUES:
         return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
-
 
 
 def blocks_of_packs(pack_tokens: IntArray, tokens: int) -> Iterator[tuple[int, int]]:

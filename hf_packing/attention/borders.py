@@ -1,5 +1,6 @@
 """From a model's inputs to the borders of its segments, however the caller tells them; once for each forward."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ def borders_from_seq_idx(seq_idx: Tensor) -> Tensor:
 
 
 def borders_from_begins(begins: Tensor) -> Tensor:
-    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()], device=begins.device)]).to(torch.int32)
+    return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()], device=begins.device)]).to(
+        torch.int32
+    )
 
 
 def positions_from_borders(borders: Tensor, rows: int) -> Tensor:
@@ -40,19 +43,22 @@ def positions_from_borders(borders: Tensor, rows: int) -> Tensor:
 
 def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
     """The borders as integers, or an error: they rise from 0 to all tokens and stop at the end of every row."""
-    known = borders.tolist()
-    rising = all(a < b for a, b in zip(known, known[1:], strict=False))
+    known: list[int] = borders.tolist()
+    rising = all(a < b for a, b in pairwise(known))
     if borders.ndim != 1 or len(known) < 2 or known[0] != 0 or known[-1] != rows * tokens or not rising:
-        raise PackingError(f"cu_seq_lens_q: expected lengths summed from 0, rising to {rows * tokens} tokens, got {known}")
+        raise PackingError(
+            f"cu_seq_lens_q: expected lengths summed from 0, rising to {rows * tokens} tokens, got {known}"
+        )
     if rows > 1 and (crossed := set(range(tokens, rows * tokens, tokens)) - set(known)):
         raise PackingError(f"cu_seq_lens_q: expected a border at the end of every row, got none at {sorted(crossed)}")
     return known
 
 
 def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor:
-    """The borders that a model's inputs tell of: cu_seq_lens_q, else position_ids, else seq_idx, else one for each row."""
+    """Borders from cu_seq_lens_q, else from position_ids, else from seq_idx, else one segment for each row."""
     rows, tokens = shape
-    borders, keys = inputs.get("cu_seq_lens_q"), inputs.get("cu_seq_lens_k")
+    borders: Tensor | None = inputs.get("cu_seq_lens_q")
+    keys: Tensor | None = inputs.get("cu_seq_lens_k")
     if borders is not None:
         if keys is not None and keys is not borders and not torch.equal(borders, keys):
             raise PackingError("cu_seq_lens_k: expected the same borders as cu_seq_lens_q, got others")
@@ -103,7 +109,7 @@ def with_borders(inputs: dict[str, Any]) -> dict[str, Any]:
     shape = given.shape[:2]
     borders = find_borders(shape, inputs)
     known = check_borders(borders, *shape)
-    longest = max(b - a for a, b in zip(known, known[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(known))
     if inputs.get("position_ids") is None:
         inputs = {**inputs, "position_ids": positions_from_borders(borders, shape[0])}
     return {

@@ -17,11 +17,12 @@ from hf_packing.errors import ModelNotSupportedError, PackingError
 DOCUMENT_LENGTHS = (13, 7, 21)
 """Tokens of the three documents: all different, and longer than the windows and kernels of convolutions."""
 
-LEAK_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest change of a logit, in standard deviations of the logits, that rounding alone may make."""
+LEAK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""Largest change of a logit, in standard deviations of the logits, that rounding alone may make. Parts of most models
+compute in float32 whatever the model's dtype, so float64 is not held to its own precision."""
 HALF_LEAK_TOLERANCE = 2e-2
 
-EQUALITY_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+EQUALITY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Largest difference between a document packed and alone, where kernels see other shapes; same unit."""
 HALF_EQUALITY_TOLERANCE = 2e-1
 
@@ -34,7 +35,7 @@ class IsolationReport:
 
     isolated: bool
     max_leak: float
-    """Largest change of any logit of a document when another one was changed; nan where the model could not be called."""
+    """Largest change of a logit of a document when another one was changed; nan where the model cannot be called."""
     reason: str
     """What was seen, in words."""
 
@@ -78,10 +79,14 @@ def check_isolation(model: PreTrainedModel, *, seed: int = 0) -> IsolationReport
             return IsolationReport(True, leak, "changing one document changed no other")
         reason = f"changing one document changed the logits of another by up to {leak:.2g}"
         if probe.leaks_only_through_cache():
-            reason += "; with use_cache=False it does not: transformers looks for packed rows only where there is no cache"
+            reason += (
+                "; with use_cache=False it does not: transformers looks for packed rows only where there is no cache"
+            )
         else:
             reason += f", with attention {model.config._attn_implementation!r}"
-        return IsolationReport(False, leak, f"{reason}. hf_packing.patch_model(model) keeps documents apart, or says why not")
+        return IsolationReport(
+            False, leak, f"{reason}. hf_packing.patch_model(model) keeps documents apart, or says why not"
+        )
 
 
 def check_model(model: Any) -> None:
@@ -131,17 +136,21 @@ class Probe:
     def logits(self, **inputs: Any) -> Tensor:
         """[tokens, vocabulary], at least float32, of one row."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        output = self.model(**{name: value for name, value in given.items() if self.accepted is None or name in self.accepted})
+        output = self.model(
+            **{name: value for name, value in given.items() if self.accepted is None or name in self.accepted}
+        )
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise PackingError(f"model: expected logits of shape [rows, tokens, vocabulary], {type(self.model).__name__} has none")
+            raise PackingError(
+                f"model: expected logits of shape [rows, tokens, vocabulary], {type(self.model).__name__} has none"
+            )
         return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
 
     def packed(self, documents: Tokens, **options: Any) -> list[Tensor]:
         """Logits of each document, all in one row."""
         batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
         del batch["labels"]
-        return list(self.logits(**batch, **options).split([len(tokens) for tokens in documents]))
+        return list(torch.split(self.logits(**batch, **options), [len(tokens) for tokens in documents]))
 
     def alone(self, **options: Any) -> list[Tensor]:
         """Logits of each document, one row each, with nothing but input_ids."""
@@ -152,7 +161,7 @@ class Probe:
         row = [token for tokens in documents for token in tokens]
         batch = PackingCollator()([{"input_ids": row}])
         del batch["labels"]
-        return list(self.logits(**batch, **options).split([len(tokens) for tokens in documents]))
+        return list(torch.split(self.logits(**batch, **options), [len(tokens) for tokens in documents]))
 
     def largest_leak(self, **options: Any) -> tuple[float, float]:
         """Largest change in a document that was not changed, and the standard deviation of the logits."""
@@ -161,7 +170,9 @@ class Probe:
         for changed in range(len(self.documents)):
             after = self.packed(self.with_other(changed), **options)
             if not largest_difference(before[changed], after[changed]) > 0:
-                raise PackingError(f"model: expected logits that depend on input_ids, those of {type(self.model).__name__} do not")
+                raise PackingError(
+                    f"model: expected logits that depend on input_ids, those of {type(self.model).__name__} do not"
+                )
             others = [i for i in range(len(before)) if i != changed]
             leak = max(leak, *(largest_difference(before[i], after[i]) for i in others))
         return leak, float(torch.cat(before).std())
@@ -199,13 +210,19 @@ def prove_isolation(model: PreTrainedModel, expected: list[Tensor], probe: Probe
     name = type(model).__name__
     leak, scale = probe.largest_leak()
     if not leak <= probe.leak_tolerance * scale:
-        raise ModelNotSupportedError(f"{name}: changing one packed document changes the logits of another by {leak:.2g}; {leaking(model)}")
+        raise ModelNotSupportedError(
+            f"{name}: changing one packed document changes the logits of another by {leak:.2g}; {leaking(model)}"
+        )
     if not probe.sees_leaks():
-        raise ModelNotSupportedError(f"{name}: no leak can be seen even with the borders taken away, so nothing is proven")
+        raise ModelNotSupportedError(
+            f"{name}: no leak can be seen even with the borders taken away, so nothing is proven"
+        )
     for packed, alone in zip(probe.packed(probe.documents), expected, strict=True):
         difference = largest_difference(packed, alone)
         if not difference <= probe.equality_tolerance * float(alone.std()):
-            raise ModelNotSupportedError(f"{name}: a document's logits differ by {difference:.2g} between packed and alone")
+            raise ModelNotSupportedError(
+                f"{name}: a document's logits differ by {difference:.2g} between packed and alone"
+            )
 
 
 def leaking(model: nn.Module) -> str:
@@ -215,5 +232,14 @@ def leaking(model: nn.Module) -> str:
     return "something beside its attention function crosses borders"
 
 
-STATEFUL = ("Mixer", "Conv", "Conv1d", "DeltaNet", "DeltaAttention", "LightningAttention", "RecurrentBlock", "LSTMBlock")
+STATEFUL = (
+    "Mixer",
+    "Conv",
+    "Conv1d",
+    "DeltaNet",
+    "DeltaAttention",
+    "LightningAttention",
+    "RecurrentBlock",
+    "LSTMBlock",
+)
 """How class names of modules end that work along the row; for the message only."""

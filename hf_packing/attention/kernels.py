@@ -97,4 +97,5 @@ def attend_with_kernel(
         attended = varlen(
             q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=scale, window_size=sides, enable_gqa=gqa
         )
-    return attended[..., :value_dim].transpose(0, 1)[None]
+    output: Tensor = attended[..., :value_dim].transpose(0, 1)[None]
+    return output

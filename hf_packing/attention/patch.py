@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.borders import with_borders
-from hf_packing.attention.isolation import Probe, check_model, prove_isolation
+from hf_packing.attention.isolation import Probe, check_model, leaking, prove_isolation
 from hf_packing.attention.varlen import NAME, Observed, observe, register
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
@@ -36,7 +36,7 @@ def patch_model(model: Model) -> Model:
     """Make a model keep packed documents apart, proven on the model itself.
 
     Its attention goes through `packed_varlen`: flash-attn's or torch's variable-length kernel on CUDA, exact attention
-    segment by segment elsewhere. Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever are given. Then
+    segment by segment elsewhere. Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever is given. Then
     three random documents are packed in a row, one after the other is changed, and the patch stays only if no other
     document notices and all have the logits that the unpatched model gives them alone.
 
@@ -136,7 +136,9 @@ class Unpatched(AbstractContextManager[Any]):
     def __enter__(self) -> PreTrainedModel:
         return self.model
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not is_patched(self.model):
             install(self.model)
 
@@ -163,7 +165,9 @@ def attention_of(config: PreTrainedConfig) -> Any:
     inner = {name: getattr(config, name, None) for name in config.sub_configs}
     if not any(inner.values()):
         return config._attn_implementation
-    return {"": config._attn_implementation} | {name: attention_of(sub) for name, sub in inner.items() if sub is not None}
+    return {"": config._attn_implementation} | {
+        name: attention_of(sub) for name, sub in inner.items() if sub is not None
+    }
 
 
 def refuse_what_is_known_to_fail(model: PreTrainedModel) -> None:
@@ -171,7 +175,9 @@ def refuse_what_is_known_to_fail(model: PreTrainedModel) -> None:
     if not model._can_set_attn_implementation():
         raise ModelNotSupportedError(f"{name}: it does not call its attention through transformers' AttentionInterface")
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
-        raise ModelNotSupportedError(f"{name}: its forward takes no cu_seq_lens_q, so borders cannot reach its attention")
+        raise ModelNotSupportedError(
+            f"{name}: its forward takes no cu_seq_lens_q, so borders cannot reach its attention"
+        )
     if kinds := sorted(set(rope_types(model.config)) & set(ROPE_OF_THE_ROW)):
         raise ModelNotSupportedError(
             f"{name}: its rotary embedding ({', '.join(kinds)}) is scaled by the longest document of the row, "
@@ -190,9 +196,11 @@ def rope_types(config: PreTrainedConfig) -> Iterator[str]:
 def refuse_what_was_observed(model: PreTrainedModel, observed: Observed) -> None:
     name = type(model).__name__
     if not observed.calls:
-        raise ModelNotSupportedError(f"{name}: it never called the attention function that was set")
+        raise ModelNotSupportedError(f"{name}: it never called the attention function that was set; {leaking(model)}")
     if False in observed.causal:
-        raise ModelNotSupportedError(f"{name}: its attention is bidirectional; only causal language models are supported")
+        raise ModelNotSupportedError(
+            f"{name}: its attention is bidirectional; only causal language models are supported"
+        )
     if lost := observed.mask_windows - observed.windows:
         raise ModelNotSupportedError(
             f"{name}: a window or chunk of {', '.join(map(str, sorted(lost)))} tokens is only in its attention mask, "

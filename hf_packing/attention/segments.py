@@ -40,7 +40,7 @@ def attend_by_segment(
     same_length: dict[int, list[int]] = defaultdict(list)
     for segment, length in enumerate(lengths):
         same_length[length].append(segment)
-    queries, keys, values = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
+    queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     outputs: list[Tensor] = [query] * len(lengths)
     for length, segments in same_length.items():
         q, k, v = (torch.cat([parts[segment] for segment in segments]) for parts in (queries, keys, values))
@@ -48,10 +48,12 @@ def attend_by_segment(
         if softcap is None and sinks is None:
             causal = is_causal and mask is None
             gqa = q.shape[1] != k.shape[1]
-            attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa
+            )
         else:
             attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
-        for segment, output in zip(segments, attended.split(1), strict=True):
+        for segment, output in zip(segments, torch.split(attended, 1), strict=True):
             outputs[segment] = output
     return torch.cat(outputs, dim=2)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,9 +66,9 @@ def packed_varlen(
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,  # noqa: ARG001, those of the queries
     max_length_q: int | None = None,
-    max_length_k: int | None = None,
+    max_length_k: int | None = None,  # noqa: ARG001
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention that never crosses the border of a segment, in the signature of transformers' AttentionInterface.
@@ -99,7 +100,9 @@ def packed_varlen(
     borders = cu_seq_lens_q
     if borders is None:
         if position_ids is None or position_ids.ndim != 2:
-            raise PackingError(f"{type(module).__name__} was given no cu_seq_lens_q and no position_ids to tell segments apart")
+            raise PackingError(
+                f"{type(module).__name__} was given no cu_seq_lens_q and no position_ids to tell segments apart"
+            )
         borders = borders_from_positions(position_ids.expand(rows, -1))
     q, k, v = (laid_end_to_end(tensor) for tensor in (query, key, value))
     how: dict[str, Any] = {
@@ -114,7 +117,7 @@ def packed_varlen(
         attended = attend_with_kernel(q, k, v, borders.to(q.device, torch.int32), longest, **how)
     else:
         known = check_borders(borders, rows, tokens)
-        lengths = [b - a for a, b in zip(known, known[1:], strict=False)]
+        lengths = [b - a for a, b in pairwise(known)]
         attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **how)
     return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
 
@@ -126,7 +129,9 @@ def refuse_what_cannot_be_honoured(
     if attention_mask is not None:
         raise PackingError(f"attention_mask: {NAME} takes none, {where} gave one of shape {list(attention_mask.shape)}")
     if query.shape[2] != key.shape[2]:
-        raise PackingError(f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} neither generates nor attends across")
+        raise PackingError(
+            f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} neither generates nor attends across"
+        )
     if others.get("output_attentions"):
         raise PackingError(f"output_attentions: {NAME} keeps no attention weights, {where} asks for them")
     for name, asked in others.items():
@@ -141,7 +146,9 @@ def laid_end_to_end(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1).flatten(1, 2)[None]
 
 
-def packed_varlen_mask(*args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
+def packed_varlen_mask(
+    *args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
+) -> Tensor | None:
     """No mask: borders take its place. A mask with padding is passed on, to be refused by `packed_varlen`.
 
     Raises:
@@ -151,7 +158,8 @@ def packed_varlen_mask(*args: Any, local_size: int | None = None, use_vmap: bool
         raise PackingError(f"attention_mask: {NAME} cannot honour a mask made of custom functions")
     if (observed := watching.get()) is not None and local_size is not None:
         observed.mask_windows.add(local_size)
-    return flash_attention_mask(*args, **kwargs)
+    padding: Tensor | None = flash_attention_mask(*args, **kwargs)
+    return padding
 
 
 def register() -> None:

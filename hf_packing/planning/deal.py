@@ -77,7 +77,7 @@ def place_packs(table: PatternTable, seed: int | None) -> tuple[IntArray, IntArr
 
 
 class Slots:
-    """All segments of a table as one list, shortest first: for each its pack, its place there, and the piece it gets."""
+    """All segments of a table as one list, shortest first: for each its pack, its place in it, and its piece."""
 
     def __init__(self, table: PatternTable, counts: IntArray, seed: int | None) -> None:
         by_length = np.argsort(table.entry_length, kind="stable")
@@ -111,7 +111,11 @@ class Slots:
         slot = np.arange(begin, end)
         number, copies = slot - self.begin[entry], self.copies[entry]
         turn = number // copies
-        pack, place, length = self.first_pack[entry] + turn, self.first_place[entry] + number - turn * copies, self.length[entry]
+        pack, place, length = (
+            self.first_pack[entry] + turn,
+            self.first_place[entry] + number - turn * copies,
+            self.length[entry],
+        )
         if self.seed is None:
             return pack, place, length, slot
         rank = self.first_rank[length]

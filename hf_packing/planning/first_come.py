@@ -65,7 +65,7 @@ def random_order(size: int, seed: int, purpose: str) -> IntArray:
 
 
 def first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:
-    """Which piece opens each pack: from each piece, one search finds the piece that no longer fits; then follow them."""
+    """Which piece opens each pack: a search finds, for every piece, the next that no longer fits; follow them."""
     end = np.cumsum(length, dtype=np.int64)
     first, piece = [], 0
     for begin in range(0, len(length), JUMPS_AT_ONCE):

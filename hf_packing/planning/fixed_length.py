@@ -1,4 +1,4 @@
-"""Concatenate all documents and cut every `capacity` tokens: the baseline, which pads nothing and cuts whatever it meets."""
+"""Concatenate all documents and cut every `capacity` tokens: the baseline. Nothing is padded, anything is cut."""
 
 import numpy as np
 

@@ -22,14 +22,17 @@ def check_laws(plan: PackingPlan) -> None:
     segments = plan.num_segments
     offsets, length, start, document = plan.pack_offsets, plan.segment_length, plan.segment_start, plan.segment_document
     if offsets[0] != 0 or offsets[-1] != segments or (np.diff(offsets) < 1).any():
-        raise PackingError(f"pack_offsets: expected to rise from 0 to the {segments} segments, at least one for each pack")
+        raise PackingError(
+            f"pack_offsets: expected to rise from 0 to the {segments} segments, at least one for each pack"
+        )
     if not segments:
         return
     if length.min() < 1:
         raise PackingError(f"segment_length: expected no empty segment, got {length.min()} at {int(length.argmin())}")
     if document.min() < 0 or document.max() >= plan.num_documents:
         raise PackingError(
-            f"segment_document: expected numbers below {plan.num_documents} documents, got {document.min()}..{document.max()}"
+            f"segment_document: expected numbers below {plan.num_documents} documents, "
+            f"got {document.min()}..{document.max()}"
         )
     fill = np.add.reduceat(length, offsets[:-1], dtype=np.int64)
     if (overfull := fill > plan.pack_capacity).any():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackingMetrics:
-    """A plan in numbers. Ratios lie in [0, 1], but for concatenation_ratio and packing_factor. A plan without packs has 0."""
+    """A plan in numbers. All ratios but concatenation_ratio lie in [0, 1]; a plan without packs has zeros."""
 
     num_documents: int
     num_segments: int

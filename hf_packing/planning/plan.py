@@ -49,7 +49,7 @@ class PackingPlan:
     pack_capacity: IntArray
     """int32 [packs], tokens each pack may hold."""
     proven_lower_bound: int = 0
-    """Packs that any plan under the strategy's limits needs, where the strategy has proven more than the lengths tell."""
+    """Packs that any plan under the strategy's limits needs, where it has proven more than the lengths tell."""
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
@@ -104,7 +104,9 @@ class PackingPlan:
         Raises:
             PackingError: something that is not a saved plan is in the way.
         """
-        save_arrays(Path(path), self.arrays(), {"fingerprint": self.fingerprint, "proven_lower_bound": self.proven_lower_bound})
+        save_arrays(
+            Path(path), self.arrays(), {"fingerprint": self.fingerprint, "proven_lower_bound": self.proven_lower_bound}
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:

@@ -42,7 +42,9 @@ def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray]
         raise PackingError(f"path: expected a folder with a saved plan, {str(folder)!r} has no {INDEX}")
     facts = json.loads(index.read_text())
     if facts.get("format") != FORMAT:
-        raise PackingError(f"path: expected a plan of format {FORMAT}, {str(index)!r} has format {facts.get('format')!r}")
+        raise PackingError(
+            f"path: expected a plan of format {FORMAT}, {str(index)!r} has format {facts.get('format')!r}"
+        )
     arrays = {}
     for name in names:
         file = folder / f"{name}.npy"

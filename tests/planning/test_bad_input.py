@@ -47,7 +47,9 @@ def test_not_a_strategy():
 
 
 def test_any_integer_type_is_taken():
-    plans = [hfp.plan_packing(np.array([5, 0, 3], dtype=kind), hfp.BestFit(8)) for kind in ("u1", "i2", "u4", "i8", "u8")]
+    plans = [
+        hfp.plan_packing(np.array([5, 0, 3], dtype=kind), hfp.BestFit(8)) for kind in ("u1", "i2", "u4", "i8", "u8")
+    ]
     assert len({plan.fingerprint for plan in plans}) == 1
     assert check_lengths([2**40]).dtype == np.int64
 

@@ -16,7 +16,9 @@ Segment = tuple[int, int, int]
 
 
 def packs_of(plan: hfp.PackingPlan) -> list[list[Segment]]:
-    segments = list(zip(plan.segment_document.tolist(), plan.segment_start.tolist(), plan.segment_length.tolist(), strict=True))
+    segments = list(
+        zip(plan.segment_document.tolist(), plan.segment_start.tolist(), plan.segment_length.tolist(), strict=True)
+    )
     return [segments[a:b] for a, b in pairwise(plan.pack_offsets.tolist())]
 
 
@@ -88,7 +90,9 @@ def test_random_order_and_shuffled_packs(rng):
 
 def test_first_come_has_more_packs_than_best_fit(rng):
     lengths = rng.integers(1, 100, 5000)
-    assert hfp.plan_packing(lengths, hfp.FirstCome(128)).num_packs > hfp.plan_packing(lengths, hfp.BestFit(128)).num_packs
+    assert (
+        hfp.plan_packing(lengths, hfp.FirstCome(128)).num_packs > hfp.plan_packing(lengths, hfp.BestFit(128)).num_packs
+    )
 
 
 def test_unknown_order():

@@ -59,7 +59,11 @@ def fills(plan: hfp.PackingPlan) -> list[int]:
 
 
 @settings(max_examples=1500)
-@given(st.integers(1, 30).flatmap(lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))))
+@given(
+    st.integers(1, 30).flatmap(
+        lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
+    )
+)
 def test_same_fills_as_one_by_one(case):
     lengths, capacity = case
     assert fills(hfp.plan_packing(lengths, hfp.BestFit(capacity))) == best_fit_one_by_one(lengths, capacity)
@@ -76,17 +80,30 @@ def test_same_packs_as_longest_pack_first(counts, limit):
 
 def test_golden_example_of_fewer_truncations():
     lengths = [14, 7, 5, 2, 3]
-    best, fixed = hfp.plan_packing(lengths, hfp.BestFit(8)).metrics(), hfp.plan_packing(lengths, hfp.FixedLength(8)).metrics()
+    best, fixed = (
+        hfp.plan_packing(lengths, hfp.BestFit(8)).metrics(),
+        hfp.plan_packing(lengths, hfp.FixedLength(8)).metrics(),
+    )
     assert (best.num_packs, best.num_cut_documents) == (4, 1)
     assert (fixed.num_packs, fixed.num_cut_documents) == (4, 3)
 
 
 @pytest.mark.parametrize(
     ("limit", "packs"),
-    [(2, 10_099_081), (3, 9_090_154), (4, 8_657_119), (8, 8_207_569), (12, 8_149_619), (16, 8_140_006), (None, 8_138_483)],
+    [
+        (2, 10_099_081),
+        (3, 9_090_154),
+        (4, 8_657_119),
+        (8, 8_207_569),
+        (12, 8_149_619),
+        (16, 8_140_006),
+        (None, 8_138_483),
+    ],
 )
 def test_published_pack_counts_of_bert_wikipedia(shared_data, limit, packs):
-    histogram = json.loads((shared_data / "bert_wikipedia_512_histogram.json").read_text())["wikipedia_bert_512"]["counts"]
+    histogram = json.loads((shared_data / "bert_wikipedia_512_histogram.json").read_text())["wikipedia_bert_512"][
+        "counts"
+    ]
     assert best_fit_table(np.array([0, *histogram]), 512, limit).num_packs == packs
 
 

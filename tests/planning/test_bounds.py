@@ -39,7 +39,9 @@ def l2_by_definition(lengths: list[int], capacity: int) -> int:
     return max(bounds)
 
 
-cases = st.integers(1, 20).flatmap(lambda capacity: st.tuples(st.lists(st.integers(1, capacity), min_size=1, max_size=8), st.just(capacity)))
+cases = st.integers(1, 20).flatmap(
+    lambda capacity: st.tuples(st.lists(st.integers(1, capacity), min_size=1, max_size=8), st.just(capacity))
+)
 
 
 @settings(max_examples=800)

@@ -23,7 +23,13 @@ def any_strategy(draw):
     options = {"overflow": draw(overflows), "max_documents": draw(limits), "seed": seed}
     order = draw(st.sampled_from(["longest_first", "dataset"] + (["random"] if seed is not None else [])))
     return draw(
-        st.sampled_from([hfp.BestFit(capacity, **options), hfp.FixedLength(capacity), hfp.FirstCome(capacity, order=order, **options)])
+        st.sampled_from(
+            [
+                hfp.BestFit(capacity, **options),
+                hfp.FixedLength(capacity),
+                hfp.FirstCome(capacity, order=order, **options),
+            ]
+        )
     )
 
 
@@ -65,7 +71,10 @@ def test_same_input_same_fingerprint(lengths, strategy):
 
 
 def test_same_fingerprint_in_another_process():
-    lengths, code = [9, 3, 3, 7, 12, 1, 1, 5], "import hf_packing as hfp; print(hfp.plan_packing({}, hfp.BestFit(10, seed=3)).fingerprint)"
+    lengths, code = (
+        [9, 3, 3, 7, 12, 1, 1, 5],
+        "import hf_packing as hfp; print(hfp.plan_packing({}, hfp.BestFit(10, seed=3)).fingerprint)",
+    )
     other = subprocess.run([sys.executable, "-c", code.format(lengths)], capture_output=True, text=True, check=True)
     plan = hfp.plan_packing(lengths, hfp.BestFit(10, seed=3))
     assert other.stdout.strip() == plan.fingerprint
@@ -85,7 +94,9 @@ def test_metric_identities(lengths, strategy):
     packed = int(plan.segment_length.sum())
     segments_of = np.bincount(plan.segment_document, minlength=len(lengths))
     kept = np.bincount(plan.segment_document, plan.segment_length, minlength=len(lengths))
-    cut = sum(1 for n, k, count in zip(lengths, kept, segments_of, strict=True) if count and not (count == 1 and k == n))
+    cut = sum(
+        1 for n, k, count in zip(lengths, kept, segments_of, strict=True) if count and not (count == 1 and k == n)
+    )
     assert (m.num_documents, m.num_segments, m.num_packs) == (len(lengths), plan.num_segments, plan.num_packs)
     assert m.num_tokens == sum(lengths) == packed + m.num_dropped_tokens
     assert m.num_empty_documents == lengths.count(0)
@@ -101,7 +112,9 @@ def test_metric_identities(lengths, strategy):
     assert m.concatenation_ratio == len(lengths) / plan.num_packs
     assert m.packing_factor == plan.num_segments / plan.num_packs
     assert m.dropped_token_ratio == m.num_dropped_tokens / sum(lengths)
-    assert m.attention_cost == pytest.approx((plan.segment_length.astype(float) ** 2).sum() / (plan.num_packs * strategy.max_length**2))
+    assert m.attention_cost == pytest.approx(
+        (plan.segment_length.astype(float) ** 2).sum() / (plan.num_packs * strategy.max_length**2)
+    )
 
 
 def test_the_laws_were_tried_on_packs_of_several_segments():

@@ -17,7 +17,14 @@ def test_split_cuts_into_full_chunks_and_a_remainder():
 
 def test_truncate_keeps_the_beginning():
     truncated = plan([25, 3], "truncate")
-    assert sorted(zip(truncated.segment_document.tolist(), truncated.segment_start.tolist(), truncated.segment_length.tolist(), strict=True)) == [
+    assert sorted(
+        zip(
+            truncated.segment_document.tolist(),
+            truncated.segment_start.tolist(),
+            truncated.segment_length.tolist(),
+            strict=True,
+        )
+    ) == [
         (0, 0, 10),
         (1, 0, 3),
     ]

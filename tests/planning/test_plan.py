@@ -32,7 +32,10 @@ def test_a_plan_that_keeps_the_laws():
         ({"segment_length": [4, 4, 1]}, "pack 0 holds 8 tokens, its capacity is 7"),
         ({"segment_length": [4, 3, 2]}, "segment 2 is tokens 4:6 of document 0, which has 5"),
         ({"segment_start": [0, 0, -1]}, "segment 2 is tokens -1:0 of document 0"),
-        ({"segment_start": [0, 0, 3]}, "segments 0 and 2 share tokens of document 0: one ends at 4, the other starts at 3"),
+        (
+            {"segment_start": [0, 0, 3]},
+            "segments 0 and 2 share tokens of document 0: one ends at 4, the other starts at 3",
+        ),
         ({"segment_length": [4, 3, 0]}, "segment_length: expected no empty segment, got 0 at 2"),
         ({"segment_document": [0, 2, 0]}, "segment_document: expected numbers below 2 documents, got 0..2"),
         ({"segment_document": [0, -1, 0]}, "segment_document: expected numbers below 2 documents, got -1..0"),

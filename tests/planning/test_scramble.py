@@ -13,7 +13,11 @@ def test_bijection(size, key):
     assert sorted(places.tolist()) == list(range(size))
 
 
-@given(st.integers(1, 2**40), st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), min_size=2, max_size=20, unique=True))
+@given(
+    st.integers(1, 2**40),
+    st.integers(0, 2**64 - 1),
+    st.lists(st.integers(0, 2**40), min_size=2, max_size=20, unique=True),
+)
 def test_large_ranges_stay_in_range_and_apart(size, key, indices):
     indices = sorted({index % size for index in indices})
     places = scramble(np.array(indices), np.array([size]), np.array([key], dtype=np.uint64))

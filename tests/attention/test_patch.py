@@ -1,0 +1,333 @@
+"""patch_model on tiny models: equal to the unpacked model, isolated however it is fed, undone, or refused."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import SUPPORTED, build
+
+import hf_packing as hfp
+from hf_packing.attention import isolation
+from hf_packing.attention import patch as patch_module
+from hf_packing.attention.varlen import NAME
+
+PARTLY_FLOAT32 = {"Gemma2", "GptOss", "DeepseekV3"}
+"""transformers' eager softmax and DeepSeek's router compute in float32 whatever the model's dtype."""
+
+DOCUMENTS = [[11, 5, 9, 30, 31], [7, 8, 21], list(range(40, 60)), [3]]
+
+
+def batch_of(documents):
+    return hfp.PackingCollator()([{"input_ids": tokens} for tokens in documents])
+
+
+def losses_and_gradients(model, batches):
+    """Loss summed over all predicted tokens, in the logits' own dtype, and its gradient, parameter by parameter."""
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model(**inputs).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_loss_and_gradients_are_those_of_documents_alone(name):
+    """In float64; what parts of a model compute in float32 is compared as such."""
+    model = build(name, torch.float64).train()
+    tolerance = 1e-6 if name in PARTLY_FLOAT32 else 1e-12
+    alone = [
+        {"input_ids": torch.tensor([tokens]), "labels": torch.tensor([tokens]), "use_cache": False}
+        for tokens in DOCUMENTS
+    ]
+    expected, expected_gradients = losses_and_gradients(model, alone)
+    hfp.patch_model(model)
+    assert model.training
+    loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    assert loss == pytest.approx(expected, rel=tolerance)
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter, gradient in gradients.items():
+        largest = max(float(g.abs().max()) for g in expected_gradients.values())
+        assert (gradient - expected_gradients[parameter]).abs().max() <= tolerance * largest, parameter
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_isolated_however_it_is_fed(name):
+    model = hfp.patch_model(build(name).eval())
+    full = batch_of(DOCUMENTS)
+    other = batch_of([[61, 62, 63, 64, 65], *DOCUMENTS[1:]])
+    feedings = [["position_ids"], ["cu_seq_lens_q"], ["seq_idx"], ["position_ids", "seq_idx"], list(full)]
+    with torch.no_grad():
+        expected = model(**full).logits
+        for names in feedings:
+            inputs = {key: full[key] for key in {"input_ids", *names}}
+            logits = model(**inputs).logits
+            assert torch.allclose(logits, expected, atol=1e-5), names
+            changed = model(**{**inputs, "input_ids": other["input_ids"]}).logits
+            assert not torch.allclose(changed[:, :5], logits[:, :5])
+            assert torch.allclose(changed[:, 5:], logits[:, 5:], atol=1e-5), names
+        kept = model(input_ids=full["input_ids"], position_ids=full["position_ids"], use_cache=True).logits
+        assert torch.allclose(kept, expected, atol=1e-5)
+        ones = model(
+            input_ids=full["input_ids"],
+            position_ids=full["position_ids"],
+            attention_mask=torch.ones_like(full["input_ids"]),
+        ).logits
+        assert torch.allclose(ones, expected, atol=1e-5)
+
+
+def test_two_packed_rows():
+    model = hfp.patch_model(build("Llama").eval())
+    rows = [batch_of([[5, 6, 7], [8, 9]]), batch_of([[4], [1, 2, 3, 9]])]
+    together = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        logits = model(**together).logits
+        for row, alone in zip(logits, rows, strict=True):
+            assert torch.allclose(row, model(**alone).logits[0], atol=1e-5)
+
+
+def test_unpadded_batches_of_plain_documents():
+    model, rows = build("Llama").eval(), torch.randint(5, 99, (3, 12))
+    with torch.no_grad():
+        stock = model(rows).logits
+        assert torch.allclose(hfp.patch_model(model)(rows).logits, stock, atol=1e-5)
+
+
+def test_padding_is_refused():
+    model = hfp.patch_model(build("Llama"))
+    with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
+        model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]))
+
+
+def test_bad_borders_are_refused():
+    model = hfp.patch_model(build("Llama"))
+    for borders in ([0, 2], [0, 2, 1, 3], [1, 3]):
+        with pytest.raises(hfp.PackingError, match="cu_seq_lens_q: expected lengths summed from 0, rising to 3 tokens"):
+            model(torch.tensor([[5, 6, 7]]), cu_seq_lens_q=torch.tensor(borders))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_gradient_checkpointing(name):
+    model = hfp.patch_model(build(name, torch.float64).train())
+    expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    assert loss == expected[0]
+    assert all(torch.allclose(gradient, expected[1][name], atol=1e-12) for name, gradient in gradients.items())
+
+
+def test_bfloat16():
+    model = hfp.patch_model(build("Llama", torch.bfloat16))
+    assert hfp.check_isolation(model).isolated
+
+
+class TestUndone:
+    def test_completely(self):
+        model, ids = build("Llama").eval(), torch.tensor([[5, 6, 7, 8]])
+        before, hooks = model.generate(ids, max_new_tokens=5, do_sample=False), dict(model._forward_pre_hooks)
+        attention = model.config._attn_implementation
+        attributes = set(vars(model))
+        hfp.patch_model(model)
+        assert model.config._attn_implementation == NAME
+        hfp.unpatch_model(model)
+        assert model.config._attn_implementation == attention
+        assert dict(model._forward_pre_hooks) == hooks
+        assert set(vars(model)) == attributes
+        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), before)
+
+    def test_for_a_block(self):
+        model, ids = hfp.patch_model(build("Llama").eval()), torch.tensor([[5, 6, 7, 8]])
+        with pytest.raises(
+            hfp.PackingError, match=r"past_key_values: expected no cache .* with hf_packing.unpatch_model\(model\)"
+        ):
+            model.generate(ids, max_new_tokens=5, do_sample=False)
+        with hfp.unpatch_model(model) as stock:
+            assert stock.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 9)
+        assert hfp.check_isolation(model).isolated
+
+    def test_patched_for_a_block(self):
+        model = build("Llama")
+        with hfp.patched(model) as same:
+            assert same is model
+            assert hfp.check_isolation(model).isolated
+            with hfp.patched(model):
+                pass
+            assert model.config._attn_implementation == NAME
+        assert model.config._attn_implementation != NAME
+
+    def test_what_is_not_patched(self):
+        with pytest.raises(
+            hfp.PackingError, match="model: expected one that patch_model has patched, LlamaForCausalLM is not"
+        ):
+            hfp.unpatch_model(build("Llama"))
+
+    def test_patching_twice_is_patching_once(self):
+        model = hfp.patch_model(hfp.patch_model(build("Llama")))
+        hfp.unpatch_model(model)
+        assert model.config._attn_implementation != NAME
+
+    def test_a_copy_is_patched_on_its_own(self):
+        model = hfp.patch_model(build("Llama"))
+        other = copy.deepcopy(model)
+        hfp.unpatch_model(other)
+        assert not other._forward_pre_hooks
+        assert hfp.check_isolation(model).isolated
+
+    def test_saved_models_know_nothing_of_it(self, tmp_path):
+        hfp.patch_model(build("Llama")).save_pretrained(tmp_path)
+        assert NAME not in (tmp_path / "config.json").read_text()
+
+
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+SLIDING = {"sliding_window": 4096, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+CHUNKED = {"attention_chunk_size": 8192, "no_rope_layers": [1, 1], "layer_types": ["chunked_attention"] * 2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+REFUSED = {
+    "a recurrent state": (
+        ("Mamba", {"state_size": 8}),
+        "MambaForCausalLM: it never called the attention function that was set; .* MambaMixer",
+    ),
+    "attention and a recurrent state": (
+        ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "num_experts": 2}),
+        "JambaForCausalLM: changing one packed document changes the logits of another .* JambaMambaMixer",
+    ),
+    "an attention of its own": (
+        ("Bloom", {"n_layer": 2, "n_head": 4}),
+        "BloomForCausalLM: it does not call its attention through transformers' AttentionInterface",
+    ),
+    "positions along the row": (
+        ("Bart", {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}),
+        "BartForCausalLM: a document's logits differ by .* between packed and alone",
+    ),
+    "a bidirectional encoder": (
+        ("BertForMaskedLM", {}),
+        "BertForMaskedLM: its attention is bidirectional; only causal language models are supported",
+    ),
+    "a window that is only in the mask": (
+        ("Qwen2Moe", SLIDING | EXPERTS | {"max_window_layers": 0}),
+        "Qwen2MoeForCausalLM: a window or chunk of 4096 tokens is only in its attention mask",
+    ),
+    "a chunk that is only in the mask": (
+        ("Llama4", CHUNKED | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2}),
+        "Llama4ForCausalLM: a window or chunk of 8192 tokens is only in its attention mask",
+    ),
+    "a rotary scale taken from the longest position": (
+        ("Llama", {"rope_parameters": DYNAMIC}),
+        r"LlamaForCausalLM: its rotary embedding \(dynamic\) is scaled by the longest document of the row",
+    ),
+}
+
+
+@pytest.mark.parametrize("trait", REFUSED)
+def test_refused_and_left_as_it_was(trait):
+    (name, changes), message = REFUSED[trait]
+    model = build(name, **changes).eval()
+    before, attributes = model.config._attn_implementation, set(vars(model))
+    with pytest.raises(hfp.ModelNotSupportedError, match=message):
+        hfp.patch_model(model)
+    assert model.config._attn_implementation == before
+    assert set(vars(model)) == attributes
+    assert not model._forward_pre_hooks
+
+
+def test_not_a_model():
+    for check in (hfp.patch_model, hfp.check_isolation):
+        with pytest.raises(hfp.PackingError, match="model: expected a transformers PreTrainedModel, got Linear"):
+            check(torch.nn.Linear(2, 2))
+
+
+class TestIsolation:
+    @pytest.mark.parametrize("name", sorted(set(SUPPORTED) - {"GptOss"}))
+    def test_stock_models_leak_through_their_default_cache(self, name):
+        report = hfp.check_isolation(build(name))
+        assert not report.isolated
+        assert report.max_leak > 1e-3
+        assert "with use_cache=False it does not" in report.reason
+
+    def test_a_mask_made_without_positions_leaks_whatever_the_cache(self):
+        report = hfp.check_isolation(build("GptOss"))
+        assert not report.isolated
+        assert "use_cache" not in report.reason
+        assert "with attention 'eager'" in report.reason
+
+    @pytest.mark.parametrize("name", SUPPORTED)
+    def test_patched_models_do_not(self, name):
+        report = hfp.check_isolation(hfp.patch_model(build(name)))
+        assert report.isolated
+        assert report.max_leak < 1e-4
+        assert report.reason == "changing one document changed no other"
+
+    def test_stock_without_a_cache_is_isolated(self):
+        assert hfp.check_isolation(build("Llama", use_cache=False)).isolated
+
+    def test_a_state_leaks_whatever_the_cache(self):
+        report = hfp.check_isolation(build("Mamba", state_size=8))
+        assert not report.isolated
+        assert "use_cache" not in report.reason
+
+    def test_the_model_is_left_as_it_was(self):
+        model = build("Llama").train()
+        model.model.layers[0].eval()
+        modes = [module.training for module in model.modules()]
+        state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+        hfp.check_isolation(model)
+        assert [module.training for module in model.modules()] == modes
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), random)
+
+    def test_a_model_that_cannot_be_called_so(self):
+        model = build("Llama")
+        model.model.layers[0].self_attn.forward = None
+        report = hfp.check_isolation(model)
+        assert not report.isolated
+        assert "the model cannot be called on a packed row" in report.reason
+
+    def test_a_model_without_logits(self):
+        with pytest.raises(hfp.PackingError, match="model: expected logits of shape .* LlamaModel has none"):
+            hfp.check_isolation(build("Llama").model)
+
+    def test_nothing_is_proven_where_nothing_could_leak(self):
+        """With attention that adds nothing, documents cannot be seen to leak; such a proof is worth nothing."""
+        model = build("Llama")
+        for layer in model.model.layers:
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        with pytest.raises(hfp.ModelNotSupportedError, match="no leak can be seen even with the borders taken away"):
+            hfp.patch_model(model)
+
+    def test_a_leak_in_the_patch_itself_is_found(self, monkeypatch):
+        """If borders were lost on the way, the proof would fail."""
+
+        def lose_borders(inputs):
+            tokens = inputs["input_ids"].shape[1]
+            return {
+                **inputs,
+                "use_cache": False,
+                "cu_seq_lens_q": torch.tensor([0, tokens]),
+                "cu_seq_lens_k": torch.tensor([0, tokens]),
+            }
+
+        monkeypatch.setattr(patch_module, "with_borders", lose_borders)
+        with pytest.raises(
+            hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"
+        ):
+            hfp.patch_model(build("Llama"))
+
+    def test_nan_logits_are_no_proof(self):
+        model = build("Llama")
+        torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
+        with pytest.raises(hfp.PackingError, match="expected logits that depend on input_ids"):
+            hfp.patch_model(model)
+
+    def test_documents_of_the_probe_and_their_replacements_differ_everywhere(self):
+        probe = isolation.Probe(build("Llama"))
+        assert [len(tokens) for tokens in probe.documents] == list(isolation.DOCUMENT_LENGTHS)
+        assert all(
+            a != b
+            for old, new in zip(probe.documents, probe.others, strict=True)
+            for a, b in zip(old, new, strict=True)
+        )

@@ -1,0 +1,171 @@
+"""The attention function itself: rows and borders in all forms, and every argument it refuses."""
+
+import pytest
+import torch
+
+import hf_packing as hfp
+from hf_packing.attention.borders import (
+    borders_from_positions,
+    borders_from_seq_idx,
+    positions_from_borders,
+    with_borders,
+)
+from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
+
+
+class Attention(torch.nn.Module):
+    is_causal = True
+
+
+def tensors(rows=1, tokens=12):
+    torch.manual_seed(0)
+    return [torch.randn(rows, heads, tokens, 8) for heads in (4, 2, 2)]
+
+
+BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+
+
+def test_borders_or_positions_tell_the_same():
+    by_borders, _ = packed_varlen(Attention(), *tensors(), None, cu_seq_lens_q=BORDERS)
+    by_positions, weights = packed_varlen(Attention(), *tensors(), None, position_ids=POSITIONS)
+    assert torch.equal(by_borders, by_positions)
+    assert weights is None
+    assert by_borders.shape == (1, 12, 4, 8)
+    assert by_borders.is_contiguous()
+    one, _ = packed_varlen(Attention(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 12]))
+    assert not torch.allclose(one, by_borders)
+
+
+def test_several_rows_are_laid_end_to_end():
+    q, k, v = tensors(rows=2)
+    borders = torch.tensor([0, 5, 8, 12, 20, 24])
+    together, _ = packed_varlen(Attention(), q, k, v, None, cu_seq_lens_q=borders)
+    first, _ = packed_varlen(Attention(), q[:1], k[:1], v[:1], None, cu_seq_lens_q=BORDERS)
+    second, _ = packed_varlen(Attention(), q[1:], k[1:], v[1:], None, cu_seq_lens_q=torch.tensor([0, 8, 12]))
+    assert torch.allclose(together, torch.cat([first, second]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"attention_mask": torch.ones(1, 12)},
+            r"attention_mask: packed_varlen takes none, Attention gave one of shape \[1, 12\]",
+        ),
+        ({"position_bias": torch.ones(1)}, "position_bias: packed_varlen cannot honour this argument of Attention"),
+        ({"indices": torch.ones(1)}, "indices: packed_varlen cannot honour"),
+        ({"something_new": 3}, "something_new: packed_varlen cannot honour"),
+        ({"output_attentions": True}, "output_attentions: packed_varlen keeps no attention weights"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 5, 11])},
+            r"cu_seq_lens_q: expected lengths summed from 0, rising to 12 tokens, got \[0, 5, 11\]",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 8, 5, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
+        ({"cu_seq_lens_q": torch.tensor([1, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
+        ({}, "Attention was given no cu_seq_lens_q and no position_ids"),
+    ],
+)
+def test_refused(arguments, message):
+    arguments = {"attention_mask": None, **arguments}
+    if arguments.keys() - {"attention_mask", "cu_seq_lens_q"} or arguments["attention_mask"] is not None:
+        arguments["cu_seq_lens_q"] = BORDERS
+    with pytest.raises(hfp.PackingError, match=message):
+        packed_varlen(Attention(), *tensors(), **arguments)
+
+
+def test_a_row_end_without_a_border():
+    with pytest.raises(
+        hfp.PackingError, match=r"cu_seq_lens_q: expected a border at the end of every row, got none at \[12\]"
+    ):
+        packed_varlen(Attention(), *tensors(rows=2), None, cu_seq_lens_q=torch.tensor([0, 5, 24]))
+
+
+def test_other_keys_than_queries():
+    q, k, v = tensors()
+    with pytest.raises(hfp.PackingError, match="Attention has 1 queries for 12 keys"):
+        packed_varlen(Attention(), q[:, :, :1], k, v, None, cu_seq_lens_q=BORDERS)
+
+
+def test_harmless_arguments_pass():
+    packed_varlen(
+        Attention(),
+        *tensors(),
+        None,
+        cu_seq_lens_q=BORDERS,
+        seq_idx=POSITIONS,
+        use_cache=True,
+        output_attentions=False,
+        sinks=None,
+    )
+
+
+def test_a_mask_of_custom_functions():
+    with pytest.raises(hfp.PackingError, match="cannot honour a mask made of custom functions"):
+        packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, use_vmap=True)
+
+
+class TestBorders:
+    def test_three_ways_to_tell(self):
+        assert borders_from_positions(POSITIONS).tolist() == BORDERS.tolist()
+        assert borders_from_seq_idx(torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])).tolist() == BORDERS.tolist()
+        assert torch.equal(positions_from_borders(BORDERS, 1), POSITIONS)
+
+    def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
+        assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
+
+    def test_rows_always_begin_a_segment(self):
+        assert borders_from_positions(torch.arange(6).view(2, 3)).tolist() == [0, 3, 6]
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"cu_seq_lens_q": BORDERS},
+            {"position_ids": POSITIONS},
+            {"seq_idx": torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])},
+        ],
+    )
+    def test_inputs_get_all_of_them(self, given):
+        inputs = with_borders({"input_ids": torch.zeros(1, 12, dtype=torch.long), **given})
+        assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == BORDERS.tolist()
+        assert inputs["max_length_q"] == inputs["max_length_k"] == 5
+        assert torch.equal(inputs["position_ids"], POSITIONS)
+        assert inputs["use_cache"] is False
+
+    def test_plain_rows_are_one_segment_each(self):
+        inputs = with_borders(
+            {"inputs_embeds": torch.zeros(2, 4, 8), "attention_mask": torch.ones(2, 4), "use_cache": True}
+        )
+        assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
+        assert inputs["attention_mask"] is None
+        assert inputs["use_cache"] is True
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (
+                {"attention_mask": torch.tensor([[1, 1, 0]])},
+                r"attention_mask: expected none, or all ones, .* got one of shape \[1, 3\] with padding",
+            ),
+            ({"attention_mask": torch.tensor([[1, 1, 2]])}, "attention_mask: expected none, or all ones"),
+            (
+                {"attention_mask": torch.ones(1, 1, 3, 3)},
+                r"attention_mask: expected none, or all ones, .* got one of shape \[1, 1, 3, 3\]",
+            ),
+            ({"attention_mask": {"full": None}}, "attention_mask: expected none, or all ones, .* got dict"),
+            ({"cu_seq_lens_q": torch.tensor([0, 4])}, "rising to 3 tokens, got \\[0, 4\\]"),
+            ({"cu_seq_lens_k": torch.tensor([0, 3])}, "cu_seq_lens_q: expected beside cu_seq_lens_k, got none"),
+            (
+                {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 1, 3])},
+                "cu_seq_lens_k: expected the same borders",
+            ),
+        ],
+    )
+    def test_refused(self, given, message):
+        with pytest.raises(hfp.PackingError, match=message):
+            with_borders({"input_ids": torch.zeros(1, 3, dtype=torch.long), **given})
+
+    def test_no_tokens_at_all(self):
+        with pytest.raises(hfp.PackingError, match="input_ids: expected input_ids or inputs_embeds, got neither"):
+            with_borders({})

@@ -1,0 +1,123 @@
+"""PackingCollator against a literal loop and against transformers' own collator."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DataCollatorWithFlattening
+
+import hf_packing as hfp
+
+KEYS = [
+    *("input_ids", "labels", "position_ids"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+]
+documents_lists = st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=9), min_size=1, max_size=8)
+
+
+def one_by_one(documents):
+    """Token by token."""
+    batch = {"input_ids": [], "labels": [], "position_ids": [], "seq_idx": [], "cu_seq_lens_q": [0]}
+    for number, document in enumerate(documents):
+        for position, token in enumerate(document):
+            batch["input_ids"].append(token)
+            batch["labels"].append(token if position else -100)
+            batch["position_ids"].append(position)
+            batch["seq_idx"].append(number)
+        batch["cu_seq_lens_q"].append(batch["cu_seq_lens_q"][-1] + len(document))
+    return batch
+
+
+def plain(batch):
+    return {
+        name: value[0].tolist() if value.ndim == 2 else value.tolist()
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@given(documents_lists, st.sampled_from([list, np.array, torch.tensor]))
+def test_plain_documents(documents, kind):
+    batch = hfp.PackingCollator()([{"input_ids": kind(document)} for document in documents])
+    assert list(batch) == KEYS
+    expected = one_by_one(documents)
+    assert plain(batch) == expected | {"cu_seq_lens_k": expected["cu_seq_lens_q"]}
+    assert batch["max_length_q"] == batch["max_length_k"] == max(map(len, documents))
+    assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+    assert {batch[name].dtype for name in ("cu_seq_lens_q", "seq_idx")} == {torch.int32}
+
+
+@given(documents_lists, st.integers(9, 30), st.booleans())
+def test_packed_rows_are_the_same_as_their_segments(documents, max_length, by_positions):
+    packed = hfp.BestFit(max_length)({"input_ids": documents})
+    rows = [dict(zip(packed, values, strict=True)) for values in zip(*packed.values(), strict=True)]
+    left_out = "seq_lengths" if by_positions else "position_ids"
+    segments = []
+    for row in rows:
+        ends = np.cumsum(row["seq_lengths"])[:-1]
+        segments += [segment.tolist() for segment in np.split(np.array(row["input_ids"]), ends)]
+    batch = hfp.PackingCollator()([{name: value for name, value in row.items() if name != left_out} for row in rows])
+    expected = one_by_one(segments)
+    assert plain(batch) == expected | {"cu_seq_lens_k": expected["cu_seq_lens_q"]}
+
+
+@given(documents_lists)
+def test_agrees_with_transformers(documents):
+    rows = [{"input_ids": document, "labels": [-100, *document[1:]]} for document in documents]
+    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)([dict(row) for row in rows])
+    ours = hfp.PackingCollator()(rows)
+    for name in KEYS:
+        assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(theirs[name])), name
+
+
+def test_labels_are_kept_but_for_the_first_of_each_segment():
+    row = {"input_ids": [1, 2, 3, 4, 5], "labels": [1, -100, 3, 4, 5], "seq_lengths": [3, 2]}
+    assert hfp.PackingCollator()([row])["labels"].tolist() == [[-100, -100, 3, -100, 5]]
+    assert row["labels"] == [1, -100, 3, 4, 5]
+
+
+def test_numpy_rows_are_not_changed():
+    ids = np.array([1, 2, 3])
+    hfp.PackingCollator()([{"input_ids": ids, "labels": ids}])
+    assert ids.tolist() == [1, 2, 3]
+
+
+def test_empty_rows_have_no_segment():
+    batch = hfp.PackingCollator()([{"input_ids": []}, {"input_ids": [1, 2]}, {"input_ids": [], "seq_lengths": []}])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "rows: expected at least one token, got 0 rows without any"),
+        ([{"input_ids": []}], "rows: expected at least one token, got 1 rows without any"),
+        ([{"input_ids": [1]}, {"ids": [1]}], "column 'input_ids': expected in every row, row 1 has ids"),
+        (
+            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
+            "column 'labels': expected in every row, row 1 has input_ids",
+        ),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            "column 'labels': expected 2 values in row 0, as many as input_ids, got 1",
+        ),
+        (
+            [{"input_ids": [1, 2], "seq_lengths": [1]}],
+            r"column 'seq_lengths': expected positive lengths that add up to the 2 tokens of row 0, got \[1\]",
+        ),
+        (
+            [{"input_ids": [1, 2], "seq_lengths": [2, 0]}],
+            r"column 'seq_lengths': expected positive lengths .* got \[2, 0\]",
+        ),
+        ([{"input_ids": [1, 2], "position_ids": [0]}], "column 'position_ids': expected 2 values in row 0"),
+        (
+            [{"input_ids": [[1, 2]]}],
+            r"column 'input_ids': expected a list of integers, row 0 has int64 of shape \(1, 2\)",
+        ),
+        ([{"input_ids": [1.5]}], "column 'input_ids': expected a list of integers, row 0 has float64"),
+    ],
+)
+def test_bad_rows(rows, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.PackingCollator()(rows)

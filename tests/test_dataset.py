@@ -1,0 +1,250 @@
+"""pack and unpack over whole datasets, and the cache."""
+
+import subprocess
+import sys
+import warnings
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, load_from_disk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+import hf_packing.dataset as dataset_module
+
+ROWS = [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10, 11]]
+LABELS = [[-100, 2, 3], [], [4, 5], [6], [7, -100, 9, 10, 11]]
+
+
+def documents(**more):
+    return Dataset.from_dict({"input_ids": ROWS, "labels": LABELS, **more})
+
+
+def on_disk(folder, rows=ROWS):
+    Dataset.from_dict({"input_ids": rows}).save_to_disk(folder)
+    return load_from_disk(folder)
+
+
+def test_columns_types_and_values():
+    packed = hfp.pack(documents(), hfp.BestFit(4, seed=None))
+    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+    assert {str(feature.feature.dtype) for feature in packed.features.values()} == {"int32"}
+    assert packed[:] == hfp.BestFit(4, seed=None)({"input_ids": ROWS, "labels": LABELS})
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=12), max_size=15),
+    st.sampled_from([hfp.BestFit(5), hfp.FixedLength(4), hfp.FirstCome(6, max_documents=2), hfp.BestFit(7, seed=None)]),
+    st.booleans(),
+)
+def test_unpack_is_the_inverse(rows, strategy, with_labels):
+    columns = {"input_ids": rows} | ({"labels": [[-7, *row[1:]] if row else [] for row in rows]} if with_labels else {})
+    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
+    packed = hfp.pack(Dataset.from_dict(columns, features=features), strategy, load_from_cache_file=False)
+    assert hfp.unpack(packed)[:] == columns
+
+
+def test_unpack_what_was_not_dropped():
+    truncated = hfp.pack(documents(), hfp.BestFit(4, overflow="truncate"))
+    assert hfp.unpack(truncated)["input_ids"][:] == [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10]]
+    dropped = hfp.pack(documents(), hfp.BestFit(4, overflow="drop"))
+    assert hfp.unpack(dropped)["labels"][:] == [[-100, 2, 3], [], [4, 5], [6], []]
+
+
+def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path):
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    packed.save_to_disk(tmp_path / "packed")
+    elsewhere = load_from_disk(tmp_path / "packed")
+    plan = hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4))
+    assert hfp.unpack(elsewhere, plan)["input_ids"][:] == ROWS
+    with pytest.raises(
+        hfp.PackingError, match="plan: expected one, since this dataset is not as pack\\(\\) returned it"
+    ):
+        hfp.unpack(elsewhere)
+    with pytest.raises(hfp.PackingError, match="their seq_lengths differ from its segments"):
+        hfp.unpack(elsewhere, hfp.plan_packing([3, 0, 2, 1, 5], hfp.BestFit(4, seed=None)))
+    with pytest.raises(hfp.PackingError, match="plan: expected one with 3 packs"):
+        hfp.unpack(elsewhere, hfp.plan_packing([1], hfp.BestFit(4)))
+
+
+def test_unpack_refuses_what_is_not_as_packed():
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="was shuffled or selected from"):
+        hfp.unpack(packed.select([2, 0, 1]))
+    with pytest.raises(hfp.PackingError, match="plan: expected one with 2 packs"):
+        hfp.unpack(packed.select(range(2)))
+    with pytest.raises(hfp.PackingError, match="column 'seq_lengths': expected a packed dataset"):
+        hfp.unpack(packed.remove_columns("seq_lengths"))
+    with pytest.raises(hfp.PackingError, match="packed: expected a Dataset that was packed, got list"):
+        hfp.unpack([[1]])
+
+
+def test_shuffled_selected_and_filtered_datasets_are_packed_as_they_stand():
+    source = documents()
+    for view in (source.shuffle(seed=3), source.select([4, 0]), source.filter(lambda row: len(row["input_ids"]) != 2)):
+        packed = hfp.pack(view, hfp.BestFit(4))
+        assert hfp.unpack(packed)[:] == view[:]
+    assert source.shuffle(seed=3)["input_ids"][:] != ROWS
+
+
+def test_datasets_of_several_chunks():
+    joined = datasets.concatenate_datasets([documents(), documents(), documents()])
+    assert joined.data.column("input_ids").num_chunks == 3
+    assert hfp.unpack(hfp.pack(joined, hfp.BestFit(4)))["labels"][:] == LABELS * 3
+
+
+def test_blocks_make_the_same_rows(monkeypatch, rng):
+    rows = [list(range(n)) for n in rng.integers(0, 60, 300)]
+    whole = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64))
+    monkeypatch.setattr(dataset_module, "TOKENS_AT_ONCE", 500)
+    blocks = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64), load_from_cache_file=False)
+    assert blocks.data.column("input_ids").num_chunks > 5
+    assert whole[:] == blocks[:]
+
+
+def test_large_lists_stay_large():
+    features = datasets.Features({"input_ids": datasets.LargeList(datasets.Value("int64"))})
+    packed = hfp.pack(Dataset.from_dict({"input_ids": ROWS}, features=features), hfp.BestFit(4))
+    assert isinstance(packed.features["input_ids"], datasets.LargeList)
+    assert packed.features["input_ids"].feature.dtype == "int32"
+    assert hfp.unpack(packed)["input_ids"][:] == ROWS
+
+
+def test_dataset_dict_and_splits():
+    packed = hfp.pack(DatasetDict(train=documents(), test=documents().select([0])), hfp.BestFit(4))
+    assert {name: len(split) for name, split in packed.items()} == {"train": 3, "test": 1}
+    assert hfp.unpack(packed["test"])["input_ids"][:] == [[1, 2, 3]]
+
+
+def test_the_format_is_kept():
+    packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
+    assert isinstance(packed[0]["input_ids"], np.ndarray)
+
+
+def test_without_position_ids():
+    packed = hfp.pack(documents(), hfp.BestFit(4), position_ids=False)
+    assert packed.column_names == ["input_ids", "labels", "seq_lengths"]
+    assert hfp.unpack(packed)["labels"][:] == LABELS
+
+
+def test_what_is_left_out_is_said():
+    with pytest.warns(
+        UserWarning,
+        match=r"pack leaves out columns without one number for each token: 'text' \(string\), 'id' \(int64\)",
+    ):
+        packed = hfp.pack(documents(text=list("abcde"), id=list(range(5))), hfp.BestFit(4))
+    assert "text" not in packed.column_names
+
+
+def test_other_token_columns_are_packed_along():
+    weights = [[0.5] * len(row) for row in ROWS]
+    packed = hfp.pack(documents(weights=weights, attention_mask=[[1] * len(row) for row in ROWS]), hfp.BestFit(4))
+    assert packed.column_names == ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
+    assert hfp.unpack(packed)["weights"][:] == weights
+
+
+def test_packing_twice():
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="this dataset seems to be packed already"):
+        hfp.pack(packed, hfp.BestFit(8))
+
+
+def test_not_a_dataset():
+    with pytest.raises(
+        hfp.PackingError,
+        match="dataset: expected a Dataset or a DatasetDict, got IterableDataset; an IterableDataset can be",
+    ):
+        hfp.pack(documents().to_iterable_dataset(), hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as BestFit"):
+        hfp.pack(documents(), 4096)
+
+
+def test_no_rows():
+    packed = hfp.pack(documents().select([]), hfp.BestFit(4))
+    assert len(packed) == 0
+    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+    assert len(hfp.unpack(hfp.pack(documents().select([1]), hfp.BestFit(4)))) == 1
+
+
+class TestCache:
+    def test_beside_the_datasets_own_files(self, tmp_path):
+        source = on_disk(tmp_path / "documents")
+        packed = hfp.pack(source, hfp.BestFit(4))
+        assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "documents" / "cache-"))
+        assert not list((tmp_path / "documents").glob(".*"))
+
+    def test_in_memory_datasets_go_to_the_cache_of_datasets(self, tmp_path):
+        packed = hfp.pack(documents(), hfp.BestFit(4))
+        assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "cache-"))
+
+    def test_a_hit_plans_nothing(self, tmp_path, monkeypatch):
+        source = on_disk(tmp_path / "documents")
+        first = hfp.pack(source, hfp.BestFit(4))
+        monkeypatch.setattr(hfp.BestFit, "plan_lengths", lambda *_: pytest.fail("planned again"))
+        second = hfp.pack(source, hfp.BestFit(4))
+        assert second.cache_files == first.cache_files
+        assert second[:] == first[:]
+        with pytest.raises(pytest.fail.Exception, match="planned again"):
+            hfp.pack(source, hfp.BestFit(4), load_from_cache_file=False)
+
+    def test_misses(self, tmp_path, monkeypatch):
+        def cache_file(source, strategy, **options):
+            return hfp.pack(source, strategy, **options).cache_files[0]["filename"]
+
+        source = on_disk(tmp_path / "documents")
+        first = cache_file(source, hfp.BestFit(4))
+        others = [
+            cache_file(source, hfp.BestFit(5)),
+            cache_file(source, hfp.BestFit(4, seed=1)),
+            cache_file(source, hfp.FirstCome(4)),
+            cache_file(source, hfp.BestFit(4), position_ids=False),
+            cache_file(source.select([0, 2]), hfp.BestFit(4)),
+            cache_file(on_disk(tmp_path / "other", [*ROWS, [12]]), hfp.BestFit(4)),
+        ]
+        monkeypatch.setattr(hfp, "__version__", "999")
+        others.append(cache_file(source, hfp.BestFit(4)))
+        assert len({first, *others}) == len(others) + 1
+
+    def test_another_process_hits_and_another_version_does_not(self, tmp_path):
+        on_disk(tmp_path / "documents")
+        script = (
+            "import sys, datasets, hf_packing as hfp\n"
+            "plan = hfp.BestFit.plan_lengths\n"
+            "hfp.BestFit.plan_lengths = lambda *given: print('planned') or plan(*given)\n"
+            "hfp.__version__ = sys.argv[1]\n"
+            "packed = hfp.pack(datasets.load_from_disk(sys.argv[2]), hfp.BestFit(4))\n"
+            "print(packed['input_ids'][:])\n"
+        )
+
+        def run(version):
+            command = [sys.executable, "-c", script, version, str(tmp_path / "documents")]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+        first = run("1.0")
+        assert first[0] == "planned"
+        assert run("1.0") == first[1:]
+        assert run("1.1") == first
+
+    def test_caching_disabled(self, tmp_path):
+        source = on_disk(tmp_path / "documents")
+        datasets.disable_caching()
+        try:
+            packed = hfp.pack(source, hfp.BestFit(4))
+        finally:
+            datasets.enable_caching()
+        assert not list((tmp_path / "documents").glob("cache-*"))
+        assert hfp.unpack(packed)["input_ids"][:] == ROWS
+
+    def test_half_a_cache_is_not_used(self, tmp_path, monkeypatch):
+        source = on_disk(tmp_path / "documents")
+        monkeypatch.setattr(dataset_module.Origin, "__init__", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            hfp.pack(source, hfp.BestFit(4))
+        monkeypatch.undo()
+        assert not list((tmp_path / "documents").glob("*cache-*"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert hfp.unpack(hfp.pack(source, hfp.BestFit(4)))["input_ids"][:] == ROWS

@@ -1,0 +1,101 @@
+"""The public namespace, what importing costs, and what is installed with it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_packing as hfp
+
+PACKAGE = Path(hfp.__file__).parent
+
+HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "scipy", "matplotlib"]
+
+FLOORS = [
+    ["errors"],
+    ["planning"],
+    ["arrow"],
+    ["strategies", "cache", "dataset"],
+    ["collate"],
+    ["attention"],
+]
+"""From the ground up; a module imports from its own floor and from those below."""
+
+THIRD_PARTY = {
+    "errors": set(),
+    "planning": {"numpy"},
+    "arrow": {"numpy", "pyarrow"},
+    "strategies": {"numpy"},
+    "cache": {"numpy", "pyarrow", "datasets"},
+    "dataset": {"numpy", "pyarrow", "datasets"},
+    "collate": {"numpy", "torch"},
+    "attention": {"numpy", "torch", "transformers", "flash_attn"},
+}
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+LOADED = f"import sys; print([name for name in {HEAVY!r} if name in sys.modules])"
+
+
+def test_importing_loads_nothing_heavy():
+    assert python(f"import hf_packing; {LOADED}") == "[]"
+
+
+def test_that_the_import_test_would_see_torch():
+    assert "torch" in python(f"import torch; import hf_packing; {LOADED}")
+
+
+def test_planning_needs_neither_torch_nor_datasets():
+    code = f"import hf_packing as hfp; hfp.plan_packing([1, 2], hfp.BestFit(4)).metrics(); {LOADED}"
+    assert python(code) == "['pyarrow']"
+
+
+def test_namespace():
+    assert sorted(hfp.__all__) == hfp.__all__
+    assert set(hfp.HOME_OF) == set(hfp.__all__)
+    for name in hfp.__all__:
+        assert getattr(hfp, name).__name__ == name
+        assert getattr(hfp, name).__doc__
+    assert set(hfp.__all__) <= set(dir(hfp))
+    with pytest.raises(AttributeError, match="module 'hf_packing' has no attribute 'Bestfit'"):
+        hfp.Bestfit  # noqa: B018
+
+
+def imports_of(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {f"{node.module}" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in PACKAGE.rglob("*.py") if file.parent != PACKAGE or file.name != "__init__.py"], ids=str
+)
+def test_imports_only_go_down(file):
+    home = file.relative_to(PACKAGE).with_suffix("").parts[0]
+    floor = next(number for number, names in enumerate(FLOORS) if home in names)
+    allowed = {name for names in FLOORS[: floor + 1] for name in names}
+    for name in imports_of(file):
+        top, *inner = name.split(".")
+        if top == "hf_packing":
+            assert not inner or inner[0] in allowed, f"{file} imports {name}"
+        elif top not in sys.stdlib_module_names:
+            assert top in THIRD_PARTY[home], f"{file} imports {name}"
+
+
+def test_the_floor_test_sees_imports():
+    assert "hf_packing.planning.plan" in imports_of(PACKAGE / "planning" / "deal.py")
+
+
+def test_errors_are_what_callers_catch():
+    assert issubclass(hfp.PackingError, ValueError)
+    assert issubclass(hfp.MissingDependencyError, ImportError)
+    assert issubclass(hfp.ModelNotSupportedError, hfp.PackingError)
+
+
+def test_typed():
+    assert (PACKAGE / "py.typed").is_file()

@@ -1,0 +1,160 @@
+"""Strategies as objects and as transforms of `datasets.map`."""
+
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.masking_utils import find_packed_sequence_indices
+
+import hf_packing as hfp
+
+BATCH = {
+    "input_ids": [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10, 11]],
+    "labels": [[-100, 2, 3], [], [4, 5], [6], [7, 8, -100, 10, 11]],
+    "attention_mask": [[1, 1, 1], [], [1, 1], [1], [1] * 5],
+    "weights": [[0.5, 0.5, 1.0], [], [1.0, 1.0], [1.0], [2.0] * 5],
+    "text": ["a", "b", "c", "d", "e"],
+}
+COLUMNS = ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
+STRATEGIES = [hfp.BestFit(4), hfp.FixedLength(4), hfp.FirstCome(4), hfp.BestFit(4, overflow="truncate")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_comparable_picklable(strategy):
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert hash(strategy) == hash(pickle.loads(pickle.dumps(strategy)))
+    with pytest.raises(AttributeError):
+        strategy.max_length = 5
+    assert strategy != hfp.BestFit(5)
+
+
+def test_lists_in_lists_out():
+    packed = hfp.BestFit(4, seed=None)(BATCH)
+    assert sorted(packed) == sorted(COLUMNS)
+    assert packed == {
+        "input_ids": [[7, 8, 9, 10], [1, 2, 3, 6], [4, 5, 11]],
+        "labels": [[-100, 8, -100, 10], [-100, 2, 3, -100], [-100, 5, -100]],
+        "weights": [[2.0] * 4, [0.5, 0.5, 1.0, 1.0], [1.0, 1.0, 2.0]],
+        "position_ids": [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0]],
+        "seq_lengths": [[4], [3, 1], [2, 1]],
+    }
+
+
+def test_numpy_in_numpy_out():
+    packed = hfp.BestFit(4)({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
+    assert {array.dtype for column in packed.values() for array in column} == {np.dtype("int32")}
+    square = hfp.BestFit(4)({"input_ids": np.arange(6).reshape(3, 2)})
+    assert sorted(np.concatenate(square["input_ids"]).tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_rows_in_every_form(strategy):
+    lists = strategy(BATCH)
+    table = strategy(pa.table(BATCH))
+    assert isinstance(table, pa.Table)
+    assert table.to_pydict() == lists
+    assert all(table.schema.field(name).type == pa.list_(pa.int32()) for name in COLUMNS if name != "weights")
+    arrays = strategy({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
+    assert [array.tolist() for array in arrays["labels"]] == lists["labels"]
+
+
+@pytest.mark.parametrize("form", [None, "arrow"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_map_stores_int32(strategy, form):
+    documents = Dataset.from_dict(BATCH)
+    packed = documents.with_format(form).map(strategy, batched=True, remove_columns=documents.column_names)
+    assert sorted(packed.column_names) == sorted(COLUMNS)
+    assert {str(packed.features[name].feature.dtype) for name in COLUMNS if name != "weights"} == {"int32"}
+    assert packed.with_format(None)[:] == strategy(BATCH)
+
+
+def test_map_over_numpy_torch_and_streams():
+    documents = Dataset.from_dict(BATCH).select_columns(["input_ids", "labels"])
+    expected = hfp.BestFit(4)(BATCH)["labels"]
+    for form in ("numpy", "torch"):
+        packed = documents.with_format(form).map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
+        assert packed.with_format(None)["labels"][:] == expected
+    stream = documents.to_iterable_dataset().map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
+    assert [row["labels"] for row in stream] == expected
+
+
+def test_map_is_cached_by_version(tmp_path, monkeypatch):
+    Dataset.from_dict(BATCH).save_to_disk(tmp_path / "documents")
+    documents = Dataset.load_from_disk(tmp_path / "documents")
+
+    def cache_file():
+        return documents.map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names).cache_files
+
+    first = cache_file()
+    assert cache_file() == first
+    monkeypatch.setattr(hfp, "__version__", "999")
+    assert cache_file() != first
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=15), st.integers(1, 9), st.integers(0, 5))
+def test_transformers_finds_exactly_our_segments(rows, max_length, seed):
+    import torch
+
+    packed = hfp.BestFit(max_length, seed=seed)({"input_ids": rows})
+    for positions, lengths in zip(packed["position_ids"], packed["seq_lengths"], strict=True):
+        found = find_packed_sequence_indices(torch.tensor([positions]))
+        expected = [segment for segment, length in enumerate(lengths) for _ in range(length)]
+        assert (found[0].tolist() if found is not None else [0] * len(positions)) == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=15), st.integers(1, 9))
+def test_metrics_are_those_of_the_rows(rows, max_length):
+    strategy = hfp.BestFit(max_length)
+    packed, metrics = strategy({"input_ids": rows}), hfp.plan_packing([len(row) for row in rows], strategy).metrics()
+    assert metrics.num_packs == len(packed["input_ids"])
+    assert metrics.num_segments == sum(map(len, packed["seq_lengths"]))
+    assert metrics.num_padding_slots == max_length * metrics.num_packs - sum(map(len, packed["input_ids"]))
+
+
+def test_a_batch_without_documents():
+    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
+    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": [[1]], "text": ["a"]}, "column 'input_ids': expected among the columns, got tokens, text"),
+        (
+            {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]},
+            "column 'labels': expected as many values as input_ids in every row, row 1 has 1 for 2",
+        ),
+        (
+            {"input_ids": [[1, 2]], "seq_lengths": [[2]]},
+            "column 'seq_lengths': expected documents that are not packed yet",
+        ),
+        (
+            {"input_ids": [[1, 2]], "position_ids": [[0, 1]]},
+            "column 'position_ids': expected documents that are not packed yet",
+        ),
+        (
+            {"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]},
+            "column 'attention_mask': expected documents without padding, row 1 has a 0",
+        ),
+        ({"input_ids": ["ab", "c"]}, "column 'input_ids': expected lists of integers, got string"),
+        ({"input_ids": [[1.5, 2.0]]}, "column 'input_ids': expected integers, got float"),
+        ({"input_ids": [[2**40]]}, "column 'input_ids': expected 32-bit values, got 1099511627776..1099511627776"),
+        ({"input_ids": [[1, "a"]]}, "column 'input_ids': expected lists of integers"),
+        ({"input_ids": [[1], None]}, "column 'input_ids': expected a list in every row, row 1 has none"),
+        ({"input_ids": [1, 2, 3]}, "batch: expected rows of lists, got a single row; call map with batched=True"),
+        ([[1, 2]], "batch: expected a mapping of columns or a pyarrow Table, got list"),
+    ],
+)
+def test_bad_batches(batch, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.BestFit(4)(batch)
+
+
+def test_overflow_error_in_a_batch():
+    with pytest.raises(hfp.PackingError, match="document 4 has 5 tokens, more than max_length=4"):
+        hfp.BestFit(4, overflow="error")(BATCH)

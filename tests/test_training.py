@@ -1,0 +1,119 @@
+"""Packed rows through the stock trainers: the losses are those of the unpacked documents."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tiny_models import build
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
+
+STEPS = 3
+ROWS_PER_STEP = 2
+
+
+@pytest.fixture
+def documents(rng):
+    rows = [rng.integers(3, 99, n).tolist() for n in np.clip(rng.lognormal(2.5, 0.8, 60), 2, 40).astype(int)]
+    labels = [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]
+    return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+@pytest.fixture
+def packed(documents):
+    return hfp.pack(documents, hfp.BestFit(48))
+
+
+@pytest.fixture
+def tokenizer():
+    vocabulary = {f"<{i}>": i for i in range(128)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>")
+
+
+def options(folder):
+    return {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": ROWS_PER_STEP,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+    }
+
+
+def unpacked_losses(model, packed):
+    """The same documents, each in a row of its own, in a plain loop with the trainers' defaults."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        batch = packed[step * ROWS_PER_STEP : (step + 1) * ROWS_PER_STEP]
+        segments = []
+        for ids, labels, lengths in zip(batch["input_ids"], batch["labels"], batch["seq_lengths"], strict=True):
+            ends = np.cumsum(lengths)[:-1]
+            segments += list(zip(np.split(np.array(ids), ends), np.split(np.array(labels), ends), strict=True))
+        predicted = sum(int((labels[1:] != -100).sum()) for _, labels in segments)
+        total = 0.0
+        for ids, labels in segments:
+            logits = model(torch.tensor(ids)[None], use_cache=False).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(
+                logits, torch.tensor(labels[1:]), ignore_index=-100, reduction="sum"
+            )
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / STEPS)
+        optimizer.zero_grad()
+        (total / predicted).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(total.detach() / predicted))
+    return losses
+
+
+def logged_losses(trainer):
+    trainer.train()
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("position_ids", [True, False])
+def test_trainer(documents, tmp_path, position_ids):
+    packed = hfp.pack(documents, hfp.BestFit(48), position_ids=position_ids)
+    expected = unpacked_losses(build("Llama"), packed)
+    arguments = TrainingArguments(**options(tmp_path), remove_unused_columns=position_ids)
+    trainer = Trainer(
+        hfp.patch_model(build("Llama")), arguments, train_dataset=packed, data_collator=hfp.PackingCollator()
+    )
+    assert logged_losses(trainer) == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0]
+    assert max(map(len, packed["seq_lengths"])) > 1
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")  # TRL still uses names that transformers has renamed
+def test_sft_trainer(packed, tokenizer, tmp_path):
+    expected = unpacked_losses(build("Llama"), packed)
+    config = SFTConfig(**options(tmp_path), padding_free=True, max_length=None)
+    trainer = SFTTrainer(hfp.patch_model(build("Llama")), config, train_dataset=packed, processing_class=tokenizer)
+    assert logged_losses(trainer) == pytest.approx(expected, abs=1e-4)
+
+
+def test_that_losses_would_show_a_leak(packed, tmp_path):
+    """The same training with a stock model and an attention mask of ones gives other losses."""
+    expected = unpacked_losses(build("Llama"), packed)
+
+    def leaky(rows):
+        batch = hfp.PackingCollator()(rows)
+        return {
+            "input_ids": batch["input_ids"],
+            "labels": batch["labels"],
+            "attention_mask": torch.ones_like(batch["input_ids"]),
+        }
+
+    trainer = Trainer(build("Llama"), TrainingArguments(**options(tmp_path)), train_dataset=packed, data_collator=leaky)
+    assert abs(logged_losses(trainer)[0] - expected[0]) > 1e-3

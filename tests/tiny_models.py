@@ -1,0 +1,89 @@
+"""Tiny random models, one for each trait of attention that a packed row must survive."""
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS = {"sliding_window": 8}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GPT = {
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
+SUPPORTED = {
+    "Llama": SIZES,
+    "Mistral": SIZES | WINDOWS,
+    "Mixtral": SIZES | EXPERTS,
+    "Gemma2": SIZES | WINDOWS | LAYERS | {"head_dim": 16, "attn_logit_softcapping": 50.0},
+    "Qwen2": SIZES | WINDOWS | LAYERS | {"use_sliding_window": True},
+    "Qwen3": SIZES | {"head_dim": 16},
+    "Phi3": SIZES,
+    "Olmo2": SIZES,
+    "StableLm": SIZES,
+    "GPTNeoX": {name: value for name, value in SIZES.items() if name != "num_key_value_heads"},
+    "GPT2": GPT,
+    "DeepseekV3": SIZES | LATENT | ROUTED,
+    "GptOss": SIZES | WINDOWS | LAYERS | EXPERTS | {"head_dim": 16},
+}
+"""Class name without "ForCausalLM" or "LMHeadModel" -> arguments of its configuration."""
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
+    """A model with weights large enough that attention matters.
+
+    Args:
+        name: a class of transformers, or what stands before its "ForCausalLM" or "LMHeadModel".
+        dtype: of the weights.
+        changes: to its configuration.
+    """
+    names = [name + ending for ending in ("", "ForCausalLM", "LMHeadModel")]
+    head = next(cls for cls in (getattr(transformers, each, None) for each in names) if cls)
+    config = head.config_class(**(SUPPORTED.get(name, SIZES) | changes))
+    for field in vars(config):
+        if "drop" in field and isinstance(getattr(config, field), float):
+            setattr(config, field, 0.0)
+    torch.manual_seed(0)
+    model = head(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped one has no float64
+    return model.to(dtype)
