@@ -1,10 +1,10 @@
 """Where a packed dataset lies on disk, and how its file is made so that no other process ever sees half of it."""
 
+import atexit
 import json
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
     name = f"cache-{fingerprint}.arrow"
     if not datasets.is_caching_enabled():
         folder = Path(tempfile.mkdtemp(prefix="hf_packing-"))
-        weakref.finalize(dataset, shutil.rmtree, folder, ignore_errors=True).atexit = True
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return CachedPacks(folder / name)
     own_files = [Path(file["filename"]).parent for file in dataset.cache_files]
     if own_files and os.access(own_files[0], os.W_OK):

@@ -104,6 +104,7 @@ def packed_varlen(
                 f"{type(module).__name__} was given no cu_seq_lens_q and no position_ids to tell segments apart"
             )
         borders = borders_from_positions(position_ids.expand(rows, -1))
+    query, key, value = in_one_dtype(query, key, value)
     q, k, v = (laid_end_to_end(tensor) for tensor in (query, key, value))
     how: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -137,6 +138,16 @@ def refuse_what_cannot_be_honoured(
     for name, asked in others.items():
         if asked is not None and asked is not False and name not in HARMLESS:
             raise PackingError(f"{name}: {NAME} cannot honour this argument of {where}")
+
+
+def in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As autocast would do for torch's own attention: norms and rotary embeddings may leave some of them in float32."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def laid_end_to_end(tensor: Tensor) -> Tensor:
