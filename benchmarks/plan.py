@@ -61,7 +61,8 @@ def beside_trl(max_length: int) -> None:
     ours = time.perf_counter() - began
     print(
         f"\n{TRL_DOCUMENTS:,} documents at {max_length:,}: TRL's _pack_bfd {theirs:.2f} s for {rows:,} packs, "
-        f"gathering a byte a token along, ours {ours:.3f} s for {plan.num_packs:,} packs: {theirs / ours:.0f} times as fast"
+        f"gathering a byte a token along; ours {ours:.3f} s for {plan.num_packs:,} packs: "
+        f"{theirs / ours:.0f} times as fast"
     )
 
 

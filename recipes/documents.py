@@ -6,6 +6,7 @@ from pathlib import Path
 
 import datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
@@ -16,7 +17,8 @@ def standard_library_functions() -> datasets.Dataset:
     """The source of every function and method of the standard library, tests left out."""
     library = Path(sysconfig.get_paths()["stdlib"])
     functions = []
-    for file in sorted(library.rglob("*.py")):
+    files = sorted(library.rglob("*.py"))
+    for file in tqdm(files, desc="Reading the standard library", unit=" files"):
         if {"site-packages", "test", "tests"} & set(file.relative_to(library).parts):
             continue
         try:

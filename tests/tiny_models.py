@@ -50,7 +50,10 @@ SUPPORTED = {
     "Llama": SIZES,
     "Mistral": SIZES | WINDOWS,
     "Mixtral": SIZES | EXPERTS,
-    "Gemma2": SIZES | WINDOWS | LAYERS | {"head_dim": 16, "attn_logit_softcapping": 50.0},
+    "Gemma2": SIZES
+    | WINDOWS
+    | LAYERS
+    | {"head_dim": 16, "attn_logit_softcapping": 50.0, "attn_implementation": "eager"},
     "Qwen2": SIZES | WINDOWS | LAYERS | {"use_sliding_window": True},
     "Qwen3": SIZES | {"head_dim": 16},
     "Phi3": SIZES,

@@ -19,6 +19,10 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 STATE = "_hf_packing_patch"
 
+REFERENCE = "eager"
+"""What a document's logits are compared with: the attention written out in the model's own file. Others have had gaps:
+transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
+
 ROPE_OF_THE_ROW = ("dynamic", "longrope")
 """Rotary scalings that take their factor from the largest position of the whole row."""
 
@@ -38,7 +42,7 @@ def patch_model(model: Model) -> Model:
     Its attention goes through `packed_varlen`: flash-attn's or torch's variable-length kernel on CUDA, exact attention
     segment by segment elsewhere. Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever is given. Then
     three random documents are packed in a row, one after the other is changed, and the patch stays only if no other
-    document notices and all have the logits that the unpatched model gives them alone.
+    document notices and all have the logits that the unpatched model, with eager attention, gives them alone.
 
     Args:
         model: a causal language model of transformers, on any device, in any dtype. It is changed in place.
@@ -65,8 +69,13 @@ def patch_model(model: Model) -> Model:
         return model
     refuse_what_is_known_to_fail(model)
     probe = Probe(model)
-    with probe.quiet():
-        expected = probe.alone(use_cache=False)
+    before = attention_of(model.config)
+    try:
+        model.set_attn_implementation(REFERENCE)
+        with probe.quiet():
+            expected = probe.alone(use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
     install(model)
     try:
         with probe.quiet():
