@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,18 +37,27 @@ class CachedPacks:
         return self.rows.is_file() and self.origin.is_dir()
 
     def save_origin(self, origin: "Origin") -> None:
-        origin.plan.save(self.origin)
-        (self.origin / "packing.json").write_text(
-            json.dumps({"strategy": origin.strategy, "labels_made": origin.labels_made})
-        )
-        if origin.first_labels is not None:
-            np.save(self.origin / "first_labels.npy", origin.first_labels)
+        """Make the folder beside its place and rename it. Where another process was first, its folder is as good."""
+        fresh = Path(tempfile.mkdtemp(dir=self.origin.parent, prefix=f".{self.origin.name}-"))
+        try:
+            origin.plan.save(fresh / "plan")
+            facts = {"strategy": origin.strategy, "labels_made": origin.labels_made}
+            (fresh / "packing.json").write_text(json.dumps(facts) + "\n")
+            if origin.first_labels is not None:
+                np.save(fresh / "first_labels.npy", origin.first_labels)
+            if not self.origin.is_dir():
+                fresh.rename(self.origin)
+        except OSError:
+            if not self.origin.is_dir():
+                raise
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
 
     def load_origin(self) -> "Origin":
         facts = json.loads((self.origin / "packing.json").read_text())
         labels = self.origin / "first_labels.npy"
         first_labels = np.load(labels, mmap_mode="r") if labels.is_file() else None
-        return Origin(PackingPlan.load(self.origin), facts["strategy"], facts["labels_made"], first_labels)
+        return Origin(PackingPlan.load(self.origin / "plan"), facts["strategy"], facts["labels_made"], first_labels)
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
 @contextmanager
 def new_stream(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchStreamWriter]:
     """An Arrow stream that appears under its name when it is complete."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with pa.OSFile(str(fresh), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             yield writer

@@ -10,7 +10,7 @@ import numpy as np
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
-from hf_packing.arrow.columns import LABELS, TokenColumns, find_token_columns
+from hf_packing.arrow.columns import INPUT_IDS, LABELS, TokenColumns, find_token_columns, left_out
 from hf_packing.arrow.packed_rows import pack_rows, unpack_rows
 from hf_packing.arrow.token_column import blocks_of_packs
 from hf_packing.cache import CachedPacks, Origin, cache_for, fingerprint_of, new_stream
@@ -68,15 +68,15 @@ def pack(
 def pack_one(
     dataset: datasets.Dataset, strategy: Strategy, position_ids: bool, load_from_cache_file: bool
 ) -> datasets.Dataset:
+    table = dataset.data.table
     fingerprint = fingerprint_of(dataset, strategy, position_ids)
     cache = cache_for(dataset, fingerprint)
     if not (load_from_cache_file and cache.exists()):
-        columns = find_token_columns(dataset.data.table, row_numbers(dataset))
-        if columns.left_out:
-            listed = ", ".join(f"{name!r} ({kind})" for name, kind in columns.left_out.items())
-            warnings.warn(f"pack leaves out columns without one number for each token: {listed}", stacklevel=3)
-        plan = strategy.plan_lengths(check_lengths(columns.lengths))
+        columns = find_token_columns(table, row_numbers(dataset))
+        plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
         write_packs(columns, plan, strategy, position_ids, cache)
+    if without := left_out(table.schema):
+        warnings.warn(f"pack leaves out columns without one number for each token: {', '.join(without)}", stacklevel=3)
     packed = datasets.Dataset(
         MemoryMappedTable.from_file(str(cache.rows)), split=dataset.split, fingerprint=fingerprint
     )
@@ -114,7 +114,7 @@ def write_packs(
             written.result()
         known = [labels for labels in first_labels if labels is not None]
         labels = np.concatenate(known) if known else None
-        cache.save_origin(Origin(plan, repr(strategy), LABELS not in columns.by_name, labels))
+        cache.save_origin(Origin(plan, repr(strategy), LABELS not in columns, labels))
 
 
 def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:

@@ -45,7 +45,7 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan]) -> A
 
 def pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]) -> pa.Table:
     columns = find_token_columns(table)
-    plan = plan_lengths(check_lengths(columns.lengths))
+    plan = plan_lengths(check_lengths(columns[INPUT_IDS].length))
     return pack_rows(columns, plan).table
 
 

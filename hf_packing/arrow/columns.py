@@ -1,7 +1,5 @@
 """Which columns of a table are packed: input_ids, and everything else that has one number for each of its tokens."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pyarrow as pa
 
@@ -13,23 +11,12 @@ PACKED_ONLY = ("seq_lengths", "position_ids")
 INPUT_IDS, LABELS, ATTENTION_MASK = "input_ids", "labels", "attention_mask"
 
 
-@dataclass(frozen=True)
-class TokenColumns:
-    """The columns of a table of documents that packing is about."""
-
-    by_name: dict[str, TokenColumn]
-    """Columns to pack, input_ids first; all have the same list lengths."""
-    left_out: dict[str, str]
-    """Columns that have no number for each token, with their Arrow types."""
-
-    @property
-    def lengths(self) -> IntArray:
-        """int64 [documents], tokens."""
-        return self.by_name[INPUT_IDS].length
+TokenColumns = dict[str, TokenColumn]
+"""By name, input_ids first; all have the same list lengths."""
 
 
 def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> TokenColumns:
-    """Sort a table's columns into those that are packed and those that are left out.
+    """The columns of a table of documents that are packed: input_ids, and those like it.
 
     An attention_mask is checked and dropped: given to a model, it would switch the detection of packed documents off.
 
@@ -50,21 +37,23 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
         raise PackingError(f"column 'input_ids': expected among the columns, got {', '.join(names) or 'none'}")
     if not is_token_type(table.schema.field(INPUT_IDS).type):
         raise PackingError(f"column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}")
-    by_name: dict[str, TokenColumn] = {}
-    left_out: dict[str, str] = {}
-    for name in [INPUT_IDS, *(name for name in names if name != INPUT_IDS)]:
-        kind = table.schema.field(name).type
-        if is_token_type(kind):
-            by_name[name] = TokenColumn(name, table.column(name), row_numbers)
-        else:
-            left_out[name] = str(kind)
-    check_same_lengths(by_name)
-    if (mask := by_name.pop(ATTENTION_MASK, None)) is not None:
+    wanted = [
+        INPUT_IDS,
+        *(field.name for field in table.schema if is_token_type(field.type) and field.name != INPUT_IDS),
+    ]
+    columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in wanted}
+    check_same_lengths(columns)
+    if (mask := columns.pop(ATTENTION_MASK, None)) is not None:
         check_no_padding(mask)
-    return TokenColumns(by_name, left_out)
+    return columns
 
 
-def check_same_lengths(columns: dict[str, TokenColumn]) -> None:
+def left_out(schema: pa.Schema) -> list[str]:
+    """The columns that have no number for each token, with their types."""
+    return [f"{field.name!r} ({field.type})" for field in schema if not is_token_type(field.type)]
+
+
+def check_same_lengths(columns: TokenColumns) -> None:
     lengths = columns[INPUT_IDS].length
     for name, column in columns.items():
         if (other := column.length != lengths).any():

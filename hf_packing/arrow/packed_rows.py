@@ -55,14 +55,14 @@ def pack_rows(
     row_tokens = (
         np.add.reduceat(length, offsets[:-1] - offsets[0], dtype=np.int64) if len(length) else np.zeros(0, np.int64)
     )
-    packed = {name: gathered(column, *where) for name, column in columns.by_name.items()}
+    packed = {name: gathered(column, *where) for name, column in columns.items()}
     first_labels = None
     if LABELS in packed:
         first_labels = packed[LABELS][segment_begin]
     else:
         packed[LABELS] = packed[INPUT_IDS].copy()
     packed[LABELS][segment_begin] = IGNORED_LABEL
-    large = pa.types.is_large_list(columns.by_name[INPUT_IDS].type)
+    large = pa.types.is_large_list(columns[INPUT_IDS].type)
     arrays = {name: list_array(values, row_tokens, large) for name, values in in_order(packed).items()}
     if position_ids:
         arrays[POSITION_IDS] = list_array(positions(length), row_tokens, large)
