@@ -17,8 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from datasets.fingerprint import Hasher
+from datasets.table import MemoryMappedTable
 
+from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.storage import put_in_place
+
+FACTS = "packing.json"
+PLAN_KEY = b"hf_packing.plan"
+"""In the metadata of an Arrow stream: the fingerprint of the plan its rows were packed with."""
 
 
 @dataclass(frozen=True)
@@ -33,31 +40,46 @@ class CachedPacks:
         """The folder with the saved plan and what else `unpack` needs."""
         return self.rows.with_suffix(".plan")
 
-    def exists(self) -> bool:
-        return self.rows.is_file() and self.origin.is_dir()
+    def open(self) -> MemoryMappedTable | None:
+        """The packed rows, memory-mapped; None where they, or what they were made from, are not there in full."""
+        if not (self.rows.is_file() and (self.origin / FACTS).is_file()):
+            return None
+        try:
+            return MemoryMappedTable.from_file(str(self.rows))
+        except (pa.ArrowInvalid, OSError):  # somebody cut the file short
+            return None
 
     def save_origin(self, origin: "Origin") -> None:
-        """Make the folder beside its place and rename it. Where another process was first, its folder is as good."""
         fresh = Path(tempfile.mkdtemp(dir=self.origin.parent, prefix=f".{self.origin.name}-"))
         try:
             origin.plan.save(fresh / "plan")
-            facts = {"strategy": origin.strategy, "labels_made": origin.labels_made}
-            (fresh / "packing.json").write_text(json.dumps(facts) + "\n")
             if origin.first_labels is not None:
                 np.save(fresh / "first_labels.npy", origin.first_labels)
-            if not self.origin.is_dir():
-                fresh.rename(self.origin)
-        except OSError:
-            if not self.origin.is_dir():
-                raise
-        finally:
+            facts = {"strategy": origin.strategy, "labels_made": origin.labels_made}
+            (fresh / FACTS).write_text(json.dumps(facts) + "\n")
+            put_in_place(fresh, self.origin)
+        except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
+            raise
 
     def load_origin(self) -> "Origin":
-        facts = json.loads((self.origin / "packing.json").read_text())
+        """What the rows were made from.
+
+        Raises:
+            PackingError: it is damaged, or belongs to other rows.
+        """
+        facts = json.loads((self.origin / FACTS).read_text())
         labels = self.origin / "first_labels.npy"
         first_labels = np.load(labels, mmap_mode="r") if labels.is_file() else None
-        return Origin(PackingPlan.load(self.origin / "plan"), facts["strategy"], facts["labels_made"], first_labels)
+        plan = PackingPlan.load(self.origin / "plan")
+        with pa.memory_map(str(self.rows)) as file, pa.ipc.open_stream(file) as stream:
+            made_with = (stream.schema.metadata or {}).get(PLAN_KEY, b"").decode()
+        if plan.fingerprint != made_with:
+            raise PackingError(
+                f"plan: expected the one these rows were packed with, {made_with}, got {plan.fingerprint} in "
+                f"{str(self.origin)!r}; pack again with load_from_cache_file=False"
+            )
+        return Origin(plan, facts["strategy"], facts["labels_made"], first_labels)
 
 
 @dataclass(frozen=True)

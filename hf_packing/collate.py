@@ -28,7 +28,8 @@ class PackingCollator:
         seq_idx: int32 [1, tokens], the segment of every token.
 
     Raises:
-        PackingError: rows without input_ids or without a token, lengths that disagree, labels in some rows only.
+        PackingError: rows without input_ids or without a token, lengths that disagree, labels in some rows only, an
+            attention_mask with zeros.
 
     Example:
         >>> import hf_packing as hfp
@@ -40,10 +41,11 @@ class PackingCollator:
     """
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
-        tokens = column(rows, "input_ids")
-        input_ids = flatten("input_ids", tokens)
-        if not len(input_ids):
+        check_rows(rows)
+        tokens = [integers("input_ids", row, number) for number, row in enumerate(rows)]
+        if not any(map(len, tokens)):
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without any")
+        input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
         lengths = segment_lengths(rows, tokens)
         cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seq_lens[1:])
@@ -66,52 +68,56 @@ class PackingCollator:
         }
 
 
-def column(rows: Sequence[Row], name: str) -> list[IntArray]:
-    """One array for each row; Python lists and torch tensors are converted."""
-    try:
-        return [np.asarray(row[name]) for row in rows]
-    except KeyError:
-        row = next(index for index, row in enumerate(rows) if name not in row)
+def check_rows(rows: Any) -> None:
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         raise PackingError(
-            f"column {name!r}: expected in every row, row {row} has {', '.join(rows[row]) or 'none'}"
-        ) from None
+            f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
+        )
+    for number, row in enumerate(rows):
+        if "attention_mask" in row and not np.asarray(row["attention_mask"]).all():
+            raise PackingError(f"column 'attention_mask': expected documents without padding, row {number} has a 0")
 
 
-def flatten(name: str, arrays: list[IntArray]) -> IntArray:
-    """int64 [sum of lengths]."""
-    for row, array in enumerate(arrays):
-        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-            raise PackingError(
-                f"column {name!r}: expected a list of integers, row {row} has {array.dtype} of shape {array.shape}"
-            )
-    return np.concatenate(arrays, dtype=np.int64, casting="unsafe") if arrays else np.zeros(0, dtype=np.int64)
+def integers(name: str, row: Row, number: int) -> IntArray:
+    """A column of one row as an array; Python lists and torch tensors are converted."""
+    if name not in row:
+        raise PackingError(f"column {name!r}: expected in every row, row {number} has {', '.join(row) or 'none'}")
+    try:
+        array = np.asarray(row[name])
+    except ValueError as error:
+        raise PackingError(f"column {name!r}: expected a list of integers, row {number} has {error}") from error
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise PackingError(
+            f"column {name!r}: expected a list of integers, row {number} has {array.dtype} of shape {array.shape}"
+        )
+    return array
 
 
 def labels_of(rows: Sequence[Row], tokens: list[IntArray], input_ids: IntArray) -> IntArray:
     if not any("labels" in row for row in rows):
         return input_ids.copy()
-    labels = column(rows, "labels")
-    for row, (given, wanted) in enumerate(zip(labels, tokens, strict=True)):
-        if len(given) != len(wanted):
+    labels = [integers("labels", row, number) for number, row in enumerate(rows)]
+    for number, (given, ids) in enumerate(zip(labels, tokens, strict=True)):
+        if len(given) != len(ids):
             raise PackingError(
-                f"column 'labels': expected {len(wanted)} values in row {row}, as many as input_ids, got {len(given)}"
+                f"column 'labels': expected {len(ids)} values in row {number}, as many as input_ids, got {len(given)}"
             )
-    return flatten("labels", labels)
+    return np.concatenate(labels, dtype=np.int64, casting="unsafe")
 
 
 def segment_lengths(rows: Sequence[Row], tokens: list[IntArray]) -> IntArray:
     """int64 [segments]; empty rows have none."""
     lengths = []
-    for row, (given, ids) in enumerate(zip(rows, tokens, strict=True)):
-        if "seq_lengths" in given:
-            segments = np.asarray(given["seq_lengths"], dtype=np.int64)
+    for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
+        if "seq_lengths" in row:
+            segments = integers("seq_lengths", row, number).astype(np.int64)
             if segments.sum() != len(ids) or (len(segments) and segments.min() < 1):
                 raise PackingError(
                     f"column 'seq_lengths': expected positive lengths that add up to the {len(ids)} tokens of "
-                    f"row {row}, got {segments.tolist()}"
+                    f"row {number}, got {segments.tolist()}"
                 )
-        elif "position_ids" in given:
-            segments = lengths_from_positions(np.asarray(given["position_ids"]), len(ids), row)
+        elif "position_ids" in row:
+            segments = lengths_from_positions(integers("position_ids", row, number), len(ids), number)
         else:
             segments = np.array([len(ids)] if len(ids) else [], dtype=np.int64)
         lengths.append(segments)

@@ -7,13 +7,14 @@ from typing import TypeVar
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
 from hf_packing.arrow.columns import INPUT_IDS, LABELS, TokenColumns, find_token_columns, left_out
 from hf_packing.arrow.packed_rows import pack_rows, unpack_rows
 from hf_packing.arrow.token_column import blocks_of_packs
-from hf_packing.cache import CachedPacks, Origin, cache_for, fingerprint_of, new_stream
+from hf_packing.cache import PLAN_KEY, CachedPacks, Origin, cache_for, fingerprint_of, new_stream
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
@@ -71,16 +72,33 @@ def pack_one(
     table = dataset.data.table
     fingerprint = fingerprint_of(dataset, strategy, position_ids)
     cache = cache_for(dataset, fingerprint)
-    if not (load_from_cache_file and cache.exists()):
+    rows = cache.open() if load_from_cache_file else None
+    if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
         plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
         write_packs(columns, plan, strategy, position_ids, cache)
+        rows = MemoryMappedTable.from_file(str(cache.rows))
     if without := left_out(table.schema):
         warnings.warn(f"pack leaves out columns without one number for each token: {', '.join(without)}", stacklevel=3)
-    packed = datasets.Dataset(
-        MemoryMappedTable.from_file(str(cache.rows)), split=dataset.split, fingerprint=fingerprint
+    info = info_of_packed(dataset, rows.schema)
+    packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
+    form = dataset.format
+    return packed if form["type"] == "custom" else packed.with_format(form["type"], **form["format_kwargs"])
+
+
+def info_of_packed(dataset: datasets.Dataset, schema: pa.Schema) -> datasets.DatasetInfo:
+    """What is known of the documents, with the features of the rows."""
+    known = dataset.info
+    features = datasets.Features.from_arrow_schema(schema)
+    kept = {name: feature for name, feature in dataset.features.items() if name in features}
+    kept = {name: kept[name] for name in kept.keys() - {INPUT_IDS, LABELS}}
+    return datasets.DatasetInfo(
+        description=known.description,
+        citation=known.citation,
+        homepage=known.homepage,
+        license=known.license,
+        features=datasets.Features({**features, **kept}),
     )
-    return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
 
 def row_numbers(dataset: datasets.Dataset) -> IntArray | None:
@@ -93,12 +111,14 @@ def write_packs(
     columns: TokenColumns, plan: PackingPlan, strategy: Strategy, position_ids: bool, cache: CachedPacks
 ) -> None:
     """Gather block after block of packs, each while the one before is being written."""
+    schema = pack_rows(columns, plan, 0, 0, position_ids).table.schema
+    schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
     first_labels = []
     pack_tokens = (
         np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
     )
     with (
-        new_stream(cache.rows, pack_rows(columns, plan, 0, 0, position_ids).table.schema) as stream,
+        new_stream(cache.rows, schema) as stream,
         tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents} documents", unit=" packs") as progress,
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
@@ -108,7 +128,7 @@ def write_packs(
             first_labels.append(rows.first_labels)
             if written:
                 written.result()
-            written = writer.submit(stream.write_table, rows.table)
+            written = writer.submit(stream.write_table, rows.table.replace_schema_metadata(schema.metadata))
             progress.update(end - first)
         if written:
             written.result()
@@ -146,14 +166,21 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
             "packed: expected the rows in the order they were packed, this dataset was shuffled or selected from"
         )
     table = packed.data.table
-    if plan is not None:
-        return datasets.Dataset(unpack_rows(table, plan, None), split=packed.split)
     files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
-    if len(files) != 1 or not files[0].exists():
+    origin = files[0].load_origin() if len(files) == 1 and files[0].open() is not None else None
+    if origin is None:
+        if not isinstance(plan, PackingPlan):
+            raise PackingError(
+                "plan: expected the PackingPlan of these rows, since they are not as pack() returned them and do not "
+                f"know it, got {plan!r}"
+            )
+        return datasets.Dataset(unpack_rows(table, plan, None), split=packed.split)
+    if plan is not None and plan != origin.plan:
         raise PackingError(
-            "plan: expected one, since this dataset is not as pack() returned it and does not know its plan"
+            f"plan: expected the one these rows were packed with, {origin.plan.fingerprint}, got {plan!r}"
         )
-    origin = files[0].load_origin()
+    if len(packed) != origin.plan.num_packs:
+        raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
     rows = unpack_rows(table, origin.plan, origin.first_labels)
     if origin.labels_made and LABELS in rows.column_names:
         rows = rows.drop_columns([LABELS])

@@ -116,6 +116,22 @@ def test_empty_rows_have_no_segment():
             r"column 'input_ids': expected a list of integers, row 0 has int64 of shape \(1, 2\)",
         ),
         ([{"input_ids": [1.5]}], "column 'input_ids': expected a list of integers, row 0 has float64"),
+        (
+            [{"input_ids": [1, 2], "seq_lengths": [1.5, 0.5]}],
+            "column 'seq_lengths': expected a list of integers, row 0 has",
+        ),
+        (
+            [{"input_ids": [1, 2], "seq_lengths": None}],
+            "column 'seq_lengths': expected a list of integers, row 0 has object",
+        ),
+        ([{"input_ids": [1, 2], "labels": 1}], "column 'labels': expected a list of integers, row 0 has int64"),
+        ([{"input_ids": [[1], [1, 2]]}], "column 'input_ids': expected a list of integers, row 0 has"),
+        (
+            [{"input_ids": [1, 0], "attention_mask": [1, 0]}],
+            "column 'attention_mask': expected documents without padding, row 0",
+        ),
+        ({"input_ids": [1]}, "rows: expected a list of mappings with input_ids, got dict"),
+        ([[1, 2]], "rows: expected a list of mappings with input_ids, got list"),
     ],
 )
 def test_bad_rows(rows, message):

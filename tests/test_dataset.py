@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -60,9 +61,7 @@ def test_unpack_with_a_plan_after_saving_elsewhere(tmp_path):
     elsewhere = load_from_disk(tmp_path / "packed")
     plan = hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4))
     assert hfp.unpack(elsewhere, plan)["input_ids"][:] == ROWS
-    with pytest.raises(
-        hfp.PackingError, match="plan: expected one, since this dataset is not as pack\\(\\) returned it"
-    ):
+    with pytest.raises(hfp.PackingError, match="plan: expected the PackingPlan of these rows, .* got None"):
         hfp.unpack(elsewhere)
     with pytest.raises(hfp.PackingError, match="their seq_lengths differ from its segments"):
         hfp.unpack(elsewhere, hfp.plan_packing([3, 0, 2, 1, 5], hfp.BestFit(4, seed=None)))
@@ -74,12 +73,48 @@ def test_unpack_refuses_what_is_not_as_packed():
     packed = hfp.pack(documents(), hfp.BestFit(4))
     with pytest.raises(hfp.PackingError, match="was shuffled or selected from"):
         hfp.unpack(packed.select([2, 0, 1]))
-    with pytest.raises(hfp.PackingError, match="plan: expected one with 2 packs"):
+    with pytest.raises(hfp.PackingError, match="packed: expected all 3 rows that were packed, got 2"):
         hfp.unpack(packed.select(range(2)))
     with pytest.raises(hfp.PackingError, match="column 'seq_lengths': expected a packed dataset"):
         hfp.unpack(packed.remove_columns("seq_lengths"))
     with pytest.raises(hfp.PackingError, match="packed: expected a Dataset that was packed, got list"):
         hfp.unpack([[1]])
+
+
+def test_unpack_refuses_another_plan():
+    rows = [[number] * 4 for number in range(20)]
+    packed = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(8))
+    other = hfp.plan_packing([4] * 20, hfp.BestFit(8, seed=9))
+    with pytest.raises(hfp.PackingError, match="plan: expected the one these rows were packed with"):
+        hfp.unpack(packed, other)
+    assert hfp.unpack(packed, hfp.plan_packing([4] * 20, hfp.BestFit(8)))["input_ids"][:] == rows
+    with pytest.raises(hfp.PackingError, match="column 'extra': expected one number for each token, remove it"):
+        hfp.unpack(packed.add_column("extra", list(range(len(packed)))), hfp.plan_packing([4] * 20, hfp.BestFit(8)))
+
+
+def test_rows_that_were_filtered_away_are_not_looked_at():
+    rows = [[1, 2], None, [3], [4, None]]
+    source = Dataset.from_dict({"input_ids": rows})
+    assert hfp.unpack(hfp.pack(source.select([2, 0]), hfp.BestFit(4)))["input_ids"][:] == [[3], [1, 2]]
+    with pytest.raises(hfp.PackingError, match="expected a list in every row, row 1 has none"):
+        hfp.pack(source.select([2, 1]), hfp.BestFit(4))
+    with pytest.raises(hfp.PackingError, match="expected a number for every token, row 0 has a null"):
+        hfp.pack(source.select([3, 2]), hfp.BestFit(4))
+
+
+def test_what_is_known_of_the_documents_is_kept():
+    tags = datasets.List(datasets.ClassLabel(names=["a", "b"]))
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32")), "tags": tags})
+    info = datasets.DatasetInfo(description="Mine", features=features)
+    source = Dataset.from_dict({"input_ids": [[1, 2]], "tags": [[0, 1]]}, info=info)
+    packed = hfp.pack(source, hfp.BestFit(4))
+    assert packed.info.description == "Mine"
+    assert packed.features["tags"] == tags
+
+
+def test_a_transform_of_the_documents_is_not_one_of_the_rows():
+    source = documents().with_transform(lambda batch: {"input_ids": [[0] for _ in batch["input_ids"]]})
+    assert hfp.pack(source, hfp.BestFit(4, seed=None))["input_ids"][0] == [7, 8, 9, 10]
 
 
 def test_shuffled_selected_and_filtered_datasets_are_packed_as_they_stand():
@@ -237,6 +272,35 @@ class TestCache:
             datasets.enable_caching()
         assert not list((tmp_path / "documents").glob("cache-*"))
         assert hfp.unpack(packed)["input_ids"][:] == ROWS
+
+    def test_damaged_rows_are_packed_again(self, tmp_path):
+        source = on_disk(tmp_path / "documents")
+        file = hfp.pack(source, hfp.BestFit(4)).cache_files[0]["filename"]
+        with open(file, "r+b") as rows:
+            rows.truncate(100)
+        assert hfp.unpack(hfp.pack(source, hfp.BestFit(4)))["input_ids"][:] == ROWS
+
+    def test_rows_and_plan_belong_together(self, tmp_path):
+        source = on_disk(tmp_path / "documents")
+        packed = hfp.pack(source, hfp.BestFit(4))
+        origin = dataset_module.CachedPacks(Path(packed.cache_files[0]["filename"])).origin
+        hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4, seed=5)).save(origin / "plan")
+        with pytest.raises(hfp.PackingError, match="pack again with load_from_cache_file=False"):
+            hfp.unpack(packed)
+        assert hfp.unpack(hfp.pack(source, hfp.BestFit(4), load_from_cache_file=False))["input_ids"][:] == ROWS
+
+    def test_two_processes_at_once(self, tmp_path):
+        on_disk(tmp_path / "documents")
+        script = (
+            "import sys, datasets, hf_packing as hfp\n"
+            "for _ in range(10):\n"
+            "    hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4), load_from_cache_file=False)\n"
+        )
+        command = [sys.executable, "-c", script, str(tmp_path / "documents")]
+        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        assert [(process.communicate()[1], process.returncode)[1] for process in running] == [0, 0]
+        assert hfp.unpack(hfp.pack(load_from_disk(tmp_path / "documents"), hfp.BestFit(4)))["input_ids"][:] == ROWS
+        assert not list((tmp_path / "documents").glob(".*"))
 
     def test_half_a_cache_is_not_used(self, tmp_path, monkeypatch):
         source = on_disk(tmp_path / "documents")

@@ -82,6 +82,12 @@ def test_map_over_numpy_torch_and_streams():
     assert [row["labels"] for row in stream] == expected
 
 
+def test_map_over_a_first_batch_without_tokens():
+    documents = Dataset.from_dict({"input_ids": [[], [], [1, 2]], "weights": [[], [], [0.5, 1.0]]})
+    packed = documents.map(hfp.BestFit(32), batched=True, batch_size=2, remove_columns=documents.column_names)
+    assert packed["weights"][:] == [[0.5, 1.0]]
+
+
 def test_map_is_cached_by_version(tmp_path, monkeypatch):
     Dataset.from_dict(BATCH).save_to_disk(tmp_path / "documents")
     documents = Dataset.load_from_disk(tmp_path / "documents")
@@ -119,6 +125,7 @@ def test_metrics_are_those_of_the_rows(rows, max_length):
 def test_a_batch_without_documents():
     assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
     assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
+    assert len(hfp.pack(Dataset.from_dict({"input_ids": [[], []]}), hfp.BestFit(4))) == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import inspect
 
 import datasets
+import pyarrow as pa
 from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from tiny_models import build
@@ -29,6 +30,13 @@ def test_a_dataset_takes_a_table_from_a_file_and_a_fingerprint():
     """dataset.pack_one: without it, the packed dataset is not memory-mapped."""
     assert callable(MemoryMappedTable.from_file)
     assert {"arrow_table", "split", "fingerprint"} <= set(inspect.signature(datasets.Dataset.__init__).parameters)
+
+
+def test_the_batch_of_a_map_holds_an_arrow_table():
+    """arrow.batch.pack_batch: without it, map hands out Python lists, and stores what it gets back as int64."""
+    seen = []
+    datasets.Dataset.from_dict({"input_ids": [[1]]}).map(lambda batch: seen.append(batch.pa_table), batched=True)
+    assert isinstance(seen[0], pa.Table)
 
 
 def test_attention_and_mask_interfaces():

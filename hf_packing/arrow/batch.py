@@ -22,8 +22,8 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan]) -> A
         plan_lengths: from checked lengths to a plan.
 
     Returns:
-        a Table for a Table, and for the lazy batch that `Dataset.map` hands out, since it would store lists of Python
-        integers as int64; a dict of lists of lists for lists; a dict of lists of arrays for everything else.
+        a Table for a Table, and for the lazy batch of `Dataset.map`, which holds one; a dict of lists of lists for
+        lists; a dict of lists of arrays for everything else.
 
     Raises:
         PackingError: as `find_token_columns`; a batch that is no mapping, or a single row.
@@ -32,12 +32,12 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan]) -> A
         return pack_table(batch, plan_lengths)
     if not isinstance(batch, Mapping):
         raise PackingError(f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}")
+    if isinstance(table := getattr(batch, "pa_table", None), pa.Table):
+        return pack_table(table, plan_lengths)
     first = next(iter(batch.get(INPUT_IDS, [])), None)
     if isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0:
         raise PackingError("batch: expected rows of lists, got a single row; call map with batched=True")
     packed = pack_table(table_of(batch), plan_lengths)
-    if type(batch).__module__.partition(".")[0] == "datasets":
-        return packed
     if first is None or isinstance(first, list):
         return packed.to_pydict()
     return {name: rows_of(packed.column(name), name) for name in packed.column_names}
@@ -56,16 +56,11 @@ def table_of(batch: Mapping[str, Any]) -> pa.Table:
 
 def array_of(name: str, values: Any) -> pa.Array:
     try:
-        rows = [row if isinstance(row, (list, str, bytes, dict)) else as_numpy(row) for row in values]
-        array = pa.array(rows)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError) as error:
+        return pa.array([row if isinstance(row, (list, str, bytes, dict)) else as_numpy(row) for row in values])
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:
         if name == INPUT_IDS:
             raise PackingError(f"column 'input_ids': expected lists of integers: {error}") from error
         return pa.nulls(len(values))
-    only_empty = pa.types.is_null(array.type) or (
-        pa.types.is_list(array.type) and pa.types.is_null(array.type.value_type)
-    )
-    return array.cast(pa.list_(pa.int32())) if name == INPUT_IDS and only_empty else array
 
 
 def as_numpy(row: Any) -> Any:

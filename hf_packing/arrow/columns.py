@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.arrow.token_column import TokenColumn, is_token_type
+from hf_packing.arrow.token_column import TokenColumn, is_list, is_token_type
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
@@ -27,6 +27,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
     Raises:
         PackingError: no input_ids, an already packed table, an attention_mask with zeros, columns of other lengths.
     """
+    table = with_typed_empty_lists(table)
     names = table.column_names
     if packed := [name for name in PACKED_ONLY if name in names]:
         raise PackingError(
@@ -48,9 +49,24 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
     return columns
 
 
+def with_typed_empty_lists(table: pa.Table) -> pa.Table:
+    """Where no document has a token, Arrow cannot know that input_ids are integers."""
+    if INPUT_IDS not in table.column_names:
+        return table
+    kind = table.schema.field(INPUT_IDS).type
+    if (is_list(kind) and pa.types.is_null(kind.value_type)) or (pa.types.is_null(kind) and not table.num_rows):
+        place = table.column_names.index(INPUT_IDS)
+        return table.set_column(place, INPUT_IDS, table.column(INPUT_IDS).cast(pa.list_(pa.int32())))
+    return table
+
+
 def left_out(schema: pa.Schema) -> list[str]:
     """The columns that have no number for each token, with their types."""
-    return [f"{field.name!r} ({field.type})" for field in schema if not is_token_type(field.type)]
+    return [
+        f"{field.name!r} ({field.type})"
+        for field in schema
+        if field.name != INPUT_IDS and not is_token_type(field.type)
+    ]
 
 
 def check_same_lengths(columns: TokenColumns) -> None:
@@ -60,7 +76,7 @@ def check_same_lengths(columns: TokenColumns) -> None:
             row = int(other.argmax())
             raise PackingError(
                 f"column {name!r}: expected as many values as input_ids in every row, "
-                f"row {row} has {column.length[row]} for {lengths[row]} input_ids"
+                f"row {row} has {column.length[row]} for {lengths[row]} input_ids (remove it if it is not about tokens)"
             )
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hf_packing.arrow.columns import INPUT_IDS, LABELS, TokenColumns
-from hf_packing.arrow.token_column import TokenColumn, list_array
+from hf_packing.arrow.token_column import TokenColumn, is_token_type, list_array
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
@@ -119,6 +119,8 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
     for name in packed.column_names:
         if name in (SEQ_LENGTHS, POSITION_IDS):
             continue
+        if not is_token_type(packed.schema.field(name).type):
+            raise PackingError(f"column {name!r}: expected one number for each token, remove it before unpacking")
         column = TokenColumn(name, packed.column(name))
         values = column.gather(pack[order], start_in_pack[order], length)
         if name == LABELS and first_labels is not None:

@@ -1,7 +1,7 @@
 """A column of token lists, read as NumPy: where each row begins, how long it is, and any slices of it, concatenated."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,22 +40,26 @@ class TokenColumn:
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
         self.name = name
         self.type: pa.DataType = column.type
-        self.values: list[npt.NDArray[Any]] = []
-        begins, lengths, rows_before = [], [], [0]
-        for chunk in column.chunks:
-            values, begin, length = read_chunk(name, chunk, rows_before[-1])
-            self.values.append(values)
-            begins.append(begin)
-            lengths.append(length)
-            rows_before.append(rows_before[-1] + len(chunk))
+        chunks = [read_chunk(chunk) for chunk in column.chunks]
+        self.values = [chunk.values for chunk in chunks]
         none = np.zeros(0, dtype=np.int64)
-        self.begin, self.length = np.concatenate([none, *begins]), np.concatenate([none, *lengths])
-        self.chunk = np.repeat(np.arange(len(begins)), np.diff(rows_before))
+        self.begin = np.concatenate([none, *(chunk.begin for chunk in chunks)])
+        self.length = np.concatenate([none, *(chunk.length for chunk in chunks)])
+        self.chunk = np.repeat(np.arange(len(chunks)), [len(chunk.begin) for chunk in chunks])
+        missing = np.concatenate([none, *(chunk.missing for chunk in chunks)]).astype(bool)
+        nulls = np.concatenate([none, *(chunk.nulls for chunk in chunks)]).astype(bool)
         if row_numbers is not None:
             self.begin, self.length, self.chunk = (
                 self.begin[row_numbers],
                 self.length[row_numbers],
                 self.chunk[row_numbers],
+            )
+            missing, nulls = missing[row_numbers], nulls[row_numbers]
+        if missing.any():
+            raise PackingError(f"column {name!r}: expected a list in every row, row {int(missing.argmax())} has none")
+        if nulls.any():
+            raise PackingError(
+                f"column {name!r}: expected a number for every token, row {int(nulls.argmax())} has a null"
             )
 
     def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
@@ -82,27 +86,33 @@ class TokenColumn:
         return np.concatenate(slices) if slices else np.zeros(0, dtype=self.type.value_type.to_pandas_dtype())
 
 
-def read_chunk(name: str, chunk: pa.Array, first_row: int) -> tuple[npt.NDArray[Any], IntArray, IntArray]:
-    """The flat values of one chunk, and where each of its rows begins in them and how long it is."""
-    if chunk.null_count:
-        row = first_row + int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
-        raise PackingError(f"column {name!r}: expected a list in every row, row {row} has none")
+class Chunk(NamedTuple):
+    """One chunk of a list column as NumPy."""
+
+    values: npt.NDArray[Any]
+    """The flat values, with zeros for nulls."""
+    begin: IntArray
+    """int64 [rows]: where in the values a row begins."""
+    length: IntArray
+    """int64 [rows]: how many values it has."""
+    missing: npt.NDArray[np.bool_]
+    """bool [rows]: whether there is no list."""
+    nulls: npt.NDArray[np.bool_]
+    """bool [rows]: whether a value of the list is null."""
+
+
+def read_chunk(chunk: pa.Array) -> Chunk:
     if pa.types.is_fixed_size_list(chunk.type):
         chunk = chunk.cast(pa.list_(chunk.type.value_type))
-    offsets = chunk.offsets.to_numpy().astype(np.int64)
-    values = chunk.values
-    if values.null_count and (bad := first_null(values, offsets)) is not None:
-        row = first_row + int(np.searchsorted(offsets, bad, side="right")) - 1
-        raise PackingError(f"column {name!r}: expected a number for every token, row {row} has a null")
-    return values.to_numpy(zero_copy_only=False), offsets[:-1], np.diff(offsets)
-
-
-def first_null(values: pa.Array, offsets: IntArray) -> int | None:
-    """The first null value that a row of the chunk reaches; a slice of a longer column may have some outside."""
-    used = values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    if not used.null_count:
-        return None
-    return int(offsets[0]) + int(np.argmax(used.is_null().to_numpy(zero_copy_only=False)))
+    missing = nulls = np.zeros(len(chunk), dtype=bool)
+    if chunk.null_count:
+        missing = chunk.is_null().to_numpy(zero_copy_only=False)
+    offsets, values = chunk.offsets.to_numpy().astype(np.int64), chunk.values
+    if values.null_count:
+        nulls_before = np.concatenate([[0], np.cumsum(values.is_null().to_numpy(zero_copy_only=False))])
+        nulls = np.diff(nulls_before[offsets]) > 0
+        values = values.fill_null(False if pa.types.is_boolean(values.type) else 0)
+    return Chunk(values.to_numpy(zero_copy_only=False), offsets[:-1], np.diff(offsets), missing, nulls)
 
 
 def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:

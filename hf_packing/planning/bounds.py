@@ -24,16 +24,15 @@ def pack_lower_bound(counts: IntArray, capacity: int) -> int:
         >>> pack_lower_bound(np.bincount([6, 6, 6, 2]), 10)  # no two sixes share a pack
         3
     """
-    counts = np.concatenate([counts.astype(np.int64), np.zeros(capacity + 1 - len(counts), dtype=np.int64)])
-    lengths = np.arange(capacity + 1)
-    number = np.concatenate([[0], np.cumsum(counts)])  # number[l] = segments shorter than l
-    volume = np.concatenate([[0], np.cumsum(counts * lengths)])
-    half = capacity // 2
-    threshold = np.arange(1, half + 1)
-    above_half = number[-1] - number[half + 1]
-    half_to_complement = number[capacity - threshold + 1] - number[half + 1]
-    room = half_to_complement * capacity - (volume[capacity - threshold + 1] - volume[half + 1])
-    small = volume[half + 1] - volume[threshold]
+    lengths = np.flatnonzero(counts)
+    number = np.concatenate([[0], np.cumsum(counts[lengths], dtype=np.int64)])
+    volume = np.concatenate([[0], np.cumsum(counts[lengths] * lengths, dtype=np.int64)])
+    half = int(np.searchsorted(lengths, capacity // 2, side="right"))
+    threshold = np.arange(half)  # the bound can only rise where a segment has the length of the threshold
+    complement = np.searchsorted(lengths, capacity - lengths[:half], side="right")
+    above_half = number[-1] - number[half]
+    room = (number[complement] - number[half]) * capacity - (volume[complement] - volume[half])
+    small = volume[half] - volume[threshold]
     extra = np.maximum(0, -((room - small) // capacity))
     by_volume = -(-int(volume[-1]) // capacity)
     return max(by_volume, int(above_half + extra.max(initial=0)))

@@ -38,6 +38,7 @@ def deal(
     start = np.zeros(len(document), dtype=pieces.start.dtype)
     length = np.empty(len(document), dtype=np.int32)
     cut = bool(pieces.start.any())
+    pieces_are_documents = not cut and len(document) == len(document_length)
     by_length = sort_by_length(pieces.length)
     slots = Slots(table, counts, seed)
     for begin in range(0, len(document), BLOCK):
@@ -45,7 +46,7 @@ def deal(
         pack, place, slot_length, rank = slots.block(begin, end)
         target = pack_offsets[pack_place[pack]] + place
         piece = by_length[rank]
-        document[target] = pieces.document[piece]
+        document[target] = piece if pieces_are_documents else pieces.document[piece]
         length[target] = slot_length
         if cut:
             start[target] = pieces.start[piece]

@@ -50,6 +50,7 @@ def first_come_plan(
         segment_length=pieces.length,
         pack_offsets=np.concatenate([[0], np.cumsum(sizes)]),
         pack_capacity=np.full(len(sizes), capacity, dtype=np.int32),
+        proven_lower_bound=-(-len(pieces.length) // max_documents) if max_documents else 0,
     )
 
 

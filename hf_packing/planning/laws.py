@@ -38,11 +38,9 @@ def check_laws(plan: PackingPlan) -> None:
     if (overfull := fill > plan.pack_capacity).any():
         pack = int(overfull.argmax())
         raise PackingError(f"pack {pack} holds {fill[pack]} tokens, its capacity is {plan.pack_capacity[pack]}")
+    outside = start > plan.document_length[document] - length
     if start.any():
-        end = start.astype(np.int64) + length
-        outside = (start < 0) | (end > plan.document_length[document])
-    else:
-        outside = length > plan.document_length[document]
+        outside |= start < 0
     if outside.any():
         segment = int(outside.argmax())
         raise PackingError(
@@ -57,6 +55,8 @@ def check_shapes(plan: PackingPlan) -> None:
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise PackingError(f"{name}: expected 1-d integers, got {array.dtype} of shape {array.shape}")
+    if len(plan.document_length) and plan.document_length.min() < 0:
+        raise PackingError(f"document_length: expected no negative length, got {plan.document_length.min()}")
     for name in ("segment_start", "segment_length"):
         if len(arrays[name]) != plan.num_segments:
             raise PackingError(f"{name}: expected {plan.num_segments} segments, got {len(arrays[name])}")
@@ -68,9 +68,11 @@ def check_shapes(plan: PackingPlan) -> None:
 
 def check_disjoint(document: IntArray, start: IntArray, length: IntArray, documents: int) -> None:
     """No token is in two segments. Only documents with several segments need a look at their order."""
-    segments_of = np.bincount(document, minlength=documents)
-    if segments_of.max() <= 1:
+    seen = np.zeros(documents, dtype=bool)
+    seen[document] = True
+    if np.count_nonzero(seen) == len(document):
         return
+    segments_of = np.bincount(document, minlength=documents)
     several = np.flatnonzero(segments_of[document] > 1)
     several = several[np.lexsort((start[several], document[several]))]
     left, right = several[:-1], several[1:]

@@ -10,6 +10,7 @@ from hf_packing.errors import PackingError
 IntArray = npt.NDArray[Any]
 
 INT32_MAX = 2**31 - 1
+MAX_TOKENS = 2**63
 
 
 def check_lengths(lengths: Any) -> IntArray:
@@ -22,22 +23,29 @@ def check_lengths(lengths: Any) -> IntArray:
         int32 [documents], or int64 where a document has 2**31 tokens or more.
 
     Raises:
-        PackingError: not one-dimensional, not integers, or negative.
+        PackingError: not one-dimensional, not integers, masked, negative, or more than 2**63 - 1 tokens in all.
     """
-    array = np.asarray(lengths)
+    if isinstance(lengths, np.ma.MaskedArray):
+        raise PackingError("lengths: expected an array without a mask, got a masked array")
+    if type(lengths).__module__.partition(".")[0] == "datasets":  # a lazy column, which numpy would read row by row
+        lengths = lengths[:]
+    try:
+        array = np.asarray(lengths)
+    except ValueError as error:
+        raise PackingError(f"lengths: expected 1-d integers, got {type(lengths).__name__}: {error}") from error
     if array.ndim != 1:
         raise PackingError(f"lengths: expected one dimension, got shape {array.shape}")
     if not array.size:
         return np.zeros(0, dtype=np.int32)
     if array.dtype.kind not in "iu":
-        raise PackingError(f"lengths: expected integers, got {array.dtype}")
+        raise PackingError(f"lengths: expected integers, got {array.dtype} such as {array[0]!r}")
     if array.dtype.kind == "i" and array.min() < 0:
         first = int(np.argmax(array < 0))
         raise PackingError(f"lengths: expected no negative length, got {array[first]} at index {first}")
-    longest = int(array.max())
-    if longest > np.iinfo(np.int64).max:
-        raise PackingError(f"lengths: expected at most 2**63 - 1 tokens in a document, got {longest}")
-    return array.astype(np.int32 if longest <= INT32_MAX else np.int64, copy=False)
+    longest, total = int(array.max()), float(array.sum(dtype=np.float64))
+    if total >= MAX_TOKENS:
+        raise PackingError(f"lengths: expected fewer than 2**63 tokens in all, got {total:.3g}, the longest {longest}")
+    return array.astype(np.int32 if longest <= INT32_MAX else np.int64)
 
 
 def smallest_index_type(count: int) -> type[np.signedinteger[Any]]:

@@ -8,6 +8,8 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, smallest_index_type
 
+MAX_PIECES = 2**40
+
 Overflow = Literal["split", "truncate", "drop", "error"]
 
 
@@ -69,6 +71,10 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
 
 def split(lengths: IntArray, capacity: int, numbers: IntArray) -> Pieces:
     chunks = -(-lengths.astype(np.int64) // capacity)
+    if (pieces := int(chunks.sum())) > MAX_PIECES:
+        raise PackingError(
+            f"max_length: expected one that cuts documents into at most 2**40 pieces, {capacity} makes {pieces}"
+        )
     document = np.repeat(numbers, chunks)
     first_piece = np.cumsum(chunks) - chunks
     start = (np.arange(len(document)) - np.repeat(first_piece, chunks)) * capacity

@@ -6,9 +6,11 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hf_packing.errors import PackingError
 from hf_packing.planning.laws import check_laws
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics, measure
@@ -116,10 +118,21 @@ class PackingPlan:
             path: the folder that `save` made.
 
         Raises:
-            PackingError: no plan there, or one that breaks the laws.
+            PackingError: no plan there, or a damaged one.
         """
         arrays, facts = load_arrays(Path(path), ARRAYS)
-        return cls(**arrays, proven_lower_bound=int(facts["proven_lower_bound"]))
+        plan = cls(**arrays, proven_lower_bound=facts["proven_lower_bound"])
+        if plan.fingerprint != facts["fingerprint"]:
+            raise PackingError(
+                f"path: expected a plan with fingerprint {facts['fingerprint']}, the arrays in {str(path)!r} have "
+                f"{plan.fingerprint}"
+            )
+        return plan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and unpickled plans are made, and checked, anew."""
+        arrays = {name: np.asarray(array) for name, array in self.arrays().items()}
+        return rebuild, (arrays, self.proven_lower_bound)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackingPlan) and self.fingerprint == other.fingerprint
@@ -133,3 +146,7 @@ class PackingPlan:
             f"PackingPlan({self.num_documents} documents, {self.num_segments} segments, {self.num_packs} packs, "
             f"efficiency {metrics.packing_efficiency:.4f})"
         )
+
+
+def rebuild(arrays: dict[str, IntArray], proven_lower_bound: int) -> PackingPlan:
+    return PackingPlan(**arrays, proven_lower_bound=proven_lower_bound)

@@ -1,10 +1,12 @@
 """A plan on disk: a folder with one .npy file for each array, and plan.json, written last, that says what they are."""
 
+import errno
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ INDEX = "plan.json"
 
 def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]) -> None:
     """Write into a new folder beside `folder` and rename it, so that no reader ever sees half a plan."""
-    if folder.exists() and not (folder / INDEX).is_file():
+    files = {f"{name}.npy" for name in arrays} | {INDEX}
+    if folder.exists() and not (is_saved_plan(folder) and {file.name for file in folder.iterdir()} <= files):
         raise PackingError(f"path: expected a new folder or a saved plan to replace, {str(folder)!r} is neither")
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
@@ -27,30 +30,58 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
         for name, array in arrays.items():
             np.save(fresh / f"{name}.npy", array, allow_pickle=False)
         (fresh / INDEX).write_text(json.dumps({"format": FORMAT, **facts}, indent=1) + "\n")
-        fresh.chmod(0o777 & ~current_umask())
-        if folder.exists():
-            shutil.rmtree(folder)
-        fresh.rename(folder)
+        put_in_place(fresh, folder)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
 
 
-def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray], dict[str, Any]]:
+def put_in_place(fresh: Path, folder: Path) -> None:
+    """Rename a finished folder, made by `mkdtemp`, to its place; what stood there is removed."""
+    fresh.chmod(0o777 & ~current_umask())
+    while True:
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+            with suppress(FileNotFoundError):  # another process may have moved it
+                folder.rename(old / folder.name)
+            shutil.rmtree(old)
+        try:
+            fresh.rename(folder)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+
+
+def is_saved_plan(folder: Path) -> bool:
+    try:
+        read_index(folder)
+    except PackingError:
+        return False
+    return True
+
+
+def read_index(folder: Path) -> dict[str, Any]:
     index = folder / INDEX
     if not index.is_file():
         raise PackingError(f"path: expected a folder with a saved plan, {str(folder)!r} has no {INDEX}")
-    facts = json.loads(index.read_text())
-    if facts.get("format") != FORMAT:
-        raise PackingError(
-            f"path: expected a plan of format {FORMAT}, {str(index)!r} has format {facts.get('format')!r}"
-        )
+    try:
+        facts = json.loads(index.read_text())
+        if facts["format"] != FORMAT:
+            raise PackingError(f"path: expected a plan of format {FORMAT}, {str(index)!r} has {facts['format']!r}")
+        return {"fingerprint": str(facts["fingerprint"]), "proven_lower_bound": int(facts["proven_lower_bound"])}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise PackingError(f"path: expected the index of a saved plan in {str(index)!r}: {error!r}") from error
+
+
+def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray], dict[str, Any]]:
+    facts = read_index(folder)
     arrays = {}
     for name in names:
         file = folder / f"{name}.npy"
         try:
             arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise PackingError(f"path: expected the array of a saved plan in {str(file)!r}: {error}") from error
     return arrays, facts
 

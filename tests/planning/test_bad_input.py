@@ -16,7 +16,10 @@ from hf_packing.planning.lengths import check_lengths, sort_by_length
         (7, r"lengths: expected one dimension, got shape \(\)"),
         ([True, False], "lengths: expected integers, got bool"),
         (["a"], "lengths: expected integers, got <U1"),
-        (np.array([2**63], dtype=np.uint64), "lengths: expected at most"),
+        ([[1], [2, 3]], "lengths: expected 1-d integers, got list"),
+        (np.ma.array([1, 2], mask=[0, 1]), "lengths: expected an array without a mask"),
+        ([2**62] * 4, r"lengths: expected fewer than 2\*\*63 tokens in all"),
+        (np.array([2**63], dtype=np.uint64), r"lengths: expected fewer than 2\*\*63 tokens in all"),
     ],
 )
 def test_bad_lengths(lengths, message):
@@ -44,6 +47,17 @@ def test_not_a_strategy():
         hfp.plan_packing([1], "bfd")
     with pytest.raises(hfp.PackingError, match=r"did you forget its arguments, as in BestFit\(2048\)"):
         hfp.plan_packing([1], hfp.BestFit)
+
+
+def test_a_plan_of_too_many_pieces():
+    with pytest.raises(
+        hfp.PackingError, match=r"max_length: expected one that cuts documents into at most 2\*\*40 pieces"
+    ):
+        hfp.plan_packing([2**62], hfp.BestFit(1))
+
+
+def test_huge_packs_have_metrics():
+    assert hfp.plan_packing([5, 3], hfp.FirstCome(2**31 - 1)).metrics().lower_bound == 1
 
 
 def test_any_integer_type_is_taken():

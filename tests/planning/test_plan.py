@@ -1,5 +1,6 @@
 """PackingPlan: checked, read-only, saved, loaded, compared."""
 
+import copy
 import json
 import pickle
 
@@ -43,6 +44,7 @@ def test_a_plan_that_keeps_the_laws():
         ({"pack_offsets": [0, 3]}, "pack_offsets: expected one more than the 2 packs, got 2"),
         ({"segment_start": [0, 0]}, "segment_start: expected 3 segments, got 2"),
         ({"segment_length": [4.0, 3.0, 1.0]}, "segment_length: expected 1-d integers, got float64"),
+        ({"document_length": [5, -3]}, "document_length: expected no negative length, got -3"),
         ({"document_length": [[5, 3]]}, "document_length: expected 1-d integers, got int64 of shape"),
     ],
 )
@@ -66,14 +68,49 @@ def test_saved_and_memory_mapped(tmp_path, rng):
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["plan"]
 
 
+def test_the_callers_array_is_not_the_plans():
+    lengths = np.array([5, 3, 6, 2], dtype=np.int32)
+    plan = hfp.plan_packing(lengths, hfp.BestFit(8))
+    lengths[:] = 1
+    assert plan.document_length.tolist() == [5, 3, 6, 2]
+
+
+def test_copies_are_made_and_checked_anew():
+    plan = make()
+    for twin in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert twin == plan
+        with pytest.raises(ValueError, match="read-only"):
+            twin.segment_length[0] = 1
+
+
+def test_loading_what_was_changed_within_the_laws(tmp_path):
+    make().save(tmp_path / "plan")
+    np.save(tmp_path / "plan" / "document_length.npy", np.array([9, 9]))
+    with pytest.raises(hfp.PackingError, match="path: expected a plan with fingerprint"):
+        hfp.PackingPlan.load(tmp_path / "plan")
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", '{"format": 1}'])
+def test_loading_without_an_index(tmp_path, text):
+    make().save(tmp_path / "plan")
+    (tmp_path / "plan" / "plan.json").write_text(text)
+    with pytest.raises(hfp.PackingError, match="path: expected the index of a saved plan"):
+        hfp.PackingPlan.load(tmp_path / "plan")
+
+
 def test_saving_replaces_a_plan_and_nothing_else(tmp_path):
     make().save(tmp_path / "plan")
     other = hfp.plan_packing([1, 2], hfp.BestFit(3))
     other.save(tmp_path / "plan")
     assert hfp.PackingPlan.load(tmp_path / "plan") == other
     (tmp_path / "mine").mkdir()
+    for file in ("thesis.tex", "plan.json"):
+        (tmp_path / "mine" / file).write_text("{}")
+        with pytest.raises(hfp.PackingError, match="expected a new folder or a saved plan to replace"):
+            make().save(tmp_path / "mine")
+    (tmp_path / "plan" / "thesis.tex").write_text("x")
     with pytest.raises(hfp.PackingError, match="expected a new folder or a saved plan to replace"):
-        make().save(tmp_path / "mine")
+        make().save(tmp_path / "plan")
 
 
 def test_loading_what_is_no_plan(tmp_path):
@@ -95,7 +132,7 @@ def test_loading_another_format(tmp_path):
     make().save(tmp_path / "plan")
     index = tmp_path / "plan" / "plan.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
-    with pytest.raises(hfp.PackingError, match="expected a plan of format 1, .* has format 99"):
+    with pytest.raises(hfp.PackingError, match="expected a plan of format 1, .* has 99"):
         hfp.PackingPlan.load(tmp_path / "plan")
 
 
