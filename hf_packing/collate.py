@@ -13,6 +13,9 @@ from hf_packing.planning.lengths import IntArray
 
 Row = Mapping[str, Any]
 
+LOSS_MASKS = ("completion_mask", "assistant_masks")
+"""TRL's columns of tokens to train on. Leaving them out would train on the prompts."""
+
 
 @dataclass(frozen=True)
 class PackingCollator:
@@ -29,7 +32,7 @@ class PackingCollator:
 
     Raises:
         PackingError: rows without input_ids or without a token, lengths that disagree, labels in some rows only, an
-            attention_mask with zeros.
+            attention_mask with zeros, a mask of what to train on that is not in the labels yet.
 
     Example:
         >>> import hf_packing as hfp
@@ -76,6 +79,8 @@ def check_rows(rows: Any) -> None:
     for number, row in enumerate(rows):
         if "attention_mask" in row and not np.asarray(row["attention_mask"]).all():
             raise PackingError(f"column 'attention_mask': expected documents without padding, row {number} has a 0")
+        if masks := [name for name in LOSS_MASKS if name in row]:
+            raise PackingError(f"column {masks[0]!r}: expected labels with -100 in its place, row {number} has it")
 
 
 def integers(name: str, row: Row, number: int) -> IntArray:

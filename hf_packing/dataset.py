@@ -35,8 +35,8 @@ def pack(
         dataset: Dataset or DatasetDict with `input_ids`. Columns with one number for each token (labels, masks,
             weights) are packed along; an attention_mask is dropped; others are left out, with a warning.
         strategy: BestFit, FixedLength or FirstCome.
-        position_ids: whether rows get a position_ids column; a collator that reads seq_lengths, such as TRL's or
-            PackingCollator, makes them itself, and without the column the dataset is a third smaller.
+        position_ids: whether rows get that column. Without it the dataset is a third smaller, and fit only for
+            trainers that hand seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
         load_from_cache_file: whether rows packed before from the same data, strategy and version may be used again.
 
     Returns:

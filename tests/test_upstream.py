@@ -53,3 +53,5 @@ def test_attention_implementation_of_a_model():
     assert model._can_set_attn_implementation()
     assert isinstance(model.config._attn_implementation, str)
     assert isinstance(model.config.sub_configs, dict)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation_internal == "eager"

@@ -54,24 +54,38 @@ def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
     return known
 
 
-def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor:
-    """Borders from cu_seq_lens_q, else from position_ids, else from seq_idx, else one segment for each row."""
-    rows, tokens = shape
-    borders: Tensor | None = inputs.get("cu_seq_lens_q")
-    keys: Tensor | None = inputs.get("cu_seq_lens_k")
-    if borders is not None:
-        if keys is not None and keys is not borders and not torch.equal(borders, keys):
-            raise PackingError("cu_seq_lens_k: expected the same borders as cu_seq_lens_q, got others")
-        return borders.to(torch.int32)
-    if keys is not None:
-        raise PackingError("cu_seq_lens_q: expected beside cu_seq_lens_k, got none")
+def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
+    """The borders that cu_seq_lens_q, position_ids and seq_idx tell of, who must agree; None where none is given."""
+    rows = shape[0]
+    told: dict[str, Tensor] = {}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if (borders := inputs.get(name)) is not None:
+            if not isinstance(borders, Tensor):
+                raise PackingError(f"{name}: expected an int32 tensor, got {type(borders).__name__}")
+            told[name] = borders.to(torch.int32)
     position_ids, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
     if position_ids is not None and position_ids.ndim == 2:
-        return borders_from_positions(position_ids.expand(rows, -1))
+        told["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))
+    elif position_ids is not None and not told:
+        raise PackingError(
+            f"position_ids: expected shape [rows, tokens], or cu_seq_lens_q beside them, got {list(position_ids.shape)}"
+        )
     if seq_idx is not None:
-        return borders_from_seq_idx(seq_idx.expand(rows, -1))
-    device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
-    return torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
+        told["seq_idx"] = borders_from_seq_idx(seq_idx.expand(rows, -1))
+    if not told:
+        return None
+    first, *others = told
+    for other in others:
+        if not torch.equal(told[first], told[other].to(told[first].device)):
+            raise PackingError(
+                f"{other}: expected the borders of {first}, {told[first].tolist()}, got {told[other].tolist()}; "
+                "positions restart at every segment"
+            )
+    return told[first]
+
+
+def one_segment_each(shape: torch.Size, device: torch.device) -> Tensor:
+    return torch.arange(shape[0] + 1, dtype=torch.int32, device=device) * shape[1]
 
 
 def drop_full_mask(mask: Any) -> None:
@@ -85,14 +99,16 @@ def drop_full_mask(mask: Any) -> None:
     )
 
 
-def with_borders(inputs: dict[str, Any]) -> dict[str, Any]:
+def with_borders(inputs: dict[str, Any], training: bool = False) -> dict[str, Any]:
     """A model's inputs, with borders and restarting positions beside whatever the caller gave.
 
     Args:
         inputs: keyword arguments of a model's forward, input_ids or inputs_embeds among them.
+        training: whether borders must be given; otherwise rows without any are one document each.
 
     Raises:
-        PackingError: an attention_mask with padding, a cache that is not empty, borders that do not fit the tokens.
+        PackingError: an attention_mask with padding, a cache that is not empty, an encoder to attend to, borders that
+            are missing in training, disagree, or do not fit the tokens.
     """
     given = inputs.get("input_ids")
     given = inputs.get("inputs_embeds") if given is None else given
@@ -106,8 +122,17 @@ def with_borders(inputs: dict[str, Any]) -> dict[str, Any]:
     if inputs.get("attention_mask") is not None:
         drop_full_mask(inputs["attention_mask"])
         inputs = {**inputs, "attention_mask": None}
+    if inputs.get("encoder_hidden_states") is not None:
+        raise PackingError("encoder_hidden_states: expected none on a patched model, documents would share them")
     shape = given.shape[:2]
     borders = find_borders(shape, inputs)
+    if borders is None:
+        if training:
+            raise PackingError(
+                "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training, got none, so packed "
+                "documents could not be told apart; PackingCollator, or SFTConfig(padding_free=True), sends them"
+            )
+        borders = one_segment_each(shape, given.device)
     known = check_borders(borders, *shape)
     longest = max(b - a for a, b in pairwise(known))
     if inputs.get("position_ids") is None:

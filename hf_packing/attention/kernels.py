@@ -1,5 +1,6 @@
 """Variable-length attention kernels on CUDA: flash-attn where it is installed, else the one that torch brings."""
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -26,12 +27,18 @@ def flash_attn_varlen() -> Callable[..., Any] | None:
 
 @cache
 def torch_varlen() -> Callable[..., Any] | None:
-    """`torch.nn.attention.varlen.varlen_attn` (torch >= 2.10), or None."""
+    """`torch.nn.attention.varlen.varlen_attn`, or None where it is absent or too old to be told scale and window."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn
+    needed = {"scale", "window_size", "enable_gqa"}
+    return varlen_attn if needed <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def runs_flash(device: torch.device) -> bool:
+    """Whether a device is new enough for flash attention: Ampere, compute capability 8, or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def has_kernel(
@@ -39,12 +46,12 @@ def has_kernel(
 ) -> bool:
     """Whether a kernel computes this as asked: neither knows sinks, and torch's own no soft caps and no dropout."""
     head_dims = query.shape[-1], value.shape[-1]
-    if not query.is_cuda or query.dtype not in KERNEL_DTYPES or sinks is not None:
+    if query.dtype not in KERNEL_DTYPES or sinks is not None or not runs_flash(query.device):
         return False
     if max(head_dims) > MAX_HEAD_DIM or any(size % HEAD_DIM_STEP for size in head_dims):
         return False
     if flash_attn_varlen() is not None:
-        return True
+        return softcap is None or not dropout
     return torch_varlen() is not None and softcap is None and not dropout
 
 
@@ -72,7 +79,7 @@ def attend_with_kernel(
     """
     value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim)
-    q, k, v = (F.pad(tensor[0].transpose(0, 1), (0, head_dim - tensor.shape[-1])) for tensor in (query, key, value))
+    q, k, v = (padded(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
     back = -1 if window is None else window - 1
     sides = (back, 0) if is_causal else (back, back)
     if (flash := flash_attn_varlen()) is not None:
@@ -89,6 +96,7 @@ def attend_with_kernel(
             causal=is_causal,
             window_size=sides,
             softcap=softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
     else:
         varlen = torch_varlen()
@@ -99,3 +107,9 @@ def attend_with_kernel(
         )
     output: Tensor = attended[..., :value_dim].transpose(0, 1)[None]
     return output
+
+
+def padded(tensor: Tensor, head_dim: int) -> Tensor:
+    """Zeros behind the last axis; padding by nothing would still copy."""
+    missing = head_dim - tensor.shape[-1]
+    return F.pad(tensor, (0, missing)) if missing else tensor

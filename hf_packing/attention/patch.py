@@ -1,7 +1,7 @@
 """patch_model: route a model's attention through `packed_varlen`, prove that documents stay apart, or refuse."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,13 +27,39 @@ ROPE_OF_THE_ROW = ("dynamic", "longrope")
 """Rotary scalings that take their factor from the largest position of the whole row."""
 
 
+ATTENTION = "_attn_implementation_internal"
+"""Where a configuration keeps the name of its attention. Put back as it was found: `set_attn_implementation` refuses a
+name whose package is gone, and the None of some inner configurations."""
+
+PLAIN = ("eager", "sdpa", "flex_attention")
+
+
 @dataclass(frozen=True)
 class Patch:
     """What must be undone."""
 
-    attention: Any
-    """The attention implementation before, in the form `set_attn_implementation` takes."""
+    before: list[tuple[PreTrainedConfig, Any]]
+    """Every configuration of the model, with the attention it named."""
     hook: RemovableHandle
+
+
+class GiveBorders:
+    """The hook that sees a model's inputs first; a class, so that a patched model can be pickled."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.names = [name for name in inspect.signature(forward).parameters if name not in ("args", "kwargs")]
+
+    def __call__(self, module: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        if module.config._attn_implementation != NAME:
+            raise PackingError(
+                f"attention: expected {NAME!r} on a patched model, somebody has set "
+                f"{module.config._attn_implementation!r}; call unpatch_model before"
+            )
+        return (), with_borders({**dict(zip(self.names, args, strict=False)), **kwargs}, module.training)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        register()
+        self.__dict__.update(state)
 
 
 def patch_model(model: Model) -> Model:
@@ -67,24 +93,24 @@ def patch_model(model: Model) -> Model:
     check_model(model)
     if is_patched(model):
         return model
-    refuse_what_is_known_to_fail(model)
-    probe = Probe(model)
-    before = attention_of(model.config)
+    before = attention_of(model)
     try:
-        model.set_attn_implementation(REFERENCE)
+        refuse_what_is_known_to_fail(model)
+        probe = Probe(model)
+        current = model.config._attn_implementation
+        model.set_attn_implementation(REFERENCE if current in PLAIN or "flash" in current else current)
         with probe.quiet():
             expected = probe.alone(use_cache=False)
-    finally:
-        model.set_attn_implementation(before)
-    install(model)
-    try:
+        install(model, before)
         with probe.quiet():
             with observe() as observed:
                 probe.packed(probe.documents)
             refuse_what_was_observed(model, observed)
             prove_isolation(model, expected, probe)
     except Exception as error:
-        unpatch_model(model)
+        if is_patched(model):
+            unpatch_model(model)
+        put_back(before)
         if isinstance(error, ModelNotSupportedError):
             raise
         raise ModelNotSupportedError(f"{type(model).__name__}: {error}") from error
@@ -108,7 +134,7 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
     if patch is None:
         raise PackingError(f"model: expected one that patch_model has patched, {type(model).__name__} is not")
     patch.hook.remove()
-    model.set_attn_implementation(patch.attention)
+    put_back(patch.before)
     delattr(model, STATE)
     return Unpatched(model)
 
@@ -149,41 +175,48 @@ class Unpatched(AbstractContextManager[Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not is_patched(self.model):
-            install(self.model)
+            install(self.model, attention_of(self.model))
 
 
 def is_patched(model: PreTrainedModel) -> bool:
     return hasattr(model, STATE)
 
 
-def install(model: PreTrainedModel) -> None:
+def install(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, Any]]) -> None:
+    """Set the attention, and hook the inner model, which PEFT and others call without the outer one."""
     register()
-    before = attention_of(model.config)
-    names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
-
-    def give_borders(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        return (), with_borders({**dict(zip(names, args, strict=False)), **kwargs})
-
     model.set_attn_implementation(NAME)
-    hook = model.register_forward_pre_hook(give_borders, with_kwargs=True)
+    inner = model.base_model
+    hook = inner.register_forward_pre_hook(GiveBorders(inner.forward), with_kwargs=True)
     setattr(model, STATE, Patch(before, hook))
 
 
-def attention_of(config: PreTrainedConfig) -> Any:
-    """The attention implementation of a configuration and those inside it, as `set_attn_implementation` takes it."""
-    inner = {name: getattr(config, name, None) for name in config.sub_configs}
-    if not any(inner.values()):
-        return config._attn_implementation
-    return {"": config._attn_implementation} | {
-        name: attention_of(sub) for name, sub in inner.items() if sub is not None
-    }
+def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
+    """Every configuration in a model, nested ones too, with the attention it names."""
+    found = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    configs: dict[int, PreTrainedConfig] = {}
+    while found:
+        config = found.pop()
+        if id(config) not in configs:
+            configs[id(config)] = config
+            inner = [getattr(config, name, None) for name in config.sub_configs]
+            found += [each for each in inner if isinstance(each, PreTrainedConfig)]
+    return [(config, getattr(config, ATTENTION, None)) for config in configs.values()]
+
+
+def put_back(before: list[tuple[PreTrainedConfig, Any]]) -> None:
+    for config, attention in before:
+        setattr(config, ATTENTION, attention)
 
 
 def refuse_what_is_known_to_fail(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ModelNotSupportedError(f"{name}: it does not call its attention through transformers' AttentionInterface")
-    if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()):
+    forwards = model.forward, model.base_model.forward
+    if not all(any(p.kind is p.VAR_KEYWORD for p in inspect.signature(f).parameters.values()) for f in forwards):
         raise ModelNotSupportedError(
             f"{name}: its forward takes no cu_seq_lens_q, so borders cannot reach its attention"
         )

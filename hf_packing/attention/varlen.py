@@ -20,8 +20,9 @@ from hf_packing.errors import PackingError
 NAME = "packed_varlen"
 
 HARMLESS = frozenset(
-    ["cache_position", "deterministic", "num_items_in_batch", "output_attentions", "output_hidden_states"]
-    + ["output_router_logits", "past_key_values", "position_embeddings", "return_dict", "seq_idx", "use_cache"]
+    ["cache_position", "deterministic", "ignore_index", "num_items_in_batch", "output_attentions"]
+    + ["output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "return_dict"]
+    + ["seq_idx", "shift_labels", "use_cache"]
 )
 """Arguments that some models hand to their attention function and that do not change what it computes."""
 
@@ -165,7 +166,8 @@ def packed_varlen_mask(
     Raises:
         PackingError: a mask made of custom functions, which borders cannot express.
     """
-    if use_vmap:
+    overlaid = getattr(kwargs.get("mask_function"), "__qualname__", "").startswith("or_masks.")
+    if use_vmap or overlaid:
         raise PackingError(f"attention_mask: {NAME} cannot honour a mask made of custom functions")
     if (observed := watching.get()) is not None and local_size is not None:
         observed.mask_windows.add(local_size)

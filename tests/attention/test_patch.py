@@ -1,10 +1,15 @@
 """patch_model on tiny models: equal to the unpacked model, isolated however it is fed, undone, or refused."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 from tiny_models import SUPPORTED, build
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
 from hf_packing.attention import isolation
@@ -125,6 +130,58 @@ def test_bfloat16():
     assert hfp.check_isolation(model).isolated
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "GptOss"])
+def test_half_precision(name):
+    """Where rounding sends a token to another expert, its logits differ; that is no leak."""
+    for dtype in (torch.bfloat16, torch.float16):
+        assert hfp.check_isolation(hfp.patch_model(build(name, dtype))).isolated
+
+
+def test_under_autocast():
+    model = build("Llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert hfp.check_isolation(hfp.patch_model(model)).isolated
+
+
+@pytest.mark.parametrize("name", ["Llama", "StableLm", "GPT2"])
+def test_calls_past_the_outer_model(name):
+    """PEFT calls forward, others the inner model; neither runs hooks of the outer one."""
+    model = hfp.patch_model(build(name).eval())
+    full = batch_of(DOCUMENTS)
+    with torch.no_grad():
+        expected = model.base_model(**{key: full[key] for key in ("input_ids", "position_ids")})[0]
+        for key in ("cu_seq_lens_q", "seq_idx"):
+            inputs = {"input_ids": full["input_ids"], key: full[key]}
+            assert torch.allclose(model.base_model(**inputs)[0], expected, atol=1e-5)
+            assert torch.allclose(model.forward(**inputs).logits, model(**full).logits, atol=1e-5)
+
+
+def test_training_without_borders_is_refused():
+    model = hfp.patch_model(build("Llama").train())
+    with pytest.raises(hfp.PackingError, match="in training, got none, so packed documents could not be told apart"):
+        model(torch.tensor([[5, 6, 7]]))
+
+
+def test_attention_set_by_somebody_else_is_noticed():
+    model = hfp.patch_model(build("Llama"))
+    model.set_attn_implementation("eager")
+    with pytest.raises(hfp.PackingError, match="attention: expected 'packed_varlen' on a patched model, .* 'eager'"):
+        model(**batch_of(DOCUMENTS))
+
+
+def test_an_attention_of_the_users_own_is_not_replaced():
+    def twice(module, query, key, value, attention_mask, **kwargs):
+        return sdpa_attention_forward(module, 2 * query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("twice", twice)
+    AttentionMaskInterface.register("twice", sdpa_mask)
+    model = build("Llama")
+    model.set_attn_implementation("twice")
+    with pytest.raises(hfp.ModelNotSupportedError, match="a document's logits differ"):
+        hfp.patch_model(model)
+    assert model.config._attn_implementation == "twice"
+
+
 class TestUndone:
     def test_completely(self):
         model, ids = build("Llama").eval(), torch.tensor([[5, 6, 7, 8]])
@@ -176,6 +233,31 @@ class TestUndone:
         hfp.unpatch_model(other)
         assert not other._forward_pre_hooks
         assert hfp.check_isolation(model).isolated
+
+    def test_pickled_models_work_in_another_process(self, tmp_path):
+        torch.save(hfp.patch_model(build("Llama")), tmp_path / "model.pt")
+        code = (
+            "import sys, torch, hf_packing as hfp\n"
+            "model = torch.load(sys.argv[1], weights_only=False)\n"
+            "assert hfp.check_isolation(model).isolated\n"
+            "hfp.unpatch_model(model)\n"
+            "print(model.config._attn_implementation)\n"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "sdpa"
+
+    def test_inner_configurations_without_an_attention(self):
+        """DBRX has one whose attention is None, which transformers itself would refuse to set."""
+        sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 128}
+        experts = {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}
+        model = build(
+            "Dbrx", **sizes, attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, ffn_config=experts
+        )
+        before = patch_module.attention_of(model)
+        hfp.unpatch_model(hfp.patch_model(model))
+        assert patch_module.attention_of(model) == before
+        assert None in [attention for _, attention in before]
 
     def test_saved_models_know_nothing_of_it(self, tmp_path):
         hfp.patch_model(build("Llama")).save_pretrained(tmp_path)
@@ -302,14 +384,9 @@ class TestIsolation:
     def test_a_leak_in_the_patch_itself_is_found(self, monkeypatch):
         """If borders were lost on the way, the proof would fail."""
 
-        def lose_borders(inputs):
-            tokens = inputs["input_ids"].shape[1]
-            return {
-                **inputs,
-                "use_cache": False,
-                "cu_seq_lens_q": torch.tensor([0, tokens]),
-                "cu_seq_lens_k": torch.tensor([0, tokens]),
-            }
+        def lose_borders(inputs, _):
+            one = torch.tensor([0, inputs["input_ids"].shape[1]])
+            return {**inputs, "use_cache": False, "cu_seq_lens_q": one, "cu_seq_lens_k": one}
 
         monkeypatch.setattr(patch_module, "with_borders", lose_borders)
         with pytest.raises(
@@ -320,8 +397,19 @@ class TestIsolation:
     def test_nan_logits_are_no_proof(self):
         model = build("Llama")
         torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
-        with pytest.raises(hfp.PackingError, match="expected logits that depend on input_ids"):
+        with pytest.raises(hfp.ModelNotSupportedError, match="expected finite logits, LlamaForCausalLM has none"):
             hfp.patch_model(model)
+
+    def test_logits_set_to_minus_infinity_are_left_out(self):
+        model = build("Llama")
+
+        def ban_some(_, __, output):
+            output.logits[..., :5] = torch.finfo().min
+            output.logits[..., 5:9] = -torch.inf
+
+        model.register_forward_hook(ban_some)
+        assert not hfp.check_isolation(model).isolated
+        assert hfp.check_isolation(hfp.patch_model(model)).isolated
 
     def test_documents_of_the_probe_and_their_replacements_differ_everywhere(self):
         probe = isolation.Probe(build("Llama"))

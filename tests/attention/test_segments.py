@@ -130,7 +130,9 @@ class TestKernels:
             causal=False,
             window_size=(-1, -1),
             softcap=0.0,
+            deterministic=False,
         ):
+            assert not deterministic
             assert q.shape[-1] == v.shape[-1]
             assert (max_seqlen_q, max_seqlen_k, dropout_p) == (5, 5, 0.0)
             assert causal
@@ -156,7 +158,9 @@ class TestKernels:
             (None, {}, True),
             (None, {"softcap": 5.0}, False),
             (None, {"dropout": 0.1}, False),
-            (print, {"softcap": 5.0, "dropout": 0.1}, True),
+            (print, {"softcap": 5.0}, True),
+            (print, {"dropout": 0.1}, True),
+            (print, {"softcap": 5.0, "dropout": 0.1}, False),
             (print, {"sinks": torch.zeros(4)}, False),
             (print, {"dtype": torch.float32}, False),
             (print, {"head_dim": 12}, False),
@@ -168,10 +172,11 @@ class TestKernels:
             """What `has_kernel` looks at, of a tensor on a device that this machine may not have."""
 
             def __init__(self, dtype=torch.bfloat16, head_dim=64):
-                self.is_cuda, self.dtype, self.shape = True, dtype, (1, 4, 10, head_dim)
+                self.device, self.dtype, self.shape = "a card", dtype, (1, 4, 10, head_dim)
 
         monkeypatch.setattr(kernels, "flash_attn_varlen", lambda: flash)
         monkeypatch.setattr(kernels, "torch_varlen", lambda: print)
+        monkeypatch.setattr(kernels, "runs_flash", lambda device: device == "a card")
         made = {name: change[name] for name in ("dtype", "head_dim") if name in change}
         asked = {name: value for name, value in change.items() if name not in made}
         assert kernels.has_kernel(OnCuda(**made), OnCuda(**made), **asked) is expected

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
 from hf_packing.attention.borders import (
@@ -101,6 +102,13 @@ def test_harmless_arguments_pass():
     )
 
 
+def test_a_mask_of_blocks():
+    overlaid = or_masks(causal_mask_function, causal_mask_function)
+    with pytest.raises(hfp.PackingError, match="cannot honour a mask made of custom functions"):
+        packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, mask_function=overlaid)
+    assert packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, mask_function=causal_mask_function) is None
+
+
 def test_a_mask_of_custom_functions():
     with pytest.raises(hfp.PackingError, match="cannot honour a mask made of custom functions"):
         packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, use_vmap=True)
@@ -155,16 +163,35 @@ class TestBorders:
             ),
             ({"attention_mask": {"full": None}}, "attention_mask: expected none, or all ones, .* got dict"),
             ({"cu_seq_lens_q": torch.tensor([0, 4])}, "rising to 3 tokens, got \\[0, 4\\]"),
-            ({"cu_seq_lens_k": torch.tensor([0, 3])}, "cu_seq_lens_q: expected beside cu_seq_lens_k, got none"),
+            ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q: expected an int32 tensor, got list"),
+            ({"position_ids": torch.arange(3)}, r"position_ids: expected shape \[rows, tokens\], .* got \[3\]"),
+            (
+                {"position_ids": torch.tensor([[0, 1, 0]]), "cu_seq_lens_q": torch.tensor([0, 3])},
+                r"position_ids: expected the borders of cu_seq_lens_q, \[0, 3\], got \[0, 2, 3\]; positions restart",
+            ),
+            (
+                {"position_ids": torch.arange(3)[None], "seq_idx": torch.tensor([[0, 0, 1]])},
+                "seq_idx: expected the borders of position_ids",
+            ),
+            (
+                {"encoder_hidden_states": torch.zeros(1, 3, 4)},
+                "encoder_hidden_states: expected none on a patched model",
+            ),
             (
                 {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 1, 3])},
-                "cu_seq_lens_k: expected the same borders",
+                "cu_seq_lens_k: expected the borders of cu_seq_lens_q",
             ),
         ],
     )
     def test_refused(self, given, message):
         with pytest.raises(hfp.PackingError, match=message):
             with_borders({"input_ids": torch.zeros(1, 3, dtype=torch.long), **given})
+
+    def test_training_without_borders(self):
+        with pytest.raises(
+            hfp.PackingError, match="position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training"
+        ):
+            with_borders({"input_ids": torch.zeros(1, 3, dtype=torch.long)}, training=True)
 
     def test_no_tokens_at_all(self):
         with pytest.raises(hfp.PackingError, match="input_ids: expected input_ids or inputs_embeds, got neither"):
