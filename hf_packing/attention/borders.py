@@ -62,7 +62,7 @@ def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
         if (borders := inputs.get(name)) is not None:
             if not isinstance(borders, Tensor):
                 raise PackingError(f"{name}: expected an int32 tensor, got {type(borders).__name__}")
-            told[name] = borders.to(torch.int32)
+            told[name] = borders.to(torch.int32, copy=True)
     position_ids, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
     if position_ids is not None and position_ids.ndim == 2:
         told["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -40,22 +41,34 @@ class Patch:
 
     before: list[tuple[PreTrainedConfig, Any]]
     """Every configuration of the model, with the attention it named."""
-    hook: RemovableHandle
+    hooks: list[RemovableHandle]
+
+
+@dataclass
+class Given:
+    """The borders a hook has last given, known by identity, so that the inner model's hook need not check again."""
+
+    borders: Tensor | None = None
 
 
 class GiveBorders:
     """The hook that sees a model's inputs first; a class, so that a patched model can be pickled."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], given: Given) -> None:
         self.names = [name for name in inspect.signature(forward).parameters if name not in ("args", "kwargs")]
+        self.given = given
 
-    def __call__(self, module: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+    def __call__(self, module: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if module.config._attn_implementation != NAME:
             raise PackingError(
                 f"attention: expected {NAME!r} on a patched model, somebody has set "
                 f"{module.config._attn_implementation!r}; call unpatch_model before"
             )
-        return (), with_borders({**dict(zip(self.names, args, strict=False)), **kwargs}, module.training)
+        if self.given.borders is not None and kwargs.get("cu_seq_lens_q") is self.given.borders:
+            return args, kwargs
+        inputs = with_borders({**dict(zip(self.names, args, strict=False)), **kwargs}, module.training)
+        self.given.borders = inputs["cu_seq_lens_q"]
+        return (), inputs
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()
@@ -133,7 +146,8 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
     patch: Patch | None = getattr(model, STATE, None)
     if patch is None:
         raise PackingError(f"model: expected one that patch_model has patched, {type(model).__name__} is not")
-    patch.hook.remove()
+    for hook in patch.hooks:
+        hook.remove()
     put_back(patch.before)
     delattr(model, STATE)
     return Unpatched(model)
@@ -183,12 +197,13 @@ def is_patched(model: PreTrainedModel) -> bool:
 
 
 def install(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, Any]]) -> None:
-    """Set the attention, and hook the inner model, which PEFT and others call without the outer one."""
+    """Set the attention; hook the model, and the inner one, which PEFT and others call without the outer."""
     register()
     model.set_attn_implementation(NAME)
-    inner = model.base_model
-    hook = inner.register_forward_pre_hook(GiveBorders(inner.forward), with_kwargs=True)
-    setattr(model, STATE, Patch(before, hook))
+    given = Given()
+    modules = [model] if model.base_model is model else [model, model.base_model]
+    hooks = [m.register_forward_pre_hook(GiveBorders(m.forward, given), with_kwargs=True) for m in modules]
+    setattr(model, STATE, Patch(before, hooks))
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:

@@ -143,6 +143,15 @@ def test_under_autocast():
         assert hfp.check_isolation(hfp.patch_model(model)).isolated
 
 
+def test_borders_given_again_are_checked_again():
+    """The same tensor with other tokens is not taken for the one that was checked."""
+    model = hfp.patch_model(build("Llama").eval())
+    borders = torch.tensor([0, 2, 5], dtype=torch.int32)
+    model(torch.tensor([[5, 6, 7, 8, 9]]), cu_seq_lens_q=borders)
+    with pytest.raises(hfp.PackingError, match="rising to 4 tokens"):
+        model(torch.tensor([[5, 6, 7, 8]]), cu_seq_lens_q=borders)
+
+
 @pytest.mark.parametrize("name", ["Llama", "StableLm", "GPT2"])
 def test_calls_past_the_outer_model(name):
     """PEFT calls forward, others the inner model; neither runs hooks of the outer one."""
