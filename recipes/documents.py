@@ -26,7 +26,9 @@ def standard_library_functions() -> datasets.Dataset:
             nodes = [ast.parse(source)]
         except (SyntaxError, UnicodeDecodeError):  # a few files are bad on purpose
             continue
-        lines = source.splitlines(keepends=True)
+        lines = [
+            line + "\n" for line in source.split("\n")
+        ]  # as ast counts them; splitlines would also cut at form feeds
         while nodes:
             node = nodes.pop()
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -30,7 +30,7 @@ def one_thread():
 @pytest.fixture
 def shared_data() -> Path:
     """The folder with real text and lengths; a clone elsewhere has none."""
-    folder = Path(os.environ.get("HF_PACKING_DATA", ROOT.parent / "shared" / "data"))
+    folder = Path(os.environ.get("HF_PACKING_DATA") or ROOT.parent / "shared" / "data")
     if not folder.is_dir():
         pytest.skip(f"no shared data in {folder}; HF_PACKING_DATA names its folder")
     return folder

@@ -22,12 +22,15 @@ LEAK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest change of a logit, in standard deviations of the logits, that rounding alone may make. Parts of most models
 compute in float32 whatever the model's dtype, so float64 is not held to its own precision."""
 HALF_LEAK_TOLERANCE = 2e-2
+"""In half precision. Shapes do not change when tokens do, so all but a few kernels give no difference at all."""
 
 EQUALITY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 """Largest difference between a document packed and alone, where kernels see other shapes; same unit."""
-HALF_EQUALITY_TOLERANCE = 2.5e-1
-"""Of the median difference: in half precision a router may send a token to another expert for the rounding alone, which
-moves few logits far. Lost borders move the median by more than 0.4."""
+
+HALF_MAX, HALF_RMS, ROUTED_HALF_MEDIAN = 0.2, 0.05, 0.05
+"""Half precision: the largest or the root mean square difference has to be below its limit; in a model with experts,
+where rounding sends single tokens to another expert, the median may be instead. Measured on tiny bfloat16 models of 2 to
+12 layers: rounding 0 to 0.25, 0 to 0.04, 0 to 0.05; a lost window, scale or sink from 0.4, 0.07, 0.07 up."""
 
 LARGEST_LOGIT = 1e30
 """Some models set logits that must not be chosen to the smallest float."""
@@ -128,13 +131,19 @@ class Probe:
     def leak_tolerance(self) -> float:
         return HALF_LEAK_TOLERANCE if self.in_half_precision else LEAK_TOLERANCE[self.model.dtype]
 
-    def equal(self, packed: Tensor, alone: Tensor) -> tuple[bool, float]:
-        """Whether a document has the same logits packed and alone, as far as precision goes; and the difference."""
-        largest = largest_difference(packed, alone)
-        if not self.in_half_precision:
-            return largest <= EQUALITY_TOLERANCE[self.model.dtype] * spread(alone), largest
-        median = float((packed - alone)[comparable(packed) & comparable(alone)].abs().median())
-        return median <= HALF_EQUALITY_TOLERANCE * spread(alone) and math.isfinite(largest), largest
+    def difference(self, packed: list[Tensor], alone: list[Tensor]) -> float:
+        """Largest difference of documents packed and alone; 0 where it is no more than the precision explains."""
+        worst = 0.0
+        for left, right in zip(packed, alone, strict=True):
+            largest, unit = largest_difference(left, right), spread(right)
+            if self.in_half_precision and math.isfinite(largest):
+                apart = (left - right)[comparable(left)].abs() / unit
+                equal = largest <= HALF_MAX * unit or float(apart.pow(2).mean().sqrt()) <= HALF_RMS
+                equal |= has_experts(self.model) and float(apart.median()) <= ROUTED_HALF_MEDIAN
+            else:
+                equal = largest <= EQUALITY_TOLERANCE.get(self.model.dtype, 0) * unit
+            worst = worst if equal else max(worst, largest)
+        return worst
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -229,37 +238,31 @@ def spread(logits: Tensor) -> float:
     return float(logits[comparable(logits)].std())
 
 
-def prove_isolation(model: PreTrainedModel, expected: list[Tensor], probe: Probe) -> None:
-    """Raise ModelNotSupportedError unless packed documents are apart, and equal to `expected`.
+def has_experts(model: nn.Module) -> bool:
+    return any("Expert" in type(module).__name__ or "Router" in type(module).__name__ for module in model.modules())
+
+
+def prove_isolation(model: PreTrainedModel, references: list[list[Tensor]], probe: Probe) -> None:
+    """Raise ModelNotSupportedError unless packed documents are apart, and as in one of the references.
 
     Args:
         model: patched.
-        expected: logits of each of the probe's documents from the unpatched model, alone.
+        references: logits of each of the probe's documents, alone in the unpatched model, under one attention or more.
         probe: made from the model.
     """
     name = type(model).__name__
     leak, scale = probe.largest_leak()
     if not leak <= probe.leak_tolerance * scale:
         raise ModelNotSupportedError(
-            f"{name}: changing one packed document changes the logits of another by {leak:.2g}; {leaking(model)}"
+            f"{name}: changing one packed document changes the logits of another by {leak:.2g}; {why_it_leaks(model)}"
         )
     if not probe.sees_leaks():
         raise ModelNotSupportedError(
             f"{name}: no leak can be seen even with the borders taken away, so nothing is proven"
         )
-    for packed, alone in zip(probe.packed(probe.documents), expected, strict=True):
-        equal, difference = probe.equal(packed, alone)
-        if not equal:
-            raise ModelNotSupportedError(
-                f"{name}: a document's logits differ by {difference:.2g} between packed and alone"
-            )
-
-
-def leaking(model: nn.Module) -> str:
-    mixers = sorted({type(module).__name__ for module in model.modules() if type(module).__name__.endswith(STATEFUL)})
-    if mixers:
-        return f"{', '.join(mixers)} carry a state or a convolution across borders"
-    return "something beside its attention function crosses borders"
+    packed = probe.packed(probe.documents)
+    if difference := min(probe.difference(packed, alone) for alone in references):
+        raise ModelNotSupportedError(f"{name}: a document's logits differ by {difference:.2g} between packed and alone")
 
 
 STATEFUL = (
@@ -273,3 +276,10 @@ STATEFUL = (
     "LSTMBlock",
 )
 """How class names of modules end that work along the row; for the message only."""
+
+
+def why_it_leaks(model: nn.Module) -> str:
+    mixers = sorted({type(module).__name__ for module in model.modules() if type(module).__name__.endswith(STATEFUL)})
+    if mixers:
+        return f"{', '.join(mixers)} carry a state or a convolution across borders"
+    return "something beside its attention function crosses borders"

@@ -1,6 +1,6 @@
 """First come, first packed: documents enter the open pack in turn; one that does not fit closes it and opens the next.
 
-With random order this is RandomPacking, longest first SortedPacking (arXiv 2407.09105, section 3).
+With random order this is RandomPacking, longest first SortedPacking (arXiv 2407.09105).
 """
 
 from typing import Literal

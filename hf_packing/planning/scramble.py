@@ -5,7 +5,7 @@ permutation held as an array would need all documents in one place. Here each is
 that any slice of it can be had at once, on any machine, with the same result.
 
 The function is a balanced Feistel network over a grid of about sqrt(size) x sqrt(size) cells, with cycle walking over
-the few cells beyond `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, section 4).
+the few cells beyond `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 """
 
 from typing import Any

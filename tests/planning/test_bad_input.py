@@ -78,7 +78,7 @@ def test_sorting_of_wide_lengths(rng):
     assert sort_by_length(lengths).tolist() == np.argsort(lengths, kind="stable").tolist()
 
 
-def test_a_document_of_billions_of_tokens_is_split():
-    plan = hfp.plan_packing([2**31 + 5, 3], hfp.BestFit(2**30))
+def test_a_document_of_billions_of_tokens_is_cut():
+    plan = hfp.plan_packing([2**31 + 5, 3], hfp.FixedLength(2**30))
     assert plan.num_segments == 4
     assert plan.segment_start.max() == 2**31
