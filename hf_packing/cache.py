@@ -55,12 +55,29 @@ class CachedPacks:
             origin.plan.save(fresh / "plan")
             if origin.first_labels is not None:
                 np.save(fresh / "first_labels.npy", origin.first_labels)
-            facts = {"strategy": origin.strategy, "labels_made": origin.labels_made}
+            lost = origin.plan.metrics()
+            facts = {
+                "strategy": origin.strategy,
+                "labels_made": origin.labels_made,
+                "dropped_tokens": lost.num_dropped_tokens,
+                "tokens": lost.num_tokens,
+                "empty_documents": lost.num_empty_documents,
+            }
             (fresh / FACTS).write_text(json.dumps(facts) + "\n")
             put_in_place(fresh, self.origin)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
+
+    def what_was_lost(self) -> list[str]:
+        """In words, for the user."""
+        facts = json.loads((self.origin / FACTS).read_text())
+        lost = []
+        if facts["dropped_tokens"]:
+            lost.append(f"drops {facts['dropped_tokens']:,} of {facts['tokens']:,} tokens, as {facts['strategy']} asks")
+        if facts["empty_documents"]:
+            lost.append(f"skips {facts['empty_documents']:,} documents without a token")
+        return lost
 
     def load_origin(self) -> "Origin":
         """What the rows were made from.

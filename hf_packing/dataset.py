@@ -33,7 +33,8 @@ def pack(
 
     Args:
         dataset: Dataset or DatasetDict with `input_ids`. Columns with one number for each token (labels, masks,
-            weights) are packed along; an attention_mask is dropped; others are left out, with a warning.
+            weights) are packed along; an attention_mask is dropped; others are left out. What is left out, dropped or
+            skipped is said in a warning.
         strategy: BestFit, FixedLength or FirstCome.
         position_ids: whether rows get that column. Without it the dataset is a third smaller, and fit only for
             trainers that hand seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
@@ -78,8 +79,11 @@ def pack_one(
         plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
         write_packs(columns, plan, strategy, position_ids, cache)
         rows = MemoryMappedTable.from_file(str(cache.rows))
+    lost = cache.what_was_lost()
     if without := left_out(table.schema):
-        warnings.warn(f"pack leaves out columns without one number for each token: {', '.join(without)}", stacklevel=3)
+        lost.append(f"leaves out columns without one number for each token: {', '.join(without)}")
+    for words in lost:
+        warnings.warn(f"pack {words}", stacklevel=3)
     info = info_of_packed(dataset, rows.schema)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     form = dataset.format
@@ -90,8 +94,8 @@ def info_of_packed(dataset: datasets.Dataset, schema: pa.Schema) -> datasets.Dat
     """What is known of the documents, with the features of the rows."""
     known = dataset.info
     features = datasets.Features.from_arrow_schema(schema)
-    kept = {name: feature for name, feature in dataset.features.items() if name in features}
-    kept = {name: kept[name] for name in kept.keys() - {INPUT_IDS, LABELS}}
+    others = features.keys() - {INPUT_IDS, LABELS}
+    kept = {name: feature for name, feature in dataset.features.items() if name in others}
     return datasets.DatasetInfo(
         description=known.description,
         citation=known.citation,

@@ -47,6 +47,8 @@ def read_documents(data: str | None) -> datasets.Dataset:
         if not suffixes:
             raise SystemExit(f"--data: expected a file ending in {', '.join(TEXT_FORMATS)}, got {data!r}")
         return datasets.load_dataset(TEXT_FORMATS[suffixes[-1]], data_files=data, split="train")
+    if suffixes:
+        raise SystemExit(f"--data: expected a file or a dataset's name, got {data!r}, which does not exist")
     return datasets.load_dataset(data, split="train")
 
 

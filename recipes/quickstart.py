@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-import matplotlib
 import numpy as np
 import torch
 from documents import load_tokenizer, read_documents, tokenise
@@ -32,12 +31,18 @@ from transformers import (
 
 import hf_packing as hfp
 
+try:
+    import matplotlib
+except ImportError as error:
+    raise hfp.MissingDependencyError('the picture needs matplotlib: pip install "hf-packing[plots]"') from error
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 STRATEGIES = {"fixed-length": hfp.FixedLength, "first-come": hfp.FirstCome, "best-fit": hfp.BestFit}
 ROWS_COMPARED = 8
 EQUAL_LOSS = 1e-5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,7 +65,7 @@ def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
     """The same weights at every call."""
     set_seed(arguments.seed)
     if arguments.model:
-        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(DEVICE)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -73,7 +78,7 @@ def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).to(DEVICE)
 
 
 def padded_batches(lengths: np.ndarray, size: int, seed: int) -> tuple[int, int]:
@@ -98,7 +103,8 @@ def compare(lengths: np.ndarray, arguments: argparse.Namespace) -> dict[str, hfp
             f"{name.replace('-', ' '):24}{m.padding_ratio:>10.2%}{m.truncation_ratio:>12.2%}"
             f"{m.concatenation_ratio:>15.2f}{m.packing_efficiency:>12.2%}{m.num_packs:>9,}"
         )
-    print("truncation: documents cut / documents. concatenation: documents / rows. No strategy here drops a token.\n")
+    print("truncation: documents cut / documents. concatenation: documents / rows.")
+    print("padding drops what is longer than a row; the strategies here drop nothing.\n")
     return plans
 
 
@@ -191,7 +197,7 @@ def draw(
 
 def compare_losses(arguments, packed: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Patch a model, show that documents stay apart, and that their loss is the one they have with padding."""
-    model = new_model(arguments, tokenizer).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = new_model(arguments, tokenizer)
     report = hfp.check_isolation(model)
     print(f"stock model:   isolated={report.isolated}: {report.reason}")
     rows = [packed[row] for row in range(min(ROWS_COMPARED, len(packed)))]
@@ -222,7 +228,8 @@ def train_both(arguments, documents: datasets.Dataset, lengths: np.ndarray, toke
     padded = train(
         new_model(arguments, tokenizer), documents, per_step, DataCollatorForSeq2Seq(tokenizer), arguments, "padded"
     )
-    model = hfp.patch_model(new_model(arguments, tokenizer))
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):  # proven as it will be trained
+        model = hfp.patch_model(new_model(arguments, tokenizer))
     packed = train(model, rows, 1, hfp.PackingCollator(), arguments, "packed")
     print(
         f"\n{per_step} documents per step, {len(documents):,} documents: "

@@ -3,7 +3,7 @@
     python recipes/sft.py --data chat.jsonl --model Qwen/Qwen3-0.6B --output_dir outputs/sft
 
 The data is a .json or .jsonl file (also .gz) or a dataset's name, with `messages`, or with `prompt` and `completion`,
-as text or as messages. All fields of TRL's SFTConfig are flags as well.
+as text (joined by a line break) or as messages. All fields of TRL's SFTConfig are flags as well.
 """
 
 import sys
@@ -72,6 +72,8 @@ def main() -> None:
     if config.packing:
         sys.exit("--packing: expected False, since rows are packed here and TRL would pack them again")
     config.padding_free, config.max_length = True, None
+    if Path(arguments.data).suffix and not Path(arguments.data).exists():
+        sys.exit(f"--data: expected a file or a dataset's name, got {arguments.data!r}, which does not exist")
     if Path(arguments.data).is_file():
         rows = datasets.load_dataset("json", data_files=arguments.data, split="train")
     else:
@@ -82,9 +84,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=torch.bfloat16 if config.bf16 else torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(config.device)
     documents = rows.map(
         tokenise, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, desc="Tokenising"
     )

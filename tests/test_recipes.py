@@ -122,6 +122,37 @@ def test_documents_of_the_standard_library():
     assert all("def " in function for function in functions)
 
 
+def test_functions_after_a_form_feed_are_cut_where_they_stand(tmp_path, monkeypatch):
+    import documents
+
+    (tmp_path / "module.py").write_text("def one():\n    pass\n\f\ndef two():\n    return 2\n")
+    monkeypatch.setattr("documents.sysconfig.get_paths", lambda: {"stdlib": tmp_path})
+    assert documents.standard_library_functions()["text"][:] == ["def one():\n    pass\n", "def two():\n    return 2\n"]
+
+
+def test_a_missing_extra_is_named():
+    code = f"import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path({str(RECIPES / 'quickstart.py')!r})"
+    home = {**os.environ, "PYTHONPATH": str(RECIPES)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=home, check=False)
+    assert 'MissingDependencyError: the picture needs matplotlib: pip install "hf-packing[plots]"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data", "message"),
+    [
+        ("sft.py", "nowhere.jsonl", "--data: expected a file or a dataset's name, got 'nowhere.jsonl'"),
+        ("quickstart.py", "nowhere.jsonl", "--data: expected a file or a dataset's name, got 'nowhere.jsonl'"),
+        ("quickstart.py", __file__, "--data: expected a file ending in .jsonl"),
+    ],
+)
+def test_data_that_is_not_there(recipe, data, message):
+    more = ["--model", "none", "--output_dir", "none"] if recipe == "sft.py" else []
+    command = [sys.executable, str(RECIPES / recipe), "--data", data, *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
 def test_three_lines_of_hf_packing_in_sft():
     lines = [line for line in (RECIPES / "sft.py").read_text().splitlines() if "hfp" in line]
     assert len(lines) == 3

@@ -29,8 +29,8 @@ EQUALITY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 
 HALF_MAX, HALF_RMS, ROUTED_HALF_MEDIAN = 0.2, 0.05, 0.05
 """Half precision: the largest or the root mean square difference has to be below its limit; in a model with experts,
-where rounding sends single tokens to another expert, the median may be instead. Measured on tiny bfloat16 models of 2 to
-12 layers: rounding 0 to 0.25, 0 to 0.04, 0 to 0.05; a lost window, scale or sink from 0.4, 0.07, 0.07 up."""
+where rounding sends single tokens to another expert, the median may be instead. Measured on tiny bfloat16 models of 2
+to 12 layers: rounding 0 to 0.25, 0 to 0.04, 0 to 0.05; a lost window, scale or sink from 0.4, 0.07, 0.07 up."""
 
 LARGEST_LOGIT = 1e30
 """Some models set logits that must not be chosen to the smallest float."""

@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 STATE = "_hf_packing_patch"
 
 REFERENCE = "eager"
-"""What a document's logits are compared with, beside the model's own attention: the one written out in the model's file.
+"""What a document's logits are compared with, beside the model's own attention: the one written out in its file.
 Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
 
 ROPE_OF_THE_ROW = ("dynamic", "longrope")

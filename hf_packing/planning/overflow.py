@@ -36,9 +36,9 @@ def check_overflow(overflow: str) -> None:
 def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Pieces:
     """The pieces that documents become under a capacity.
 
-    "split" cuts a long document into chunks of exactly `capacity` and a remainder (the minimally
-    required truncation of arXiv 2404.10830); "truncate" keeps its first `capacity` tokens; "drop" leaves it out; "error" refuses
-    it. Empty documents have no piece.
+    "split" cuts a long document into chunks of exactly `capacity` and a remainder (the minimally required truncation of
+    arXiv 2404.10830); "truncate" keeps its first `capacity` tokens; "drop" leaves it out; "error" refuses it. Empty
+    documents have no piece.
 
     Args:
         lengths: integers [documents], tokens, checked.

@@ -12,8 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
-from hf_packing.attention import isolation
+from hf_packing.attention import isolation, varlen
 from hf_packing.attention import patch as patch_module
+from hf_packing.attention.segments import attend_by_segment
 from hf_packing.attention.varlen import NAME
 
 PARTLY_FLOAT32 = {"Gemma2", "GptOss", "DeepseekV3"}
@@ -402,6 +403,29 @@ class TestIsolation:
             hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"
         ):
             hfp.patch_model(build("Llama"))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("Llama", {"scale": 0.2}),
+            ("Llama", {"is_causal": False}),
+            ("Mistral", {"window": None}),
+            ("Gemma2", {"window": None}),
+            ("GptOss", {"sinks": None}),
+            ("GptOss", {"window": None}),
+            ("Mixtral", {"scale": 0.2}),
+        ],
+    )
+    def test_wrong_attention_is_found(self, monkeypatch, name, change, dtype):
+        """An attention that keeps documents apart but computes something else is refused, in half precision too."""
+
+        def wrong(*tensors, **how):
+            return attend_by_segment(*tensors, **{**how, **change})
+
+        monkeypatch.setattr(varlen, "attend_by_segment", wrong)
+        with pytest.raises(hfp.ModelNotSupportedError):
+            hfp.patch_model(build(name, dtype))
 
     def test_nan_logits_are_no_proof(self):
         model = build("Llama")
