@@ -24,6 +24,7 @@ from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
 
 FACTS = "packing.json"
+FIRST_LABELS = "first_labels.npy"
 PLAN_KEY = b"hf_packing.plan"
 """In the metadata of an Arrow stream: the fingerprint of the plan its rows were packed with."""
 
@@ -50,24 +51,27 @@ class CachedPacks:
             return None
 
     def save_origin(self, origin: "Origin") -> None:
+        """Make the folder beside its place and rename it. One that is there, and whole, stays: others may read it."""
         fresh = Path(tempfile.mkdtemp(dir=self.origin.parent, prefix=f".{self.origin.name}-"))
         try:
             origin.plan.save(fresh / "plan")
             if origin.first_labels is not None:
-                np.save(fresh / "first_labels.npy", origin.first_labels)
-            lost = origin.plan.metrics()
-            facts = {
-                "strategy": origin.strategy,
-                "labels_made": origin.labels_made,
-                "dropped_tokens": lost.num_dropped_tokens,
-                "tokens": lost.num_tokens,
-                "empty_documents": lost.num_empty_documents,
-            }
-            (fresh / FACTS).write_text(json.dumps(facts) + "\n")
-            put_in_place(fresh, self.origin)
-        except BaseException:
+                np.save(fresh / FIRST_LABELS, origin.first_labels)
+            (fresh / FACTS).write_text(json.dumps(origin.facts()) + "\n")
+            put_in_place(fresh, self.origin, unless=lambda: self.holds(origin))
+        finally:
             shutil.rmtree(fresh, ignore_errors=True)
-            raise
+
+    def holds(self, origin: "Origin") -> bool:
+        """Whether the folder is there, whole, and tells of this origin."""
+        try:
+            same_plan = PackingPlan.load(self.origin / "plan") == origin.plan
+            same_facts = json.loads((self.origin / FACTS).read_text()) == origin.facts()
+            labels = origin.first_labels
+            same_labels = labels is None or np.array_equal(np.load(self.origin / FIRST_LABELS), labels)
+        except (OSError, ValueError, EOFError):  # missing or damaged; PackingError is a ValueError
+            return False
+        return same_plan and same_facts and same_labels
 
     def what_was_lost(self) -> list[str]:
         """In words, for the user."""
@@ -86,7 +90,7 @@ class CachedPacks:
             PackingError: it is damaged, or belongs to other rows.
         """
         facts = json.loads((self.origin / FACTS).read_text())
-        labels = self.origin / "first_labels.npy"
+        labels = self.origin / FIRST_LABELS
         first_labels = np.load(labels, mmap_mode="r") if labels.is_file() else None
         plan = PackingPlan.load(self.origin / "plan")
         with pa.memory_map(str(self.rows)) as file, pa.ipc.open_stream(file) as stream:
@@ -109,6 +113,17 @@ class Origin:
     """Whether the documents had no labels of their own."""
     first_labels: npt.NDArray[np.int32] | None
     """int32 [segments]: the labels that -100 replaced; None where there were none."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is said of it without reading the plan."""
+        metrics = self.plan.metrics()
+        return {
+            "strategy": self.strategy,
+            "labels_made": self.labels_made,
+            "dropped_tokens": metrics.num_dropped_tokens,
+            "tokens": metrics.num_tokens,
+            "empty_documents": metrics.num_empty_documents,
+        }
 
 
 def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:

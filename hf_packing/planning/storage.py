@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,21 +36,28 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
         raise
 
 
-def put_in_place(fresh: Path, folder: Path) -> None:
-    """Rename a finished folder, made by `mkdtemp`, to its place; what stood there is removed."""
+def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda: False) -> None:
+    """Rename a finished folder, made by `mkdtemp`, to its place; what stands there is removed.
+
+    Args:
+        fresh: the finished folder.
+        folder: its place.
+        unless: asked whenever something stands there: whether it may stay, and `fresh` is not needed.
+    """
     fresh.chmod(0o777 & ~current_umask())
     while True:
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-            with suppress(FileNotFoundError):  # another process may have moved it
-                folder.rename(old / folder.name)
-            shutil.rmtree(old)
         try:
             fresh.rename(folder)
             return
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
+        if unless():
+            return
+        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+        with suppress(FileNotFoundError):  # another process may have moved it
+            folder.rename(old / folder.name)
+        shutil.rmtree(old)
 
 
 def is_saved_plan(folder: Path) -> bool:
