@@ -153,6 +153,25 @@ def test_data_that_is_not_there(recipe, data, message):
     assert message in done.stderr
 
 
+def test_arguments_that_do_not_fit(tmp_path, tiny_model):
+    def said(recipe, row, *arguments):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row))
+        command = [sys.executable, str(RECIPES / recipe), "--data", str(file), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+        assert done.returncode == 1
+        return done.stderr
+
+    sft_arguments = ["--model", tiny_model, "--output_dir", tmp_path, "--report_to", "none"]
+    chat = {"messages": [{"role": "user", "content": "Q"}]}
+    assert "--packing: expected False" in said("sft.py", chat, *sft_arguments, "--packing", "True")
+    assert "--data: expected messages, or prompt and completion, got columns text" in said(
+        "sft.py", {"text": "a"}, *sft_arguments
+    )
+    assert "got columns body" in said("quickstart.py", {"body": "a"}, "--output", tmp_path / "output")
+    assert "--tokenizer: expected one beside --data with input_ids" in said("quickstart.py", {"input_ids": [1]})
+
+
 def test_three_lines_of_hf_packing_in_sft():
     lines = [line for line in (RECIPES / "sft.py").read_text().splitlines() if "hfp" in line]
     assert len(lines) == 3

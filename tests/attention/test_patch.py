@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from tiny_models import SUPPORTED, build
-from transformers import AttentionInterface, AttentionMaskInterface
+from tiny_models import SIZES, SUPPORTED, build
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -325,6 +325,22 @@ def test_refused_and_left_as_it_was(trait):
     assert model.config._attn_implementation == before
     assert set(vars(model)) == attributes
     assert not model._forward_pre_hooks
+
+
+def test_a_forward_that_takes_no_borders():
+    class Narrow(LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None):
+            return super().forward(input_ids=input_ids, position_ids=position_ids)
+
+    with pytest.raises(hfp.ModelNotSupportedError, match="Narrow: its forward takes no cu_seq_lens_q"):
+        hfp.patch_model(Narrow(LlamaConfig(**SIZES)))
+
+
+def test_a_model_that_fails_without_a_mask():
+    model = build("Llama")
+    model.register_forward_pre_hook(lambda _, __, kwargs: kwargs["attention_mask"].sum() and None, with_kwargs=True)
+    with pytest.raises(hfp.ModelNotSupportedError, match="LlamaForCausalLM: it cannot be called on a packed row"):
+        hfp.patch_model(model)
 
 
 def test_not_a_model():
