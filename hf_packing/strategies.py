@@ -204,4 +204,6 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
         >>> hfp.plan_packing([14, 7, 5, 2, 3], hfp.BestFit(8)).metrics().num_cut_documents
         1
     """
+    if type(lengths).__module__.partition(".")[0] == "datasets":  # a lazy column, which numpy would read row by row
+        lengths = lengths[:]
     return check_strategy(strategy).plan_lengths(check_lengths(lengths))

@@ -26,6 +26,6 @@ WITHOUT_EXAMPLE = {
 """Returned or raised, never called by a user."""
 
 
-@pytest.mark.parametrize("name", sorted(set(hfp.__all__) - WITHOUT_EXAMPLE - {"unpatch_model"}))
+@pytest.mark.parametrize("name", sorted(set(hfp.__all__) - WITHOUT_EXAMPLE))
 def test_public_names_have_an_example(name):
     assert ">>>" in getattr(hfp, name).__doc__

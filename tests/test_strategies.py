@@ -164,6 +164,12 @@ def test_bad_batches(batch, message):
         hfp.BestFit(4)(batch)
 
 
+def test_a_column_of_lengths_is_read_at_once(monkeypatch):
+    column = Dataset.from_dict({"length": [5, 3, 6, 2]})["length"]
+    monkeypatch.setattr(type(column), "__iter__", lambda _: pytest.fail("read row by row"))
+    assert hfp.plan_packing(column, hfp.BestFit(8)) == hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
+
+
 def test_overflow_error_in_a_batch():
     with pytest.raises(hfp.PackingError, match="document 4 has 5 tokens, more than max_length=4"):
         hfp.BestFit(4, overflow="error")(BATCH)

@@ -136,12 +136,14 @@ class Probe:
         worst = 0.0
         for left, right in zip(packed, alone, strict=True):
             largest, unit = largest_difference(left, right), spread(right)
-            if self.in_half_precision and math.isfinite(largest):
+            if not math.isfinite(largest):
+                equal = False
+            elif self.in_half_precision:
                 apart = (left - right)[comparable(left)].abs() / unit
                 equal = largest <= HALF_MAX * unit or float(apart.pow(2).mean().sqrt()) <= HALF_RMS
                 equal |= has_experts(self.model) and float(apart.median()) <= ROUTED_HALF_MEDIAN
             else:
-                equal = largest <= EQUALITY_TOLERANCE.get(self.model.dtype, 0) * unit
+                equal = largest <= EQUALITY_TOLERANCE[self.model.dtype] * unit
             worst = worst if equal else max(worst, largest)
         return worst
 

@@ -27,7 +27,6 @@ Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap.""
 ROPE_OF_THE_ROW = ("dynamic", "longrope")
 """Rotary scalings that take their factor from the largest position of the whole row."""
 
-
 ATTENTION = "_attn_implementation_internal"
 """Where a configuration keeps the name of its attention. Put back as it was found: `set_attn_implementation` refuses a
 name whose package is gone, and the None of some inner configurations."""
@@ -155,6 +154,15 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
 
     Raises:
         PackingError: the model is not patched.
+
+    Example:
+        >>> import hf_packing as hfp, torch, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
+        >>> model = hfp.patch_model(model)
+        >>> with hfp.unpatch_model(model):
+        ...     model.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2).shape
+        torch.Size([1, 5])
     """
     patch: Patch | None = getattr(model, STATE, None)
     if patch is None:

@@ -27,8 +27,6 @@ def check_lengths(lengths: Any) -> IntArray:
     """
     if isinstance(lengths, np.ma.MaskedArray):
         raise PackingError("lengths: expected an array without a mask, got a masked array")
-    if type(lengths).__module__.partition(".")[0] == "datasets":  # a lazy column, which numpy would read row by row
-        lengths = lengths[:]
     try:
         array = np.asarray(lengths)
     except ValueError as error:

@@ -1,0 +1,141 @@
+"""check_isolation, and the proof of patch_model: what they see, what does not fool them, what they leave alone."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import SUPPORTED, build
+
+import hf_packing as hfp
+from hf_packing.attention import isolation, varlen
+from hf_packing.attention import patch as patch_module
+from hf_packing.attention.segments import attend_by_segment
+
+
+@pytest.mark.parametrize("name", sorted(set(SUPPORTED) - {"GptOss"}))
+def test_stock_models_leak_through_their_default_cache(name):
+    report = hfp.check_isolation(build(name))
+    assert not report.isolated
+    assert report.max_leak > 1e-3
+    assert "with use_cache=False it does not" in report.reason
+
+
+def test_a_mask_made_without_positions_leaks_whatever_the_cache():
+    report = hfp.check_isolation(build("GptOss"))
+    assert not report.isolated
+    assert "use_cache" not in report.reason
+    assert "with attention 'eager'" in report.reason
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_patched_models_do_not(name):
+    report = hfp.check_isolation(hfp.patch_model(build(name)))
+    assert report.isolated
+    assert report.max_leak < 1e-4
+    assert report.reason == "changing one document changed no other"
+
+
+def test_stock_without_a_cache_is_isolated():
+    assert hfp.check_isolation(build("Llama", use_cache=False)).isolated
+
+
+def test_a_state_leaks_whatever_the_cache():
+    report = hfp.check_isolation(build("Mamba", state_size=8))
+    assert not report.isolated
+    assert "use_cache" not in report.reason
+
+
+def test_the_model_is_left_as_it_was():
+    model = build("Llama").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    hfp.check_isolation(model)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_model_that_cannot_be_called_so():
+    model = build("Llama")
+    model.model.layers[0].self_attn.forward = None
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert "the model cannot be called on a packed row" in report.reason
+
+
+def test_a_model_without_logits():
+    with pytest.raises(hfp.PackingError, match="model: expected logits of shape .* LlamaModel has none"):
+        hfp.check_isolation(build("Llama").model)
+
+
+def test_nothing_is_proven_where_nothing_could_leak():
+    """With attention that adds nothing, documents cannot be seen to leak; such a proof is worth nothing."""
+    model = build("Llama")
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    with pytest.raises(hfp.ModelNotSupportedError, match="no leak can be seen even with the borders taken away"):
+        hfp.patch_model(model)
+
+
+def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
+    """If borders were lost on the way, the proof would fail."""
+
+    def lose_borders(inputs, _):
+        one = torch.tensor([0, inputs["input_ids"].shape[1]])
+        return {**inputs, "use_cache": False, "cu_seq_lens_q": one, "cu_seq_lens_k": one}
+
+    monkeypatch.setattr(patch_module, "with_borders", lose_borders)
+    with pytest.raises(hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"):
+        hfp.patch_model(build("Llama"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Llama", {"scale": 0.2}),
+        ("Llama", {"is_causal": False}),
+        ("Mistral", {"window": None}),
+        ("Gemma2", {"window": None}),
+        ("GptOss", {"sinks": None}),
+        ("GptOss", {"window": None}),
+        ("Mixtral", {"scale": 0.2}),
+    ],
+)
+def test_wrong_attention_is_found(monkeypatch, name, change, dtype):
+    """An attention that keeps documents apart but computes something else is refused, in half precision too."""
+
+    def wrong(*tensors, **how):
+        return attend_by_segment(*tensors, **{**how, **change})
+
+    monkeypatch.setattr(varlen, "attend_by_segment", wrong)
+    with pytest.raises(hfp.ModelNotSupportedError):
+        hfp.patch_model(build(name, dtype))
+
+
+def test_nan_logits_are_no_proof():
+    model = build("Llama")
+    torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
+    with pytest.raises(hfp.ModelNotSupportedError, match="expected finite logits, LlamaForCausalLM has none"):
+        hfp.patch_model(model)
+
+
+def test_logits_set_to_minus_infinity_are_left_out():
+    model = build("Llama")
+
+    def ban_some(_, __, output):
+        output.logits[..., :5] = torch.finfo().min
+        output.logits[..., 5:9] = -torch.inf
+
+    model.register_forward_hook(ban_some)
+    assert not hfp.check_isolation(model).isolated
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
+
+
+def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
+    probe = isolation.Probe(build("Llama"))
+    assert [len(tokens) for tokens in probe.documents] == list(isolation.DOCUMENT_LENGTHS)
+    assert all(
+        a != b for old, new in zip(probe.documents, probe.others, strict=True) for a, b in zip(old, new, strict=True)
+    )
