@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 HOME_OF = {
-    "BestFit": "strategies",
-    "FirstCome": "strategies",
-    "FixedLength": "strategies",
+    "BestFit": "strategies.counting",
+    "FirstCome": "strategies.in_order",
+    "FixedLength": "strategies.in_order",
+    "DealtShard": "planning.deal",
     "IsolationReport": "attention.isolation",
     "MissingDependencyError": "errors",
     "ModelNotSupportedError": "errors",
@@ -19,11 +20,13 @@ HOME_OF = {
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
     "PackingPlan": "planning.plan",
+    "PatternTable": "planning.table",
     "check_isolation": "attention.isolation",
     "pack": "dataset",
     "patch_model": "attention.patch",
     "patched": "attention.patch",
-    "plan_packing": "strategies",
+    "plan_counts": "strategies.planning",
+    "plan_packing": "strategies.planning",
     "unpack": "dataset",
     "unpatch_model": "attention.patch",
 }
@@ -34,12 +37,17 @@ if TYPE_CHECKING:
     from hf_packing.collate import PackingCollator
     from hf_packing.dataset import pack, unpack
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
+    from hf_packing.planning.deal import DealtShard
     from hf_packing.planning.metrics import PackingMetrics
     from hf_packing.planning.plan import PackingPlan
-    from hf_packing.strategies import BestFit, FirstCome, FixedLength, plan_packing
+    from hf_packing.planning.table import PatternTable
+    from hf_packing.strategies.counting import BestFit
+    from hf_packing.strategies.in_order import FirstCome, FixedLength
+    from hf_packing.strategies.planning import plan_counts, plan_packing
 
 __all__ = [
     "BestFit",
+    "DealtShard",
     "FirstCome",
     "FixedLength",
     "IsolationReport",
@@ -49,10 +57,12 @@ __all__ = [
     "PackingError",
     "PackingMetrics",
     "PackingPlan",
+    "PatternTable",
     "check_isolation",
     "pack",
     "patch_model",
     "patched",
+    "plan_counts",
     "plan_packing",
     "unpack",
     "unpatch_model",

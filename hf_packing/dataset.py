@@ -18,7 +18,7 @@ from hf_packing.cache import PLAN_KEY, CachedPacks, Origin, cache_for, fingerpri
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.strategies import Strategy, check_strategy
+from hf_packing.strategies.base import Strategy, check_strategy
 
 DatasetOrDict = TypeVar("DatasetOrDict", datasets.Dataset, datasets.DatasetDict)
 
@@ -35,7 +35,7 @@ def pack(
         dataset: Dataset or DatasetDict with `input_ids`. Columns with one number for each token (labels, masks,
             weights) are packed along; an attention_mask is dropped; others are left out. What is left out, dropped or
             skipped is said in a warning.
-        strategy: BestFit, FixedLength or FirstCome.
+        strategy: such as BestFit(2048).
         position_ids: whether rows get that column. Without it the dataset is a third smaller, and fit only for
             trainers that hand seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
         load_from_cache_file: whether rows packed before from the same data, strategy and version may be used again.
@@ -43,7 +43,7 @@ def pack(
     Returns:
         A dataset of the same kind, memory-mapped, one row for each pack: `input_ids`, `labels` (made from input_ids
         where there are none; -100 at the first token of every segment), `position_ids` (restarting at every segment)
-        and `seq_lengths` (tokens of every segment).
+        and `seq_lengths` (tokens of every segment); with buckets also `bucket` (tokens its pack may hold).
 
     Raises:
         PackingError: no input_ids, columns whose lengths disagree, an already packed dataset, not a map-style dataset.
@@ -115,7 +115,8 @@ def write_packs(
     columns: TokenColumns, plan: PackingPlan, strategy: Strategy, position_ids: bool, cache: CachedPacks
 ) -> None:
     """Gather block after block of packs, each while the one before is being written."""
-    schema = pack_rows(columns, plan, 0, 0, position_ids).table.schema
+    extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
+    schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
     schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
     first_labels = []
     pack_tokens = (
@@ -128,7 +129,7 @@ def write_packs(
     ):
         written: Future[None] | None = None
         for first, end in blocks_of_packs(pack_tokens, TOKENS_AT_ONCE):
-            rows = pack_rows(columns, plan, first, end, position_ids)
+            rows = pack_rows(columns, plan, first, end, **extras)
             first_labels.append(rows.first_labels)
             if written:
                 written.result()

@@ -17,6 +17,7 @@ def test_examples(name):
 
 
 WITHOUT_EXAMPLE = {
+    "DealtShard",
     "IsolationReport",
     "PackingMetrics",
     "PackingError",

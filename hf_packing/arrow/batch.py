@@ -7,19 +7,20 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.arrow.columns import INPUT_IDS, find_token_columns
-from hf_packing.arrow.packed_rows import pack_rows
+from hf_packing.arrow.packed_rows import BUCKET, pack_rows
 from hf_packing.arrow.token_column import TokenColumn
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
 
 
-def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan]) -> Any:
+def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, bucket: bool = False) -> Any:
     """The batch packed by itself.
 
     Args:
         batch: pyarrow Table, or a mapping of columns: lists of lists, or lists or arrays of arrays.
         plan_lengths: from checked lengths to a plan.
+        bucket: whether rows carry their capacity.
 
     Returns:
         a Table for a Table, and for the lazy batch of `Dataset.map`, which holds one; a dict of lists of lists for
@@ -29,24 +30,24 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan]) -> A
         PackingError: as `find_token_columns`; a batch that is no mapping, or a single row.
     """
     if isinstance(batch, pa.Table):
-        return pack_table(batch, plan_lengths)
+        return pack_table(batch, plan_lengths, bucket)
     if not isinstance(batch, Mapping):
         raise PackingError(f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}")
     if isinstance(table := getattr(batch, "pa_table", None), pa.Table):
-        return pack_table(table, plan_lengths)
+        return pack_table(table, plan_lengths, bucket)
     first = next(iter(batch.get(INPUT_IDS, [])), None)
     if isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0:
         raise PackingError("batch: expected rows of lists, got a single row; call map with batched=True")
-    packed = pack_table(table_of(batch), plan_lengths)
+    packed = pack_table(table_of(batch), plan_lengths, bucket)
     if first is None or isinstance(first, list):
         return packed.to_pydict()
     return {name: rows_of(packed.column(name), name) for name in packed.column_names}
 
 
-def pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]) -> pa.Table:
+def pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan], bucket: bool) -> pa.Table:
     columns = find_token_columns(table)
     plan = plan_lengths(check_lengths(columns[INPUT_IDS].length))
-    return pack_rows(columns, plan).table
+    return pack_rows(columns, plan, bucket=bucket).table
 
 
 def table_of(batch: Mapping[str, Any]) -> pa.Table:
@@ -70,7 +71,9 @@ def as_numpy(row: Any) -> Any:
     return np.asarray(row) if len(row) else []
 
 
-def rows_of(column: pa.ChunkedArray, name: str) -> list[Any]:
+def rows_of(column: pa.ChunkedArray, name: str) -> Any:
+    if name == BUCKET:
+        return column.to_numpy()
     tokens = TokenColumn(name, column)
     values = tokens.gather(np.arange(len(tokens.length)), np.zeros_like(tokens.length), tokens.length)
     return np.split(values, np.cumsum(tokens.length)[:-1]) if len(tokens.length) else []

@@ -17,7 +17,7 @@ from hf_packing.planning.plan import PackingPlan
 IGNORED_LABEL = -100
 """The label that transformers' losses skip. The first token of a segment has nothing before it to be predicted from."""
 
-SEQ_LENGTHS, POSITION_IDS = "seq_lengths", "position_ids"
+SEQ_LENGTHS, POSITION_IDS, BUCKET = "seq_lengths", "position_ids", "bucket"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PackedRows:
     """Packed rows, and what they no longer tell about their documents."""
 
     table: pa.Table
-    """input_ids, labels, position_ids, seq_lengths and the other token columns; a row is a pack."""
+    """input_ids, labels, position_ids, seq_lengths, bucket and the other token columns; a row is a pack."""
     first_labels: npt.NDArray[np.int32] | None
     """int32 [segments]: the labels that -100 replaced; None where the documents had no labels."""
 
@@ -36,6 +36,7 @@ def pack_rows(
     first_pack: int = 0,
     end_pack: int | None = None,
     position_ids: bool = True,
+    bucket: bool = False,
 ) -> PackedRows:
     """The packs first_pack:end_pack of a plan, as rows.
 
@@ -45,6 +46,7 @@ def pack_rows(
         first_pack: the first pack wanted.
         end_pack: the first pack no longer wanted; None for all.
         position_ids: whether the rows have that column.
+        bucket: whether the rows have a column with the capacity of their pack.
     """
     packs = slice(first_pack, plan.num_packs if end_pack is None else end_pack)
     offsets = plan.pack_offsets[packs.start : packs.stop + 1]
@@ -67,6 +69,8 @@ def pack_rows(
     if position_ids:
         arrays[POSITION_IDS] = list_array(positions(length), row_tokens, large)
     arrays[SEQ_LENGTHS] = list_array(length, np.diff(offsets))
+    if bucket:
+        arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     return PackedRows(pa.table(arrays), first_labels)
 
 
@@ -117,7 +121,7 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
     np.add.at(document_tokens, plan.segment_document, plan.segment_length)
     arrays = {}
     for name in packed.column_names:
-        if name in (SEQ_LENGTHS, POSITION_IDS):
+        if name in (SEQ_LENGTHS, POSITION_IDS, BUCKET):
             continue
         if not is_token_type(packed.schema.field(name).type):
             raise PackingError(f"column {name!r}: expected one number for each token, remove it before unpacking")

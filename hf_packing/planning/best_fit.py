@@ -9,7 +9,7 @@ touched. With a limit on documents per pack this is longest-pack-first histogram
 import numpy as np
 
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.patterns import PatternTable, Run, table_from_runs
+from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
 
 class OpenPacks:
@@ -39,16 +39,16 @@ class OpenPacks:
         return interval
 
 
-def best_fit_table(counts: IntArray, capacity: int, max_documents: int | None = None) -> PatternTable:
+def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None = None) -> Patterns:
     """The packs of best-fit decreasing.
 
     Args:
-        counts: int64 [capacity + 1]: how many segments there are of each length; counts[0] is not read.
+        counts: int64 [capacity + 1]: how many segments there are of each length; none is empty.
         capacity: tokens a pack holds.
         max_documents: most segments in one pack; None for no limit.
 
     Returns:
-        PatternTable with exactly the counted segments.
+        Patterns with exactly the counted segments.
     """
     limit = max_documents or capacity
     open_packs, runs, num_packs = OpenPacks(), [], 0
@@ -74,4 +74,4 @@ def best_fit_table(counts: IntArray, capacity: int, max_documents: int | None = 
             if packs and each:
                 fill(num_packs, packs, capacity, 0, length, each)
                 num_packs += packs
-    return table_from_runs(runs, num_packs, capacity)
+    return patterns_from_runs(runs, num_packs, capacity)

@@ -10,7 +10,7 @@ import numpy as np
 from hf_packing.planning.lengths import IntArray, sort_by_length
 from hf_packing.planning.overflow import Pieces
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.scramble import derive_key, scramble
+from hf_packing.planning.shuffle import random_order, shuffle_packs
 
 Order = Literal["random", "longest_first", "dataset"]
 
@@ -33,23 +33,22 @@ def first_come_plan(
         capacity: tokens a pack holds.
         order: in which the pieces come: in random order, longest first (ties at random), or as in the dataset.
         max_documents: most segments in one pack; None for no limit.
-        seed: of the random orders. With one, packs come out shuffled; without one, in the order they were filled.
+        seed: of the random orders. With one, packs come out shuffled, and the pieces in them; without one, as they
+            were filled.
     """
     pieces = pieces.take(arrival(pieces.length, order, seed))
     first = first_of_each_pack(pieces.length, capacity, max_documents or len(pieces.length))
-    sizes = np.diff(np.append(first, len(pieces.length)))
+    offsets = np.append(first, len(pieces.length))
     if seed is not None:
-        turn = random_order(len(first), seed, "packs")
-        first, sizes = first[turn], sizes[turn]
-        begin = np.cumsum(sizes) - sizes
-        pieces = pieces.take(np.repeat(first - begin, sizes) + np.arange(len(pieces.length)))
+        segments, offsets, _ = shuffle_packs(offsets, seed)
+        pieces = pieces.take(segments)
     return PackingPlan(
         document_length=document_length,
         segment_document=pieces.document,
         segment_start=pieces.start,
         segment_length=pieces.length,
-        pack_offsets=np.concatenate([[0], np.cumsum(sizes)]),
-        pack_capacity=np.full(len(sizes), capacity, dtype=np.int32),
+        pack_offsets=offsets,
+        pack_capacity=np.full(len(first), capacity, dtype=np.int32),
         proven_lower_bound=-(-len(pieces.length) // max_documents) if max_documents else 0,
     )
 
@@ -59,10 +58,6 @@ def arrival(length: IntArray, order: Order, seed: int | None) -> IntArray:
         return np.arange(len(length))
     turn = np.arange(len(length)) if seed is None else random_order(len(length), seed, "documents")
     return turn if order == "random" else turn[sort_by_length(length[turn])[::-1]]
-
-
-def random_order(size: int, seed: int, purpose: str) -> IntArray:
-    return scramble(np.arange(size), np.array([max(size, 1)]), np.array([derive_key(seed, purpose)]))
 
 
 def first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:

@@ -25,18 +25,9 @@ def check_lengths(lengths: Any) -> IntArray:
     Raises:
         PackingError: not one-dimensional, not integers, masked, negative, or more than 2**63 - 1 tokens in all.
     """
-    if isinstance(lengths, np.ma.MaskedArray):
-        raise PackingError("lengths: expected an array without a mask, got a masked array")
-    try:
-        array = np.asarray(lengths)
-    except ValueError as error:
-        raise PackingError(f"lengths: expected 1-d integers, got {type(lengths).__name__}: {error}") from error
-    if array.ndim != 1:
-        raise PackingError(f"lengths: expected one dimension, got shape {array.shape}")
+    array = check_whole_numbers("lengths", lengths)
     if not array.size:
         return np.zeros(0, dtype=np.int32)
-    if array.dtype.kind not in "iu":
-        raise PackingError(f"lengths: expected integers, got {array.dtype} such as {array[0]!r}")
     if array.dtype.kind == "i" and array.min() < 0:
         first = int(np.argmax(array < 0))
         raise PackingError(f"lengths: expected no negative length, got {array[first]} at index {first}")
@@ -44,6 +35,21 @@ def check_lengths(lengths: Any) -> IntArray:
     if total >= MAX_TOKENS:
         raise PackingError(f"lengths: expected fewer than 2**63 tokens in all, got {total:.3g}, the longest {longest}")
     return array.astype(np.int32 if longest <= INT32_MAX else np.int64)
+
+
+def check_whole_numbers(name: str, values: Any) -> IntArray:
+    """`values` as a 1-d integer array, or a PackingError that names the argument. An empty one may be of any type."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise PackingError(f"{name}: expected an array without a mask, got a masked array")
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise PackingError(f"{name}: expected 1-d integers, got {type(values).__name__}: {error}") from error
+    if array.ndim != 1:
+        raise PackingError(f"{name}: expected one dimension, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise PackingError(f"{name}: expected integers, got {array.dtype} such as {array[0]!r}")
+    return array
 
 
 def smallest_index_type(count: int) -> type[np.signedinteger[Any]]:

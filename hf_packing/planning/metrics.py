@@ -53,25 +53,53 @@ def measure(plan: PackingPlan) -> PackingMetrics:
     documents, packs, segments = plan.num_documents, plan.num_packs, plan.num_segments
     packed_tokens = int(plan.segment_length.sum(dtype=np.int64))
     tokens = int(plan.document_length.sum(dtype=np.int64))
-    capacity = plan.pack_capacity.astype(np.float64)
-    slots = int(plan.pack_capacity.sum(dtype=np.int64))
     segments_of = np.bincount(plan.segment_document, minlength=documents)
     single = segments_of[plan.segment_document] == 1
     shortened = single & (plan.segment_length < plan.document_length[plan.segment_document])
-    cut = int((segments_of > 1).sum() + shortened.sum())
     empty = int((plan.document_length == 0).sum())
-    padding = slots - packed_tokens
     bound = 0
     if packs:
         bound = pack_lower_bound(np.bincount(plan.segment_length), int(plan.pack_capacity.max()))
-    squares = float((plan.segment_length.astype(np.float64) ** 2).sum())
+    return make_metrics(
+        documents=documents,
+        segments=segments,
+        packs=packs,
+        tokens=tokens,
+        packed_tokens=packed_tokens,
+        cut=int((segments_of > 1).sum() + shortened.sum()),
+        dropped=int((segments_of == 0).sum()) - empty,
+        empty=empty,
+        slots=int(plan.pack_capacity.sum(dtype=np.int64)),
+        squared_segments=float((plan.segment_length.astype(np.float64) ** 2).sum()),
+        squared_capacities=float((plan.pack_capacity.astype(np.float64) ** 2).sum()),
+        lower_bound=max(bound, plan.proven_lower_bound),
+    )
+
+
+def make_metrics(
+    *,
+    documents: int,
+    segments: int,
+    packs: int,
+    tokens: int,
+    packed_tokens: int,
+    cut: int,
+    dropped: int,
+    empty: int,
+    slots: int,
+    squared_segments: float,
+    squared_capacities: float,
+    lower_bound: int,
+) -> PackingMetrics:
+    """All metrics from what was counted."""
+    padding = slots - packed_tokens
     return PackingMetrics(
         num_documents=documents,
         num_segments=segments,
         num_packs=packs,
         num_tokens=tokens,
         num_cut_documents=cut,
-        num_dropped_documents=int((segments_of == 0).sum()) - empty,
+        num_dropped_documents=dropped,
         num_empty_documents=empty,
         num_dropped_tokens=tokens - packed_tokens,
         num_padding_slots=padding,
@@ -81,8 +109,8 @@ def measure(plan: PackingPlan) -> PackingMetrics:
         dropped_token_ratio=ratio(tokens - packed_tokens, tokens),
         packing_efficiency=1 - ratio(padding, slots) if packs else 0.0,
         packing_factor=ratio(segments, packs),
-        lower_bound=max(bound, plan.proven_lower_bound),
-        attention_cost=ratio(squares, float((capacity**2).sum())),
+        lower_bound=lower_bound,
+        attention_cost=ratio(squared_segments, squared_capacities),
     )
 
 

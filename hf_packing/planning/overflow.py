@@ -33,6 +33,16 @@ def check_overflow(overflow: str) -> None:
         raise PackingError(f"overflow: expected one of {', '.join(get_args(Overflow))}, got {overflow!r}")
 
 
+def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
+    """Raise PackingError, which names the first document that is too long, where overflow is "error"."""
+    if overflow == "error" and lengths.max(initial=0) > capacity:
+        first = int(np.argmax(lengths > capacity))
+        raise PackingError(
+            f"lengths: document {first} has {lengths[first]} tokens, more than max_length={capacity}; "
+            "with overflow='error' none may (accepted: split, truncate, drop)"
+        )
+
+
 def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Pieces:
     """The pieces that documents become under a capacity.
 
@@ -53,12 +63,7 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
     numbers = np.arange(documents, dtype=smallest_index_type(documents))
     longest = int(lengths.max(initial=0))
     if longest > capacity:
-        if overflow == "error":
-            first = int(np.argmax(lengths > capacity))
-            raise PackingError(
-                f"lengths: document {first} has {lengths[first]} tokens, more than max_length={capacity}; "
-                "with overflow='error' none may (accepted: split, truncate, drop)"
-            )
+        check_fitting(lengths, capacity, overflow)
         if overflow == "split":
             return split(lengths, capacity, numbers)
         if overflow == "truncate":

@@ -1,10 +1,11 @@
-"""The table every counting strategy ends in: which packs to make, by segment lengths, and how many of each.
+"""Packs by the lengths of their segments: the half of a counted plan that is about packs.
 
-Identical packs are one row, so the table's size depends on the distinct lengths and not on the number of documents.
+Identical packs are one pattern, so the size depends on the distinct lengths and not on the number of documents.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,17 @@ class Run(NamedTuple):
     copies: int
 
 
+class Pattern(NamedTuple):
+    """Equal packs: how many, of which capacity, and how many copies of which length each of them has."""
+
+    packs: int
+    capacity: int
+    copies: Sequence[tuple[int, int]]
+    """(length, copies), each length once."""
+
+
 @dataclass(frozen=True)
-class PatternTable:
+class Patterns:
     """Patterns of packs; pattern i stands for `packs[i]` equal packs, numbered one pattern after the other."""
 
     packs: IntArray
@@ -36,7 +46,7 @@ class PatternTable:
     entry_copies: IntArray
     """int64 [entries]: how many segments of that length each pack has."""
 
-    @property
+    @cached_property
     def num_packs(self) -> int:
         return int(self.packs.sum())
 
@@ -51,15 +61,28 @@ class PatternTable:
         return np.diff(total[self.entry_offsets])
 
     def counts(self) -> IntArray:
-        """int64 [longest + 1]: how many segments of each length the table has room for."""
+        """int64 [longest + 1]: how many segments of each length there is room for."""
         slots = self.packs[self.entry_pattern] * self.entry_copies
         counts = np.zeros(int(self.entry_length.max(initial=0)) + 1, dtype=np.int64)
         np.add.at(counts, self.entry_length, slots)
         return counts
 
 
-def table_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> PatternTable:
-    """The table of packs that a sequence of runs has filled.
+def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
+    """Patterns that are known pack by pack."""
+    sizes = [len(pattern.copies) for pattern in patterns]
+    entries = np.array([entry for pattern in patterns for entry in pattern.copies], dtype=np.int64).reshape(-1, 2)
+    return Patterns(
+        packs=np.array([pattern.packs for pattern in patterns], dtype=np.int64),
+        capacity=np.array([pattern.capacity for pattern in patterns], dtype=np.int32),
+        entry_offsets=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
+        entry_length=entries[:, 0].astype(np.int32),
+        entry_copies=entries[:, 1].copy(),
+    )
+
+
+def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Patterns:
+    """The patterns of packs that a sequence of runs has filled.
 
     Args:
         runs: moves in the order they were made; their packs are intervals of range(num_packs).
@@ -75,7 +98,7 @@ def table_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Patte
     by_pattern = np.argsort(pattern, kind="stable")
     run = run[by_pattern]
     patterns = len(borders) - 1
-    return PatternTable(
+    return Patterns(
         packs=np.diff(borders),
         capacity=np.full(patterns, capacity, dtype=np.int32),
         entry_offsets=np.concatenate([[0], np.cumsum(np.bincount(pattern, minlength=patterns))]),

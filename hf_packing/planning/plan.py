@@ -14,6 +14,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.laws import check_laws
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics, measure
+from hf_packing.planning.shuffle import check_seed, shuffle_packs
 from hf_packing.planning.storage import load_arrays, save_arrays
 
 ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
@@ -52,6 +53,8 @@ class PackingPlan:
     """int32 [packs], tokens each pack may hold."""
     proven_lower_bound: int = 0
     """Packs that any plan under the strategy's limits needs, where it has proven more than the lengths tell."""
+    note: str = ""
+    """What the strategy has to say about how it went; no part of the fingerprint."""
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
@@ -97,6 +100,30 @@ class PackingPlan:
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
+    def shuffle(self, seed: int) -> PackingPlan:
+        """The same packs in another seeded random order, and the segments of each in another order: the next epoch.
+
+        Args:
+            seed: 0 to 2**63 - 1; the order depends on it and on the order here.
+
+        Returns:
+            PackingPlan, with no planning done again.
+
+        Raises:
+            PackingError: a seed that is not as above.
+        """
+        order, offsets, place = shuffle_packs(self.pack_offsets, check_seed(seed))
+        return PackingPlan(
+            document_length=self.document_length,
+            segment_document=self.segment_document[order],
+            segment_start=self.segment_start[order],
+            segment_length=self.segment_length[order],
+            pack_offsets=offsets,
+            pack_capacity=self.pack_capacity[place],
+            proven_lower_bound=self.proven_lower_bound,
+            note=self.note,
+        )
+
     def save(self, path: str | Path) -> None:
         """Write the plan as a folder of .npy files with a plan.json; an older plan there is replaced.
 
@@ -106,9 +133,12 @@ class PackingPlan:
         Raises:
             PackingError: something that is not a saved plan is in the way.
         """
-        save_arrays(
-            Path(path), self.arrays(), {"fingerprint": self.fingerprint, "proven_lower_bound": self.proven_lower_bound}
-        )
+        facts = {
+            "fingerprint": self.fingerprint,
+            "proven_lower_bound": self.proven_lower_bound,
+            "note": self.note,
+        }
+        save_arrays(Path(path), self.arrays(), facts)
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:
@@ -121,7 +151,7 @@ class PackingPlan:
             PackingError: no plan there, or a damaged one.
         """
         arrays, facts = load_arrays(Path(path), ARRAYS)
-        plan = cls(**arrays, proven_lower_bound=facts["proven_lower_bound"])
+        plan = cls(**arrays, proven_lower_bound=facts["proven_lower_bound"], note=facts["note"])
         if plan.fingerprint != facts["fingerprint"]:
             raise PackingError(
                 f"path: expected a plan with fingerprint {facts['fingerprint']}, the arrays in {str(path)!r} have "
@@ -132,7 +162,7 @@ class PackingPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and unpickled plans are made, and checked, anew."""
         arrays = {name: np.asarray(array) for name, array in self.arrays().items()}
-        return rebuild, (arrays, self.proven_lower_bound)
+        return rebuild, (arrays, self.proven_lower_bound, self.note)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackingPlan) and self.fingerprint == other.fingerprint
@@ -148,5 +178,5 @@ class PackingPlan:
         )
 
 
-def rebuild(arrays: dict[str, IntArray], proven_lower_bound: int) -> PackingPlan:
-    return PackingPlan(**arrays, proven_lower_bound=proven_lower_bound)
+def rebuild(arrays: dict[str, IntArray], proven_lower_bound: int, note: str) -> PackingPlan:
+    return PackingPlan(**arrays, proven_lower_bound=proven_lower_bound, note=note)

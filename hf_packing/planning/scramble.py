@@ -8,12 +8,14 @@ The function is a balanced Feistel network over a grid of about sqrt(size) x sqr
 the few cells beyond `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Keys = npt.NDArray[np.uint64]
+Walk = Callable[[Keys, Keys, Keys, Keys], Keys]
 
 ROUNDS = 4
 # odd 64-bit multipliers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)
@@ -61,16 +63,38 @@ def scramble(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: Keys) -> npt
     """
     rows, columns = grid_sides(size)
     size = size.astype(np.uint64)
-    result = walk_once(index.astype(np.uint64), rows, columns, keys)
-    outside = np.flatnonzero(result >= size)
-    while outside.size:
-        pick = [value if len(value) == 1 else value[outside] for value in (rows, columns, keys)]
-        result[outside] = walk_once(result[outside], *pick)
-        limit = size if len(size) == 1 else size[outside]
-        outside = outside[result[outside] >= limit]
+    result = walk_inside(walk_once, index.astype(np.uint64), size, rows, columns, keys)
     # the last turn is a rotation, without which sizes of 3 or 5 would favour some places by a few percent
     rotation = hash_below(keys, size, TURNS[-1:])
     return add_modulo(result, rotation, size).astype(np.int64)
+
+
+def unscramble(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: Keys) -> npt.NDArray[np.int64]:
+    """The inverse of `scramble`: which index it sends to each place. Arguments and result as there.
+
+    Example:
+        >>> import numpy as np
+        >>> size, keys = np.array([10]), np.array([7], dtype=np.uint64)
+        >>> unscramble(scramble(np.arange(10), size, keys), size, keys).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    rows, columns = grid_sides(size)
+    size = size.astype(np.uint64)
+    rotation = hash_below(keys, size, TURNS[-1:])
+    start = subtract_modulo(place.astype(np.uint64), rotation, size)
+    return walk_inside(walk_back, start, size, rows, columns, keys).astype(np.int64)
+
+
+def walk_inside(walk: Walk, cell: Keys, size: Keys, rows: Keys, columns: Keys, keys: Keys) -> Keys:
+    """Walk until the cell is one of the first `size`."""
+    cell = walk(cell, rows, columns, keys)
+    outside = np.flatnonzero(cell >= size)
+    while outside.size:
+        pick = [value if len(value) == 1 else value[outside] for value in (rows, columns, keys)]
+        cell[outside] = walk(cell[outside], *pick)
+        limit = size if len(size) == 1 else size[outside]
+        outside = outside[cell[outside] >= limit]
+    return cell
 
 
 def walk_once(cell: Keys, rows: Keys, columns: Keys, keys: Keys) -> Keys:
@@ -82,6 +106,18 @@ def walk_once(cell: Keys, rows: Keys, columns: Keys, keys: Keys) -> Keys:
             row = add_modulo(row, hash_below(column, rows, key), rows)
         else:
             column = add_modulo(column, hash_below(row, columns, key), columns)
+    return row * columns + column
+
+
+def walk_back(cell: Keys, rows: Keys, columns: Keys, keys: Keys) -> Keys:
+    row = cell // columns
+    column = cell - row * columns
+    for turn in reversed(range(ROUNDS)):
+        key = keys + TURNS[turn]
+        if turn % 2 == 0:
+            row = subtract_modulo(row, hash_below(column, rows, key), rows)
+        else:
+            column = subtract_modulo(column, hash_below(row, columns, key), columns)
     return row * columns + column
 
 
@@ -97,5 +133,11 @@ def hash_below(value: Keys, bound: Keys, key: Keys) -> Keys:
 
 def add_modulo(left: Keys, right: Keys, bound: Keys) -> Keys:
     total = left + right
+    total -= bound * (total >= bound)
+    return total
+
+
+def subtract_modulo(left: Keys, right: Keys, bound: Keys) -> Keys:
+    total = left + (bound - right)
     total -= bound * (total >= bound)
     return total

@@ -76,7 +76,11 @@ def read_index(folder: Path) -> dict[str, Any]:
         facts = json.loads(index.read_text())
         if facts["format"] != FORMAT:
             raise PackingError(f"path: expected a plan of format {FORMAT}, {str(index)!r} has {facts['format']!r}")
-        return {"fingerprint": str(facts["fingerprint"]), "proven_lower_bound": int(facts["proven_lower_bound"])}
+        return {
+            "fingerprint": str(facts["fingerprint"]),
+            "proven_lower_bound": int(facts["proven_lower_bound"]),
+            "note": str(facts.get("note", "")),
+        }
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise PackingError(f"path: expected the index of a saved plan in {str(index)!r}: {error!r}") from error
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.planning.best_fit import best_fit_table
+from hf_packing.planning.best_fit import best_fit_patterns
 
 
 def best_fit_one_by_one(lengths: list[int], capacity: int) -> list[int]:
@@ -73,7 +73,7 @@ def test_same_fills_as_one_by_one(case):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=24), st.integers(1, 6))
 def test_same_packs_as_longest_pack_first(counts, limit):
     capacity = len(counts)
-    table = best_fit_table(np.array([0, *counts]), capacity, limit)
+    table = best_fit_patterns(np.array([0, *counts]), capacity, limit)
     assert table.num_packs == longest_pack_first([0, *counts], capacity, limit)
     assert table.counts()[1:].tolist() == counts[: len(table.counts()) - 1]
 
@@ -104,7 +104,7 @@ def test_published_pack_counts_of_bert_wikipedia(shared_data, limit, packs):
     histogram = json.loads((shared_data / "bert_wikipedia_512_histogram.json").read_text())["wikipedia_bert_512"][
         "counts"
     ]
-    assert best_fit_table(np.array([0, *histogram]), 512, limit).num_packs == packs
+    assert best_fit_patterns(np.array([0, *histogram]), 512, limit).num_packs == packs
 
 
 def test_within_a_hundredth_percent_of_the_lower_bound(rng):
