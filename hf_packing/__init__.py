@@ -10,17 +10,21 @@ __version__ = "0.1.0"
 
 HOME_OF = {
     "BestFit": "strategies.counting",
+    "Bucket": "strategies.buckets",
+    "BucketByLength": "strategies.buckets",
+    "DealtShard": "planning.deal",
     "FirstCome": "strategies.in_order",
     "FixedLength": "strategies.in_order",
-    "DealtShard": "planning.deal",
     "IsolationReport": "attention.isolation",
     "MissingDependencyError": "errors",
     "ModelNotSupportedError": "errors",
+    "Multipack": "strategies.in_order",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
     "PackingPlan": "planning.plan",
     "PatternTable": "planning.table",
+    "ShortestPackFirst": "strategies.counting",
     "check_isolation": "attention.isolation",
     "pack": "dataset",
     "patch_model": "attention.patch",
@@ -41,23 +45,28 @@ if TYPE_CHECKING:
     from hf_packing.planning.metrics import PackingMetrics
     from hf_packing.planning.plan import PackingPlan
     from hf_packing.planning.table import PatternTable
-    from hf_packing.strategies.counting import BestFit
-    from hf_packing.strategies.in_order import FirstCome, FixedLength
+    from hf_packing.strategies.buckets import Bucket, BucketByLength
+    from hf_packing.strategies.counting import BestFit, ShortestPackFirst
+    from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
     from hf_packing.strategies.planning import plan_counts, plan_packing
 
 __all__ = [
     "BestFit",
+    "Bucket",
+    "BucketByLength",
     "DealtShard",
     "FirstCome",
     "FixedLength",
     "IsolationReport",
     "MissingDependencyError",
     "ModelNotSupportedError",
+    "Multipack",
     "PackingCollator",
     "PackingError",
     "PackingMetrics",
     "PackingPlan",
     "PatternTable",
+    "ShortestPackFirst",
     "check_isolation",
     "pack",
     "patch_model",

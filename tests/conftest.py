@@ -1,5 +1,6 @@
 """Small documents, tiny models and the shared data, for all tests."""
 
+import json
 import os
 from pathlib import Path
 
@@ -34,6 +35,13 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared data in {folder}; HF_PACKING_DATA names its folder")
     return folder
+
+
+@pytest.fixture
+def bert_wikipedia(shared_data) -> np.ndarray:
+    """Counts by length of BERT's Wikipedia sequences at 512 tokens (arXiv 2107.02027)."""
+    histogram = json.loads((shared_data / "bert_wikipedia_512_histogram.json").read_text())
+    return np.array([0, *histogram["wikipedia_bert_512"]["counts"]])
 
 
 @pytest.fixture

@@ -50,17 +50,20 @@ class Cuts:
         """int64 [pieces], tokens: where in its document a piece begins."""
         begin = np.cumsum(self.piece_length, dtype=np.int64) - self.piece_length
         first = np.append(begin, 0)[self.piece_offsets[:-1]]
-        return np.subtract(begin, np.repeat(first, self.pieces_each))
+        start: IntArray = begin - np.repeat(first, self.pieces_each)
+        return start
 
     @cached_property
     def whole(self) -> IntArray:
         """bool [groups]: documents that are one piece with all of their tokens."""
-        return np.logical_and(self.pieces_each == 1, self.tokens_kept == self.document_length)
+        whole: IntArray = (self.pieces_each == 1) & (self.tokens_kept == self.document_length)
+        return whole
 
     @cached_property
     def cut(self) -> IntArray:
         """bool [groups]: documents of which some token is kept, but not all in one piece."""
-        return np.logical_and(self.pieces_each > 0, ~self.whole)
+        cut: IntArray = (self.pieces_each > 0) & ~self.whole
+        return cut
 
     def counts(self) -> IntArray:
         """int64 [longest + 1]: pieces of each length."""

@@ -94,7 +94,8 @@ def deal_shard(table: PatternTable, lengths: IntArray, already_dealt: Any) -> De
 
 def steps(sizes: IntArray) -> IntArray:
     """0, 1, 2, ... up to each size in turn."""
-    return np.subtract(np.arange(int(sizes.sum())), np.repeat(np.cumsum(sizes) - sizes, sizes))
+    numbers: IntArray = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return numbers
 
 
 def final_place(pack: IntArray, num_packs: int, seed: int | None) -> IntArray:

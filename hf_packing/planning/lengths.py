@@ -64,6 +64,13 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int 
     return int(value)
 
 
+def check_share(name: str, value: Any) -> float:
+    """`value` as a float within [0, 1], or a PackingError that names the argument."""
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.number)) or not 0 <= value <= 1:
+        raise PackingError(f"{name}: expected a number from 0 to 1, got {value!r}")
+    return float(value)
+
+
 def sort_by_length(lengths: IntArray) -> IntArray:
     """Indices that sort non-negative lengths, shortest first, ties in their order.
 

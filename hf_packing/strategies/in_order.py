@@ -7,8 +7,10 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.first_come import Order, first_come_plan
 from hf_packing.planning.fixed_length import fixed_length_plan
 from hf_packing.planning.lengths import IntArray, check_whole_number
-from hf_packing.planning.overflow import Overflow, check_overflow, cut_to_pieces
+from hf_packing.planning.multipack import multipack_plan
+from hf_packing.planning.overflow import Overflow, check_fitting, check_overflow, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.shuffle import check_seed
 from hf_packing.strategies.base import Strategy, check_max_documents, check_optional_seed
 
 
@@ -86,3 +88,45 @@ class FirstCome(Strategy):
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         pieces = cut_to_pieces(lengths, self.max_length, self.overflow)
         return first_come_plan(pieces, lengths, self.max_length, self.order, self.max_documents, self.seed)
+
+
+@dataclass(frozen=True)
+class Multipack(Strategy):
+    """Documents are shuffled and packed window by window, first-fit or best-fit decreasing, whichever has fewer packs.
+
+    The plan of the multipack sampler (see arXiv 2407.09105), but the tail is kept: no document is dropped. Which
+    documents can meet in a pack changes with the seed, unlike in a plan over the whole dataset.
+
+    Args:
+        max_length: tokens a pack holds, at least 1.
+        window: documents packed together, at least 1.
+        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
+        seed: of the random order of documents, of packs, and of the documents in them.
+
+    Raises:
+        PackingError: an argument that is not as above.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> hfp.plan_packing([3, 2, 1, 4, 2], hfp.Multipack(4, window=5))
+        PackingPlan(5 documents, 5 segments, 3 packs, efficiency 1.0000)
+        >>> hfp.plan_packing([3, 2, 1, 4, 2], hfp.Multipack(4, window=1))
+        PackingPlan(5 documents, 5 segments, 5 packs, efficiency 0.6000)
+    """
+
+    max_length: int
+    window: int = field(default=100_000, kw_only=True)
+    overflow: Overflow = field(default="split", kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_overflow(self.overflow)
+        self.settle(
+            max_length=check_whole_number("max_length", self.max_length),
+            window=check_whole_number("window", self.window),
+            seed=check_seed(self.seed),
+        )
+
+    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
+        check_fitting(lengths, self.max_length, self.overflow)
+        return multipack_plan(lengths, self.max_length, self.overflow, self.window, self.seed)

@@ -1,6 +1,5 @@
 """Best fit on counts against best fit document by document, and its orders."""
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -100,11 +99,8 @@ def test_golden_example_of_fewer_truncations():
         (None, 8_138_483),
     ],
 )
-def test_published_pack_counts_of_bert_wikipedia(shared_data, limit, packs):
-    histogram = json.loads((shared_data / "bert_wikipedia_512_histogram.json").read_text())["wikipedia_bert_512"][
-        "counts"
-    ]
-    assert best_fit_patterns(np.array([0, *histogram]), 512, limit).num_packs == packs
+def test_published_pack_counts_of_bert_wikipedia(bert_wikipedia, limit, packs):
+    assert hfp.plan_counts(bert_wikipedia, hfp.BestFit(512, max_documents=limit)).num_packs == packs
 
 
 def test_within_a_hundredth_percent_of_the_lower_bound(rng):

@@ -22,12 +22,17 @@ def any_strategy(draw):
     capacity, seed = draw(capacities), draw(seeds)
     options = {"overflow": draw(overflows), "max_documents": draw(limits), "seed": seed}
     order = draw(st.sampled_from(["longest_first", "dataset"] + (["random"] if seed is not None else [])))
+    buckets = sorted(draw(st.sets(capacities, min_size=1, max_size=4)))
     return draw(
         st.sampled_from(
             [
                 hfp.BestFit(capacity, **options),
-                hfp.FixedLength(capacity),
+                hfp.ShortestPackFirst(capacity, **options),
+                hfp.FixedLength(capacity, seed=seed),
                 hfp.FirstCome(capacity, order=order, **options),
+                hfp.Multipack(capacity, window=draw(st.integers(1, 70)), overflow=options["overflow"], seed=seed or 0),
+                hfp.Bucket(buckets, padding_threshold=draw(st.sampled_from([0, 0.1, 1])), seed=seed),
+                hfp.BucketByLength(buckets, seed=seed),
             ]
         )
     )
@@ -59,7 +64,9 @@ def test_every_token_is_in_one_segment_or_counted_as_dropped(lengths, strategy):
 def test_no_pack_is_overfull_and_no_segment_empty(lengths, strategy):
     plan = hfp.plan_packing(lengths, strategy)
     fills = [plan.segment_length[a:b].sum() for a, b in zip(plan.pack_offsets, plan.pack_offsets[1:], strict=False)]
-    assert all(0 < fill <= strategy.max_length for fill in fills)
+    assert all(0 < fill <= capacity for fill, capacity in zip(fills, plan.pack_capacity, strict=True))
+    allowed = getattr(strategy, "bucket_lengths", None) or [strategy.max_length]
+    assert set(plan.pack_capacity.tolist()) <= set(allowed)
     assert all(length > 0 for length in plan.segment_length)
     limit = getattr(strategy, "max_documents", None)
     assert limit is None or np.diff(plan.pack_offsets).max(initial=0) <= limit
@@ -113,7 +120,7 @@ def test_metric_identities(lengths, strategy):
     assert m.packing_factor == plan.num_segments / plan.num_packs
     assert m.dropped_token_ratio == m.num_dropped_tokens / sum(lengths)
     assert m.attention_cost == pytest.approx(
-        (plan.segment_length.astype(float) ** 2).sum() / (plan.num_packs * strategy.max_length**2)
+        (plan.segment_length.astype(float) ** 2).sum() / (plan.pack_capacity.astype(float) ** 2).sum()
     )
 
 

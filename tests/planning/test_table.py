@@ -15,15 +15,24 @@ from hf_packing.planning.overflow import cut_to_pieces
 seeds = st.one_of(st.none(), st.integers(0, 2**63 - 1))
 
 
-def counting_strategies(overflows=("split", "truncate", "drop")):
-    options = st.fixed_dictionaries(
-        {
-            "overflow": st.sampled_from(overflows),
-            "max_documents": st.one_of(st.none(), st.integers(1, 4)),
-            "seed": seeds,
-        }
+@st.composite
+def counting_strategies(draw):
+    capacity, seed = draw(st.integers(1, 24)), draw(seeds)
+    options = {
+        "overflow": draw(st.sampled_from(["split", "truncate", "drop"])),
+        "max_documents": draw(st.one_of(st.none(), st.integers(1, 4))),
+        "seed": seed,
+    }
+    buckets = sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=4)))
+    return draw(
+        st.sampled_from(
+            [
+                hfp.BestFit(capacity, **options),
+                hfp.ShortestPackFirst(capacity, **options),
+                hfp.Bucket(buckets, padding_threshold=draw(st.sampled_from([0, 0.1, 1])), seed=seed),
+            ]
+        )
     )
-    return st.builds(lambda capacity, options: hfp.BestFit(capacity, **options), st.integers(1, 24), options)
 
 
 def deal_in_shards(table, lengths, borders):
@@ -125,8 +134,8 @@ def test_bad_counts(counts, message):
 
 
 def test_a_strategy_that_needs_the_order_of_documents():
-    for strategy in (hfp.FixedLength(8), hfp.FirstCome(8)):
-        with pytest.raises(hfp.PackingError, match=r"strategy: expected one that looks at counts alone .* got F"):
+    for strategy in (hfp.FixedLength(8), hfp.FirstCome(8), hfp.Multipack(8), hfp.BucketByLength((8,))):
+        with pytest.raises(hfp.PackingError, match=r"strategy: expected one that looks at counts alone .* got "):
             hfp.plan_counts([0, 1], strategy)
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
         hfp.plan_counts([0, 1], "best fit")
