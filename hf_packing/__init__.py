@@ -19,6 +19,8 @@ HOME_OF = {
     "MissingDependencyError": "errors",
     "ModelNotSupportedError": "errors",
     "Multipack": "strategies.in_order",
+    "NonNegativeLeastSquares": "strategies.counting",
+    "Optimal": "strategies.counting",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from hf_packing.planning.plan import PackingPlan
     from hf_packing.planning.table import PatternTable
     from hf_packing.strategies.buckets import Bucket, BucketByLength
-    from hf_packing.strategies.counting import BestFit, ShortestPackFirst
+    from hf_packing.strategies.counting import BestFit, NonNegativeLeastSquares, Optimal, ShortestPackFirst
     from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
     from hf_packing.strategies.planning import plan_counts, plan_packing
 
@@ -61,6 +63,8 @@ __all__ = [
     "MissingDependencyError",
     "ModelNotSupportedError",
     "Multipack",
+    "NonNegativeLeastSquares",
+    "Optimal",
     "PackingCollator",
     "PackingError",
     "PackingMetrics",

@@ -25,9 +25,9 @@ FLOORS = [
 
 THIRD_PARTY = {
     "errors": set(),
-    "planning": {"numpy"},
+    "planning": {"numpy", "scipy"},
     "arrow": {"numpy", "pyarrow"},
-    "strategies": {"numpy"},
+    "strategies": {"numpy", "tqdm"},
     "cache": {"numpy", "pyarrow", "datasets"},
     "dataset": {"numpy", "pyarrow", "datasets"},
     "collate": {"numpy", "torch"},

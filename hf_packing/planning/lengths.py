@@ -71,6 +71,13 @@ def check_share(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_seconds(name: str, value: Any) -> float:
+    """`value` as a number of seconds of at least 0, or a PackingError that names the argument."""
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.number)) or not value >= 0:
+        raise PackingError(f"{name}: expected seconds, 0 or more, got {value!r}")
+    return float(value)
+
+
 def sort_by_length(lengths: IntArray) -> IntArray:
     """Indices that sort non-negative lengths, shortest first, ties in their order.
 

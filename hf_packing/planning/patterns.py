@@ -60,6 +60,18 @@ class Patterns:
         total = np.concatenate([[0], np.cumsum(self.entry_copies)])
         return np.diff(total[self.entry_offsets])
 
+    def tokens_per_pack(self) -> IntArray:
+        """int64 [patterns]: tokens in each pack of a pattern."""
+        total = np.concatenate([[0], np.cumsum(self.entry_copies * self.entry_length)])
+        return np.diff(total[self.entry_offsets])
+
+    def without_empty(self) -> "Patterns":
+        """Without the patterns that have no segment."""
+        entries = np.diff(self.entry_offsets)
+        kept = entries > 0
+        offsets = np.concatenate([[0], np.cumsum(entries[kept])])
+        return Patterns(self.packs[kept], self.capacity[kept], offsets, self.entry_length, self.entry_copies)
+
     def counts(self) -> IntArray:
         """int64 [longest + 1]: how many segments of each length there is room for."""
         slots = self.packs[self.entry_pattern] * self.entry_copies

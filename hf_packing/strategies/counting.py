@@ -1,12 +1,17 @@
 """Strategies that look at nothing but the counts of lengths, with packs of one capacity."""
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
 
 from hf_packing.planning.best_fit import best_fit_patterns
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import IntArray, check_seconds, check_whole_number
+from hf_packing.planning.non_negative_least_squares import non_negative_least_squares_patterns
+from hf_packing.planning.optimal import optimal_packs
 from hf_packing.planning.patterns import Patterns
 from hf_packing.planning.shortest_pack_first import shortest_pack_first_patterns
-from hf_packing.strategies.base import OneCapacity
+from hf_packing.strategies.base import OneCapacity, Proven
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,82 @@ class ShortestPackFirst(OneCapacity):
 
     def patterns(self, counts: IntArray) -> Patterns:
         return shortest_pack_first_patterns(counts, self.max_length, self.max_documents)
+
+
+@dataclass(frozen=True)
+class NonNegativeLeastSquares(OneCapacity):
+    """Non-negative least squares over all ways to fill a pack exactly with few documents (NNLSHP, arXiv 2107.02027).
+
+    Close to the best there is for 2 or 3 documents in a pack; for more, and for long packs, `Optimal` is better and
+    quicker. Takes seconds at max_length=512, minutes at 2048. Needs scipy: `pip install "hf-packing[optimal]"`.
+
+    Args:
+        max_length: tokens a pack holds, at least 1.
+        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
+        max_documents: most segments in a pack, the paper's depth.
+        seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
+            them sorted.
+
+    Raises:
+        PackingError: an argument that is not as above; when planning, more than 2**23 ways to fill a pack.
+        MissingDependencyError: when planning, scipy is not installed.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> hfp.plan_packing([5, 3, 6, 2, 4, 4], hfp.NonNegativeLeastSquares(8))
+        PackingPlan(6 documents, 6 segments, 3 packs, efficiency 1.0000)
+    """
+
+    max_documents: int = field(default=3, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.settle(max_documents=check_whole_number("max_documents", self.max_documents))
+
+    def patterns(self, counts: IntArray) -> Patterns:
+        return non_negative_least_squares_patterns(counts, self.max_length, self.max_documents)
+
+
+@dataclass(frozen=True)
+class Optimal(OneCapacity):
+    """The fewest packs that column generation finds, with a bound that proves how few are possible.
+
+    Never more packs than BestFit, and worth its time where best fit is not close to the bound: lengths in a narrow
+    range, as in most fine-tuning data. More than 1,000 distinct lengths are rounded up to 1,000 while planning. The
+    plan's `note` says what was done, its `metrics().lower_bound` is the bound. The same input gives the same plan
+    unless the time runs out. Needs scipy: `pip install "hf-packing[optimal]"`.
+
+    Args:
+        max_length: tokens a pack holds, at least 1.
+        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
+        max_documents: most segments in a pack; None for no limit.
+        time_limit: seconds to plan in, 0 or more; where they do not suffice for column generation the plan is that of
+            BestFit, and a warning says so.
+        seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
+            them sorted.
+
+    Raises:
+        PackingError: an argument that is not as above.
+        MissingDependencyError: when planning, scipy is not installed.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> lengths = [14, 14, 14, 9, 8, 8, 8, 4, 3, 3, 3, 2]
+        >>> hfp.plan_packing(lengths, hfp.BestFit(30)).num_packs, hfp.plan_packing(lengths, hfp.Optimal(30)).num_packs
+        (4, 3)
+    """
+
+    time_limit: float = field(default=60.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.settle(time_limit=check_seconds("time_limit", self.time_limit))
+
+    def patterns(self, counts: IntArray) -> Proven:
+        with tqdm(
+            desc="Optimal", bar_format="{desc}: {postfix} [{elapsed}]", delay=1, leave=False, disable=None
+        ) as bar:
+            found = optimal_packs(counts, self.max_length, self.max_documents, self.time_limit, bar.set_postfix_str)
+        if found.out_of_time:
+            warnings.warn(f"{self!r} returns {found.note}", stacklevel=2)
+        return Proven(found.patterns, found.lower_bound, found.note)

@@ -1,0 +1,70 @@
+"""From fractions of packs to whole packs: keep the whole ones, solve what is left again, and so on."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hf_packing.planning.column_generation import Relaxation, solve_master
+from hf_packing.planning.knapsack import FloatArray
+from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.patterns import Patterns
+
+ROUNDING = 1e-6
+ROUNDED_UP = 0.5
+"""Fractions from here on become one more pack, where none of its slots would stay free."""
+
+
+def dive(
+    relaxation: Relaxation, demand: FloatArray, realise: Callable[[IntArray], Patterns], bound: int, deadline: float
+) -> Patterns:
+    """The best packs met on the way from fractions to whole packs.
+
+    Args:
+        relaxation: the solution in fractions.
+        demand: float64 [slots]: documents that need each slot.
+        realise: from whole packs of each column to packs for all documents, the rest packed best fit.
+        bound: packs below which there is nothing to be found.
+        deadline: of `time.monotonic`.
+    """
+    columns, packs = relaxation.columns, relaxation.packs
+    total, left = np.zeros(columns.shape[1], dtype=np.int64), np.rint(demand).astype(np.int64)
+    best: Patterns | None = None
+    while True:
+        whole = np.floor(packs + ROUNDING).astype(np.int64)
+        if best is not None:
+            whole += rounded_up(packs - whole, columns, left - columns @ whole, at_least_one=not whole.any())
+        total += whole
+        left = pass_down(left - columns @ whole)
+        made = realise(total)
+        best = made if best is None or made.num_packs < best.num_packs else best
+        if not left.any() or best.num_packs <= bound:
+            return best
+        solved = solve_master(columns, left.astype(np.float64), deadline)
+        if solved is None:
+            return best
+        packs = solved[0]
+
+
+def rounded_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_one: bool) -> IntArray:
+    """One more pack of each column with a large fraction that wastes no slot."""
+    more = np.zeros(len(fraction), dtype=np.int64)
+    left = left.copy()
+    order = np.argsort(-fraction, kind="stable")
+    for column in order[fraction[order] >= ROUNDED_UP].tolist():
+        if (columns[:, column] <= left).all():
+            left -= columns[:, column]
+            more[column] = 1
+    if at_least_one and not more.any():
+        more[order[0]] = 1
+    return more
+
+
+def pass_down(left: IntArray) -> IntArray:
+    """What is wanted after slots to spare, the negative ones, have served shorter documents."""
+    wanted, spare = left.tolist(), 0
+    for slot in range(len(wanted) - 1, -1, -1):
+        spare -= min(wanted[slot], 0)
+        served = min(spare, max(wanted[slot], 0))
+        wanted[slot] = max(wanted[slot], 0) - served
+        spare -= served
+    return np.array(wanted, dtype=np.int64)
