@@ -12,6 +12,8 @@ HOME_OF = {
     "BestFit": "strategies.counting",
     "Bucket": "strategies.buckets",
     "BucketByLength": "strategies.buckets",
+    "ComparedStrategy": "comparison",
+    "Comparison": "comparison",
     "DealtShard": "planning.deal",
     "FirstCome": "strategies.in_order",
     "FixedLength": "strategies.in_order",
@@ -28,6 +30,7 @@ HOME_OF = {
     "PatternTable": "planning.table",
     "ShortestPackFirst": "strategies.counting",
     "check_isolation": "attention.isolation",
+    "compare": "comparison",
     "pack": "dataset",
     "patch_model": "attention.patch",
     "patched": "attention.patch",
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from hf_packing.attention.isolation import IsolationReport, check_isolation
     from hf_packing.attention.patch import patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
+    from hf_packing.comparison import ComparedStrategy, Comparison, compare
     from hf_packing.dataset import pack, unpack
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
     from hf_packing.planning.deal import DealtShard
@@ -56,6 +60,8 @@ __all__ = [
     "BestFit",
     "Bucket",
     "BucketByLength",
+    "ComparedStrategy",
+    "Comparison",
     "DealtShard",
     "FirstCome",
     "FixedLength",
@@ -72,6 +78,7 @@ __all__ = [
     "PatternTable",
     "ShortestPackFirst",
     "check_isolation",
+    "compare",
     "pack",
     "patch_model",
     "patched",

@@ -17,6 +17,8 @@ def test_examples(name):
 
 
 WITHOUT_EXAMPLE = {
+    "ComparedStrategy",
+    "Comparison",
     "DealtShard",
     "IsolationReport",
     "PackingMetrics",

@@ -17,7 +17,7 @@ FLOORS = [
     ["errors"],
     ["planning"],
     ["arrow"],
-    ["strategies", "cache", "dataset"],
+    ["strategies", "cache", "comparison", "dataset"],
     ["collate"],
     ["attention"],
 ]
@@ -29,6 +29,7 @@ THIRD_PARTY = {
     "arrow": {"numpy", "pyarrow"},
     "strategies": {"numpy", "tqdm"},
     "cache": {"numpy", "pyarrow", "datasets"},
+    "comparison": {"numpy", "tqdm"},
     "dataset": {"numpy", "pyarrow", "datasets"},
     "collate": {"numpy", "torch"},
     "attention": {"numpy", "torch", "transformers", "flash_attn"},

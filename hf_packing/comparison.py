@@ -1,0 +1,165 @@
+"""`compare`: what several strategies make of the same lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from tqdm import tqdm
+
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import check_lengths
+from hf_packing.planning.metrics import PackingMetrics
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.strategies.base import Strategy, check_strategy
+from hf_packing.strategies.planning import plan_packing
+
+
+@dataclass(frozen=True)
+class ComparedStrategy:
+    """What one strategy made of the lengths."""
+
+    strategy: Strategy
+    metrics: PackingMetrics
+    """`lower_bound` is the best one that any of the compared strategies has proven for the same segments."""
+    seconds: float
+    """Of planning, dealing included."""
+    note: str
+    """What the strategy has to say about how it went."""
+
+    @property
+    def name(self) -> str:
+        """The strategy as one would write it, without what is as it is by default."""
+        changed = []
+        for number, field in enumerate(fields(self.strategy)[1:]):
+            value = getattr(self.strategy, field.name)
+            if number == 0:
+                changed.append(repr(value))
+            elif value != field.default:
+                changed.append(f"{field.name}={value!r}")
+        return f"{type(self.strategy).__name__}({', '.join(changed)})"
+
+    @property
+    def gap(self) -> float | None:
+        """Packs above the lower bound / lower bound: no plan for the same segments saves more. None with buckets.
+
+        Small packs are what buckets are for, so that few packs are no aim there.
+        """
+        bound = self.metrics.lower_bound
+        if self.strategy.has_buckets:
+            return None
+        return self.metrics.num_packs / bound - 1 if bound else 0.0
+
+
+class Comparison(Sequence[ComparedStrategy]):
+    """One row for each strategy, in the order they were given; printed as a table."""
+
+    def __init__(self, rows: Sequence[ComparedStrategy]) -> None:
+        self.rows = tuple(rows)
+
+    @overload
+    def __getitem__(self, number: int) -> ComparedStrategy: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[ComparedStrategy]: ...
+    def __getitem__(self, number: int | slice) -> ComparedStrategy | Sequence[ComparedStrategy]:
+        return self.rows[number]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return table_of(self.rows)
+
+
+def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
+    """Plan the same lengths with several strategies.
+
+    Args:
+        lengths: 1-d integers [documents], tokens; a list or an array.
+        strategies: such as [BestFit(2048), Bucket()].
+
+    Returns:
+        Comparison: a sequence of ComparedStrategy with `strategy`, `metrics`, `seconds`, `gap` and `note`.
+
+    Raises:
+        PackingError: bad lengths, no strategies, or something that is not one.
+        MissingDependencyError: a strategy needs scipy, and it is not installed.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> lengths = [14, 14, 14, 9, 8, 8, 8, 4, 3, 3, 3, 2]
+        >>> [row.gap for row in hfp.compare(lengths, [hfp.BestFit(30), hfp.Optimal(30)])]
+        [0.33333333333333326, 0.0]
+    """
+    if isinstance(strategies, Strategy) or not isinstance(strategies, Iterable) or isinstance(strategies, str):
+        raise PackingError(f"strategies: expected several, such as [BestFit(2048), Bucket()], got {strategies!r}")
+    chosen = [check_strategy(strategy) for strategy in strategies]
+    if not chosen:
+        raise PackingError("strategies: expected at least one, got none")
+    if type(lengths).__module__.partition(".")[0] == "datasets":
+        lengths = lengths[:]
+    lengths = check_lengths(lengths)
+    rows: list[ComparedStrategy] = []
+    problems: list[Problem] = []
+    with tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
+        for strategy in progress:
+            progress.set_postfix_str(type(strategy).__name__)
+            began = time.perf_counter()
+            plan = plan_packing(lengths, strategy)
+            rows.append(ComparedStrategy(strategy, plan.metrics(), time.perf_counter() - began, plan.note))
+            problems.append(problem_of(plan, strategy))
+    proven = [row.metrics.lower_bound for row in rows]
+    for number, problem in enumerate(problems):
+        bound = max(bound for other, bound in zip(problems, proven, strict=True) if problem.is_as_hard_as(other))
+        rows[number] = replace(rows[number], metrics=replace(rows[number].metrics, lower_bound=bound))
+    return Comparison(rows)
+
+
+class Problem(NamedTuple):
+    """What a strategy had to pack."""
+
+    capacity: int
+    segments: bytes
+    """The counts of the lengths."""
+    limit: float
+    """Most documents in a pack."""
+
+    def is_as_hard_as(self, other: Problem) -> bool:
+        """Whether it needs at least as many packs: the same segments, and no more documents allowed in a pack."""
+        return self[:2] == other[:2] and self.limit <= other.limit
+
+
+def problem_of(plan: PackingPlan, strategy: Strategy) -> Problem:
+    limit = getattr(strategy, "max_documents", None)
+    counts = np.bincount(plan.segment_length, minlength=1)
+    return Problem(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), float("inf") if limit is None else limit)
+
+
+COLUMNS = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")
+
+
+def table_of(rows: Sequence[ComparedStrategy]) -> str:
+    cells = [COLUMNS, *(cells_of(row) for row in rows)]
+    name, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    aligned = [
+        [first.ljust(name), *(cell.rjust(width) for cell, width in zip(rest, others, strict=True))]
+        for first, *rest in cells
+    ]
+    return "\n".join("  ".join(line) for line in aligned)
+
+
+def cells_of(row: ComparedStrategy) -> tuple[str, ...]:
+    m = row.metrics
+    return (
+        row.name,
+        f"{m.padding_ratio:.3%}",
+        f"{m.truncation_ratio:.3%}",
+        f"{m.dropped_token_ratio:.3%}",
+        f"{m.concatenation_ratio:.2f}",
+        f"{m.num_packs:,}",
+        "" if row.gap is None else f"{row.gap:.4%}",
+        f"{row.seconds:.2f}",
+    )
