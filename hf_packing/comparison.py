@@ -34,7 +34,7 @@ class ComparedStrategy:
     def name(self) -> str:
         """The strategy as one would write it, without what is as it is by default."""
         changed = []
-        for number, field in enumerate(fields(self.strategy)[1:]):
+        for number, field in enumerate(field for field in fields(self.strategy) if field.init):
             value = getattr(self.strategy, field.name)
             if number == 0:
                 changed.append(repr(value))

@@ -20,7 +20,18 @@ BATCH = {
     "text": ["a", "b", "c", "d", "e"],
 }
 COLUMNS = ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
-STRATEGIES = [hfp.BestFit(4), hfp.FixedLength(4), hfp.FirstCome(4), hfp.BestFit(4, overflow="truncate")]
+BUCKETS = [hfp.Bucket((2, 4)), hfp.BucketByLength((2, 4))]
+STRATEGIES = [
+    hfp.BestFit(4),
+    hfp.BestFit(4, overflow="truncate"),
+    hfp.ShortestPackFirst(4),
+    hfp.NonNegativeLeastSquares(4),
+    hfp.Optimal(4),
+    hfp.FixedLength(4),
+    hfp.FirstCome(4),
+    hfp.Multipack(4),
+    *BUCKETS,
+]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -28,7 +39,7 @@ def test_frozen_comparable_picklable(strategy):
     assert pickle.loads(pickle.dumps(strategy)) == strategy
     assert hash(strategy) == hash(pickle.loads(pickle.dumps(strategy)))
     with pytest.raises(AttributeError):
-        strategy.max_length = 5
+        strategy.seed = 5
     assert strategy != hfp.BestFit(5)
 
 
@@ -58,6 +69,8 @@ def test_the_same_rows_in_every_form(strategy):
     assert isinstance(table, pa.Table)
     assert table.to_pydict() == lists
     assert all(table.schema.field(name).type == pa.list_(pa.int32()) for name in COLUMNS if name != "weights")
+    if strategy in BUCKETS:
+        assert table.schema.field("bucket").type == pa.int32()
     arrays = strategy({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
     assert [array.tolist() for array in arrays["labels"]] == lists["labels"]
 
@@ -67,7 +80,7 @@ def test_the_same_rows_in_every_form(strategy):
 def test_map_stores_int32(strategy, form):
     documents = Dataset.from_dict(BATCH)
     packed = documents.with_format(form).map(strategy, batched=True, remove_columns=documents.column_names)
-    assert sorted(packed.column_names) == sorted(COLUMNS)
+    assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
     assert {str(packed.features[name].feature.dtype) for name in COLUMNS if name != "weights"} == {"int32"}
     assert packed.with_format(None)[:] == strategy(BATCH)
 
@@ -173,3 +186,32 @@ def test_a_column_of_lengths_is_read_at_once(monkeypatch):
 def test_overflow_error_in_a_batch():
     with pytest.raises(hfp.PackingError, match="document 4 has 5 tokens, more than max_length=4"):
         hfp.BestFit(4, overflow="error")(BATCH)
+
+
+@pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
+def test_rows_of_buckets_carry_their_capacity(strategy):
+    lists = strategy(BATCH)
+    assert set(lists["bucket"]) == {2, 4}
+    assert all(len(row) <= bucket for row, bucket in zip(lists["input_ids"], lists["bucket"], strict=True))
+    arrays = strategy({"input_ids": [np.array(row, dtype=int) for row in BATCH["input_ids"]]})
+    assert isinstance(arrays["bucket"], np.ndarray)
+    assert arrays["bucket"].dtype == np.int32
+    documents = Dataset.from_dict({"input_ids": BATCH["input_ids"]})
+    with pytest.warns(UserWarning, match="skips 1 documents"):
+        packed = hfp.pack(documents, strategy)
+    plan = hfp.plan_packing([len(row) for row in BATCH["input_ids"]], strategy)
+    assert packed["bucket"][:] == plan.pack_capacity.tolist()
+    assert packed.features["bucket"].dtype == "int32"
+    assert hfp.unpack(packed)["input_ids"][:] == BATCH["input_ids"]
+    batch = hfp.PackingCollator()([packed[row] for row in range(len(packed))])
+    assert "bucket" not in batch
+    assert batch["input_ids"].numel() == sum(map(len, BATCH["input_ids"]))
+
+
+@pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
+def test_a_batch_of_buckets_without_documents(strategy):
+    assert strategy({"input_ids": []})["bucket"] == []
+
+
+def test_rows_without_buckets_have_no_such_column():
+    assert "bucket" not in hfp.BestFit(4)(BATCH)

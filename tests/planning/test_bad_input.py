@@ -27,14 +27,17 @@ def test_bad_lengths(lengths, message):
         hfp.plan_packing(lengths, hfp.BestFit(8))
 
 
-@pytest.mark.parametrize("strategy", [hfp.BestFit, hfp.FixedLength, hfp.FirstCome])
+LIMITED = [hfp.BestFit, hfp.ShortestPackFirst, hfp.NonNegativeLeastSquares, hfp.Optimal, hfp.FirstCome]
+
+
+@pytest.mark.parametrize("strategy", [*LIMITED, hfp.FixedLength, hfp.Multipack])
 @pytest.mark.parametrize("value", [0, -3, 2.5, "8", True, None, 2**31])
 def test_bad_max_length(strategy, value):
     with pytest.raises(hfp.PackingError, match=f"max_length: expected an integer from 1 to 2147483647, got {value!r}"):
         strategy(value)
 
 
-@pytest.mark.parametrize("strategy", [hfp.BestFit, hfp.FirstCome])
+@pytest.mark.parametrize("strategy", LIMITED)
 def test_bad_max_documents_and_seed(strategy):
     with pytest.raises(hfp.PackingError, match="max_documents: expected an integer from 1 .* got 0"):
         strategy(8, max_documents=0)

@@ -1,31 +1,11 @@
 """Lower bounds against exhaustive packing, and L2 against its definition."""
 
 import numpy as np
+from exhaustive import fewest_packs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_packing.planning.bounds import pack_lower_bound
-
-
-def fewest_packs(lengths: list[int], capacity: int) -> int:
-    """By trying every document in every pack."""
-    best = len(lengths)
-
-    def place(remaining: list[int], rooms: list[int]) -> None:
-        nonlocal best
-        if len(rooms) >= best and remaining:
-            return
-        if not remaining:
-            best = min(best, len(rooms))
-            return
-        length, *rest = remaining
-        for i in range(len(rooms)):
-            if rooms[i] >= length and rooms[i] not in rooms[:i]:
-                place(rest, [*rooms[:i], rooms[i] - length, *rooms[i + 1 :]])
-        place(rest, [*rooms, capacity - length])
-
-    place(sorted(lengths, reverse=True), [])
-    return best
 
 
 def l2_by_definition(lengths: list[int], capacity: int) -> int:

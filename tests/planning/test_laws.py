@@ -28,6 +28,8 @@ def any_strategy(draw):
             [
                 hfp.BestFit(capacity, **options),
                 hfp.ShortestPackFirst(capacity, **options),
+                hfp.NonNegativeLeastSquares(capacity, **(options | {"max_documents": draw(st.integers(1, 3))})),
+                hfp.Optimal(capacity, **options),
                 hfp.FixedLength(capacity, seed=seed),
                 hfp.FirstCome(capacity, order=order, **options),
                 hfp.Multipack(capacity, window=draw(st.integers(1, 70)), overflow=options["overflow"], seed=seed or 0),
@@ -128,3 +130,16 @@ def test_the_laws_were_tried_on_packs_of_several_segments():
     plan = hfp.plan_packing([14, 7, 5, 2, 3], hfp.BestFit(8))
     assert np.diff(plan.pack_offsets).max() > 1
     assert plan.metrics().num_cut_documents == 1
+
+
+@pytest.mark.parametrize(
+    "strategy", [hfp.BestFit, hfp.ShortestPackFirst, hfp.NonNegativeLeastSquares, hfp.Optimal, hfp.FirstCome]
+)
+@given(lengths=st.lists(st.integers(0, 40), max_size=30), capacity=capacities, limit=st.integers(1, 3))
+def test_no_limit_on_documents_is_too_small_to_place_one(strategy, lengths, capacity, limit):
+    """Any piece fits in a pack of its own."""
+    plan = hfp.plan_packing(lengths, strategy(capacity, max_documents=limit))
+    assert plan.segment_length.sum() == sum(lengths)
+    assert np.diff(plan.pack_offsets).max(initial=0) <= limit
+    if limit == 1:
+        assert plan.num_packs == plan.num_segments == plan.metrics().lower_bound

@@ -62,6 +62,8 @@ def test_bad_seed(seed):
 STRATEGIES = [
     hfp.BestFit(500),
     hfp.ShortestPackFirst(500),
+    hfp.NonNegativeLeastSquares(500, max_documents=2),
+    hfp.Optimal(500),
     hfp.FixedLength(500),
     hfp.FirstCome(500),
     hfp.FirstCome(500, order="longest_first"),

@@ -1,0 +1,182 @@
+"""Column generation: optimal where that can be checked, better than best fit where it should be, and it says how."""
+
+import itertools
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import scipy.optimize
+from exhaustive import fewest_packs
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from lengths import lognormal
+
+import hf_packing as hfp
+from hf_packing.planning import slots_wanted
+from hf_packing.planning.few_documents import ways_to_fill
+
+limits = st.one_of(st.none(), st.integers(1, 4))
+
+
+@st.composite
+def few_documents(draw):
+    capacity = draw(st.integers(1, 40))
+    return draw(st.lists(st.integers(1, capacity), min_size=1, max_size=8)), capacity
+
+
+@settings(max_examples=400)
+@given(few_documents(), limits)
+@example(([14, 14, 14, 9, 8, 8, 8, 4], 30), None)
+def test_fewest_packs_of_up_to_eight_documents(case, limit):
+    lengths, capacity = case
+    metrics = hfp.plan_packing(lengths, hfp.Optimal(capacity, max_documents=limit)).metrics()
+    assert metrics.num_packs == fewest_packs(lengths, capacity, limit)
+    assert metrics.lower_bound <= metrics.num_packs
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=24), limits)
+def test_never_more_packs_than_best_fit_nor_fewer_than_proven(counts, limit):
+    capacity = len(counts)
+    options = {"max_documents": limit}
+    table = hfp.plan_counts([0, *counts], hfp.Optimal(capacity, **options))
+    best_fit = hfp.plan_counts([0, *counts], hfp.BestFit(capacity, **options))
+    assert best_fit.metrics().lower_bound <= table.metrics().lower_bound <= table.num_packs <= best_fit.num_packs
+    assert table.cuts.counts().tolist() == best_fit.cuts.counts().tolist()
+    assert table.patterns.segments_per_pack().max(initial=0) <= (limit or capacity)
+    assert (table.patterns.tokens_per_pack() <= capacity).all()
+
+
+def efficiency(counts, strategy):
+    metrics = hfp.plan_counts(counts, strategy).metrics()
+    assert metrics.num_packs >= metrics.lower_bound
+    return metrics.packing_efficiency
+
+
+def test_narrow_lengths_where_best_fit_is_far_from_optimal(rng):
+    narrow = np.bincount(rng.integers(300, 701, 200_000))
+    assert efficiency(narrow, hfp.BestFit(2048)) < 0.96
+    assert efficiency(narrow, hfp.Optimal(2048)) >= 0.999
+
+
+def test_orcamath_like_lengths():
+    counts = np.bincount(lognormal(200_000, 5.9, 0.45, 1024))
+    assert efficiency(counts, hfp.BestFit(1024)) < 0.991
+    table = hfp.plan_counts(counts, hfp.Optimal(1024))
+    assert table.metrics().packing_efficiency >= 0.999
+    assert table.num_packs <= 1.0001 * table.metrics().lower_bound
+    assert "column generation" in table.note
+
+
+@pytest.mark.parametrize(("limit", "packs"), [(None, 8_135_760), (3, 8_146_000)])
+def test_bert_wikipedia(bert_wikipedia, limit, packs):
+    table = hfp.plan_counts(bert_wikipedia, hfp.Optimal(512, max_documents=limit))
+    assert table.metrics().lower_bound <= table.num_packs <= packs
+    assert table.num_packs <= 1.00001 * table.metrics().lower_bound
+
+
+def test_many_distinct_lengths_are_rounded_up_to_fewer(rng, monkeypatch):
+    monkeypatch.setattr(slots_wanted, "MAX_SLOTS", 100)
+    counts = np.bincount(rng.integers(3000, 7001, 50_000))
+    best_fit = hfp.plan_counts(counts, hfp.BestFit(20480)).num_packs
+    table = hfp.plan_counts(counts, hfp.Optimal(20480))
+    assert table.num_packs < 0.98 * best_fit
+    assert "column generation on 100 lengths, to which 4001 were rounded up" in table.note
+    assert table.metrics().lower_bound >= hfp.plan_counts(counts, hfp.BestFit(20480)).metrics().lower_bound
+
+
+def test_very_long_packs_are_measured_in_units(rng, monkeypatch):
+    monkeypatch.setattr(slots_wanted, "MAX_UNITS", 500)
+    counts = np.bincount(np.append(rng.integers(300, 701, 20_000), [2048] * 5))
+    table = hfp.plan_counts(counts, hfp.Optimal(2048))
+    assert table.num_packs < 0.98 * hfp.plan_counts(counts, hfp.BestFit(2048)).num_packs
+    assert "were rounded up" in table.note
+
+
+def test_no_time_where_best_fit_is_optimal_already():
+    table = hfp.plan_counts([0, 0, 0, 0, 5], hfp.Optimal(8))
+    assert (table.num_packs, table.note) == (3, "best fit, which no plan can beat")
+
+
+@pytest.mark.parametrize("seconds", [0, 1e-9])
+def test_a_time_limit_of_nothing_returns_best_fit_and_says_so(rng, seconds):
+    lengths = rng.integers(300, 701, 5000)
+    with pytest.warns(UserWarning, match="returns best fit: a time limit of .* s left no time for more"):
+        plan = hfp.plan_packing(lengths, hfp.Optimal(2048, time_limit=seconds))
+    assert plan.num_packs == hfp.plan_packing(lengths, hfp.BestFit(2048)).num_packs
+    assert "time limit" in plan.note
+    assert plan.metrics().lower_bound == hfp.plan_packing(lengths, hfp.BestFit(2048)).metrics().lower_bound
+
+
+def test_a_time_limit_ends_the_search_early(monkeypatch):
+    """On a clock that moves a second whenever somebody looks at it."""
+    clock, given = itertools.count(), []
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    linprog = scipy.optimize.linprog
+
+    def watched(*arguments, options, **others):
+        given.append(options["time_limit"])
+        return linprog(*arguments, options=options, **others)
+
+    monkeypatch.setattr(scipy.optimize, "linprog", watched)
+    counts = np.bincount(lognormal(10**5, 5.9, 0.45, 1024))
+    table = hfp.plan_counts(counts, hfp.Optimal(1024, time_limit=40))
+    assert all(0 < seconds < 40 for seconds in given)
+    assert next(clock) < 60
+    assert "rounds, stopped by the time limit of 40 s" in table.note
+    assert table.num_packs < hfp.plan_counts(counts, hfp.BestFit(1024)).num_packs
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), "60", None, True])
+def test_bad_time_limit(value):
+    with pytest.raises(hfp.PackingError, match=f"time_limit: expected seconds, 0 or more, got {value!r}"):
+        hfp.Optimal(8, time_limit=value)
+
+
+def test_no_time_limit_at_all():
+    assert hfp.plan_packing([7, 5, 5, 4, 3], hfp.Optimal(12, time_limit=float("inf"))).num_packs == 2
+
+
+def test_the_same_plan_twice(rng):
+    lengths = rng.integers(60, 140, 3000)
+    first, second = (hfp.plan_packing(lengths, hfp.Optimal(400)) for _ in range(2))
+    assert first == second
+    assert first.num_packs < hfp.plan_packing(lengths, hfp.BestFit(400)).num_packs
+
+
+def test_the_note_is_saved_with_the_plan(tmp_path, rng):
+    plan = hfp.plan_packing(rng.integers(60, 140, 300), hfp.Optimal(400))
+    plan.save(tmp_path / "plan")
+    loaded = hfp.PackingPlan.load(tmp_path / "plan")
+    assert loaded.note == plan.note != ""
+    assert loaded.shuffle(1).metrics().lower_bound == plan.metrics().lower_bound
+
+
+def test_ways_to_fill():
+    ways = list(ways_to_fill([3, 5], [2, 1], 8, None))
+    assert sorted(ways) == [(0, 1), (1, 0), (1, 1), (2, 0)]
+    assert sorted(ways_to_fill([3, 5], [2, 1], 8, 1)) == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("strategy", ["Optimal", "NonNegativeLeastSquares"])
+def test_without_scipy_the_line_that_installs_it(strategy):
+    code = f"""
+import sys
+sys.modules["scipy"] = None
+import hf_packing as hfp
+try:
+    hfp.plan_packing([3, 2], hfp.{strategy}(4))
+except hfp.MissingDependencyError as error:
+    print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert told == f'{strategy} needs scipy: pip install "hf-packing[optimal]"'
+
+
+def test_scipy_is_loaded_only_when_it_is_needed():
+    code = "import sys, hf_packing as hfp; hfp.plan_packing([3, 2], {}(4)); print('scipy.optimize' in sys.modules)"
+    for strategy, expected in (("hfp.BestFit", "False"), ("hfp.Optimal", "True")):
+        command = [sys.executable, "-c", code.format(strategy)]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == expected
