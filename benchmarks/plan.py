@@ -1,69 +1,144 @@
-"""Seconds to plan packs, everything included, beside TRL's best-fit decreasing on fewer documents.
+"""Seconds and peak memory of planning, everything included, beside TRL's best-fit decreasing on fewer documents.
 
-python benchmarks/plan.py --documents 1000000 10000000 --max-length 2048
+    python benchmarks/plan.py
+    python benchmarks/plan.py --documents 1000000 --max-length 2048 8192 --strategy Bucket
+    python benchmarks/plan.py --shards 100        # a billion documents at 8192, dealt in 100 shards
+
+Each size runs in a process of its own, so that its peak memory is its own. The lengths are drawn before the clock
+starts; their array is counted in the memory.
 """
 
 import argparse
+import json
+import resource
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-from measure import in_turn, machine
+from lengths import log_normal
+from measure import machine
 
 import hf_packing as hfp
 
-TRL_DOCUMENTS = 20_000
+TRL_DOCUMENTS = 200_000
+LARGE = 50_000_000
+"""From here on one call is enough."""
+SHARD = 10_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--max-length", type=int, nargs="+", default=[2048])
+    parser.add_argument("--max-length", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
+    parser.add_argument("--strategy", default="BestFit", help="of one max_length, by its name in hf_packing")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shards", type=int, help=f"deal this many shards of {SHARD:,} documents instead")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(plan_once(arguments)))
+        return
     print(machine("hf-packing", "numpy", "trl"))
-    print("lengths: lognormal(6, 1.2) clipped to [1, max_length]; the median of", arguments.rounds, "calls\n")
+    if arguments.shards:
+        deal_shards(arguments.shards, arguments.max_length[0] if len(arguments.max_length) == 1 else 8192)
+        return
+    print(f"{arguments.strategy}; lengths: lognormal(6, 1.2) clipped to [1, max_length]; the median of")
+    print(f"{arguments.rounds} calls, one call from {LARGE:,} documents on\n")
     print(
-        f"{'documents':>12}{'max_length':>12}{'seconds':>10}{'documents/s':>14}{'packs':>12}{'above lower bound':>20}"
+        f"{'documents':>12}{'max_length':>12}{'seconds':>9}{'documents/s':>13}{'GB':>6}{'packs':>13}{'above bound':>13}"
     )
     for documents in arguments.documents:
         for max_length in arguments.max_length:
-            lengths = draw(documents, max_length)
-            strategy = hfp.BestFit(max_length)
-            plan = hfp.plan_packing(lengths, strategy)
-            seconds = in_turn({"ours": lambda: hfp.plan_packing(lengths, strategy)}, arguments.rounds)["ours"]  # noqa: B023
-            median = statistics.median(seconds)
-            metrics = plan.metrics()
-            above = metrics.num_packs / metrics.lower_bound - 1
-            row = f"{documents:>12,}{max_length:>12,}{median:>10.3f}{documents / median:>14,.0f}{plan.num_packs:>12,}"
-            print(f"{row}{above:>20.5%}")
-    beside_trl(arguments.max_length[0])
+            row = in_own_process(documents, max_length, arguments)
+            print(
+                f"{documents:>12,}{max_length:>12,}{row['seconds']:>9.2f}{documents / row['seconds']:>13,.0f}"
+                f"{row['gigabytes']:>6.1f}{row['packs']:>13,}{row['above']:>13.5%}",
+                flush=True,
+            )
+    beside_trl(arguments.max_length)
 
 
-def draw(documents: int, max_length: int) -> np.ndarray:
-    return np.clip(np.random.default_rng(0).lognormal(6, 1.2, documents), 1, max_length).astype(np.int64)
+def in_own_process(documents: int, max_length: int, arguments: argparse.Namespace) -> dict[str, float]:
+    sizes = ["--documents", str(documents), "--max-length", str(max_length), "--rounds", str(arguments.rounds)]
+    command = [sys.executable, str(Path(__file__)), "--one", "--strategy", arguments.strategy, *sizes]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def beside_trl(max_length: int) -> None:
-    """TRL plans and gathers in one function; tokens of one byte keep the gathering small."""
+def plan_once(arguments: argparse.Namespace) -> dict[str, float]:
+    (documents,), (max_length,) = arguments.documents, arguments.max_length
+    lengths = log_normal(documents, 6, 1.2, max_length)
+    strategy = hfp.Bucket() if arguments.strategy == "Bucket" else getattr(hfp, arguments.strategy)(max_length)
+    seconds = []
+    for _ in range(arguments.rounds if documents < LARGE else 1):
+        began = time.perf_counter()
+        plan = hfp.plan_packing(lengths, strategy)
+        seconds.append(time.perf_counter() - began)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    bound = plan.metrics().lower_bound
+    return {
+        "seconds": statistics.median(seconds),
+        "gigabytes": peak,
+        "packs": plan.num_packs,
+        "above": plan.num_packs / bound - 1,
+    }
+
+
+def deal_shards(shards: int, max_length: int) -> None:
+    """A histogram, a table, and shard after shard dealt from it; every pack is checked to be filled once."""
+    drawing = time.perf_counter()
+    counts = np.zeros(max_length + 1, dtype=np.int64)
+    for shard in range(shards):
+        counts += np.bincount(log_normal(SHARD, 6, 1.2, max_length, seed=shard), minlength=max_length + 1)
+    counted = time.perf_counter()
+    table = hfp.plan_counts(counts, hfp.BestFit(max_length))
+    planned = time.perf_counter()
+    print(f"{counts.sum():,} documents drawn and counted in {counted - drawing:.0f} s, planned in ", end="")
+    print(f"{planned - counted:.2f} s: {table}, lower bound {table.metrics().lower_bound:,}")
+    fill = np.zeros(table.num_packs, dtype=np.int32)
+    already_dealt, dealing = np.zeros_like(counts), 0.0
+    for shard in range(shards):
+        lengths = log_normal(SHARD, 6, 1.2, max_length, seed=shard)
+        began = time.perf_counter()
+        dealt = table.deal(lengths, already_dealt)
+        already_dealt += np.bincount(lengths, minlength=len(counts))
+        dealing += time.perf_counter() - began
+        np.add.at(fill, dealt.pack, dealt.length)
+        if (shard + 1) % 10 == 0:
+            print(f"  {shard + 1} of {shards} shards, {dealing:.0f} s of dealing", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    whole = fill.min() > 0 and fill.max() <= max_length and fill.sum(dtype=np.int64) == counts @ np.arange(len(counts))
+    print(f"dealt in {dealing:.0f} s, {counts.sum() / dealing:,.0f} documents/s; peak memory {peak:.1f} GB, of which")
+    print(f"{fill.nbytes / 1e9:.1f} GB are this check's: every pack filled, none overfull, all tokens there: {whole}")
+
+
+def beside_trl(max_lengths: list[int]) -> None:
+    """TRL plans and gathers in one function; a byte a token keeps the gathering small."""
+    import pyarrow as pa
     from trl.data_utils import _pack_bfd
 
-    lengths = draw(TRL_DOCUMENTS, max_length)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    values = pa.nulls(int(offsets[-1]), pa.int8())
-    table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets), values)})
-    began = time.perf_counter()
-    rows = len(_pack_bfd(table, max_length))
-    theirs = time.perf_counter() - began
-    began = time.perf_counter()
-    plan = hfp.plan_packing(lengths, hfp.BestFit(max_length))
-    ours = time.perf_counter() - began
-    print(
-        f"\n{TRL_DOCUMENTS:,} documents at {max_length:,}: TRL's _pack_bfd {theirs:.2f} s for {rows:,} packs, "
-        f"gathering a byte a token along; ours {ours:.3f} s for {plan.num_packs:,} packs: "
-        f"{theirs / ours:.0f} times as fast"
-    )
+    print(f"\n{TRL_DOCUMENTS:,} documents, TRL's _pack_bfd (gathering a byte a token along) and BestFit:")
+    print(f"{'max_length':>12}{'TRL s':>9}{'packs':>10}{'ours s':>9}{'packs':>10}{'times as fast':>15}")
+    for max_length in max_lengths:
+        lengths = log_normal(TRL_DOCUMENTS, 6, 1.2, max_length)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        values = pa.nulls(int(offsets[-1]), pa.int8())
+        documents = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets), values)})
+        began = time.perf_counter()
+        rows = len(_pack_bfd(documents, max_length))
+        theirs = time.perf_counter() - began
+        ours = []
+        for _ in range(5):
+            began = time.perf_counter()
+            plan = hfp.plan_packing(lengths, hfp.BestFit(max_length))
+            ours.append(time.perf_counter() - began)
+        median = statistics.median(ours)
+        print(
+            f"{max_length:>12,}{theirs:>9.2f}{rows:>10,}{median:>9.3f}{plan.num_packs:>10,}{theirs / median:>15.0f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lengths import refinedweb_like
 
 import hf_packing as hfp
 from hf_packing.planning.best_fit import best_fit_patterns
@@ -107,6 +108,15 @@ def test_within_a_hundredth_percent_of_the_lower_bound(rng):
     lengths = np.clip(rng.lognormal(6, 1.2, 200_000), 1, 2048).astype(int)
     metrics = hfp.plan_packing(lengths, hfp.BestFit(2048)).metrics()
     assert metrics.num_packs <= 1.0001 * metrics.lower_bound
+
+
+@pytest.mark.parametrize("max_length", [2048, 8192])
+def test_hardly_more_rows_than_concatenation(max_length):
+    """And no document is cut that fits in a row."""
+    lengths = refinedweb_like(1_000_000)
+    metrics = hfp.plan_packing(lengths, hfp.BestFit(max_length)).metrics()
+    assert metrics.num_packs <= 1.00003 * -(-int(lengths.sum()) // max_length)
+    assert metrics.num_cut_documents == (lengths > max_length).sum()
 
 
 def test_limit_gives_a_bound_of_its_own():

@@ -11,7 +11,7 @@ import scipy.optimize
 from exhaustive import fewest_packs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lengths import lognormal
+from lengths import log_normal
 
 import hf_packing as hfp
 from hf_packing.planning import slots_wanted
@@ -62,7 +62,7 @@ def test_narrow_lengths_where_best_fit_is_far_from_optimal(rng):
 
 
 def test_orcamath_like_lengths():
-    counts = np.bincount(lognormal(200_000, 5.9, 0.45, 1024))
+    counts = np.bincount(log_normal(200_000, 5.9, 0.45, 1024))
     assert efficiency(counts, hfp.BestFit(1024)) < 0.991
     table = hfp.plan_counts(counts, hfp.Optimal(1024))
     assert table.metrics().packing_efficiency >= 0.999
@@ -121,7 +121,7 @@ def test_a_time_limit_ends_the_search_early(monkeypatch):
         return linprog(*arguments, options=options, **others)
 
     monkeypatch.setattr(scipy.optimize, "linprog", watched)
-    counts = np.bincount(lognormal(10**5, 5.9, 0.45, 1024))
+    counts = np.bincount(log_normal(10**5, 5.9, 0.45, 1024))
     table = hfp.plan_counts(counts, hfp.Optimal(1024, time_limit=40))
     assert all(0 < seconds < 40 for seconds in given)
     assert next(clock) < 60
