@@ -19,6 +19,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/plan.py
+	$(VENV)/bin/python benchmarks/strategies.py
 	$(VENV)/bin/python benchmarks/pack.py
 	$(VENV)/bin/python benchmarks/collate.py
 

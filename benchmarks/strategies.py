@@ -44,11 +44,11 @@ def main() -> None:
     lengths = refinedweb_like(10 * n)
     print(f"\nRefinedWeb-like, rows against plain concatenation (arXiv 2404.10830), {10 * n:,} documents")
     for max_length in (2048, 8192):
-        concatenated, best_fit = hfp.compare(lengths, [hfp.FixedLength(max_length), hfp.BestFit(max_length)])
-        more = best_fit.metrics.num_packs / concatenated.metrics.num_packs - 1
+        concat, best_fit = hfp.compare(lengths, [hfp.FixedLength(max_length), hfp.BestFit(max_length)])
+        more = best_fit.metrics.num_packs / concat.metrics.num_packs - 1
         print(
-            f"{best_fit.name}: {best_fit.metrics.num_packs:,} rows for {concatenated.metrics.num_packs:,}, {more:+.5%}; "
-            f"cut {best_fit.metrics.num_cut_documents:,} documents for {concatenated.metrics.num_cut_documents:,}, "
+            f"{best_fit.name}: {best_fit.metrics.num_packs:,} rows for {concat.metrics.num_packs:,}, {more:+.5%}, "
+            f"and cut {best_fit.metrics.num_cut_documents:,} documents for {concat.metrics.num_cut_documents:,}, "
             f"of {(lengths > max_length).sum():,} that are longer than a row"
         )
 

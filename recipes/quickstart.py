@@ -39,7 +39,15 @@ except ImportError as error:
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-STRATEGIES = {"fixed-length": hfp.FixedLength, "first-come": hfp.FirstCome, "best-fit": hfp.BestFit}
+STRATEGIES = {
+    "fixed-length": hfp.FixedLength,
+    "first-come": hfp.FirstCome,
+    "multipack": hfp.Multipack,
+    "shortest-pack-first": hfp.ShortestPackFirst,
+    "best-fit": hfp.BestFit,
+    "optimal": hfp.Optimal,
+}
+ALWAYS_SHOWN = ("fixed-length", "first-come", "best-fit")
 ROWS_COMPARED = 8
 EQUAL_LOSS = 1e-5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,7 +104,8 @@ def compare(lengths: np.ndarray, arguments: argparse.Namespace) -> dict[str, hfp
     cut = float((lengths > max_length).mean())
     row = f"padding, {batch} a batch"
     print(f"{row:24}{1 - tokens / slots:>10.2%}{cut:>12.2%}{1:>15.2f}{tokens / slots:>12.2%}{len(lengths):>9,}")
-    plans = {name: hfp.plan_packing(lengths, strategy(max_length)) for name, strategy in STRATEGIES.items()}
+    shown = dict.fromkeys((*ALWAYS_SHOWN, arguments.strategy))
+    plans = {name: hfp.plan_packing(lengths, STRATEGIES[name](max_length)) for name in shown}
     for name, plan in plans.items():
         m = plan.metrics()
         print(
@@ -179,7 +188,9 @@ def draw(
     for name, plan in plans.items():
         fill = np.sort(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) / plan.pack_capacity)
         label = f"{name.replace('-', ' ')}: {plan.num_packs:,} rows, {plan.metrics().truncation_ratio:.1%} cut"
-        after.plot(np.linspace(0, 100, len(fill)), 100 * fill, color=colours[name], linewidth=2, label=label)
+        after.plot(
+            np.linspace(0, 100, len(fill)), 100 * fill, color=colours.get(name, "#7858a8"), linewidth=2, label=label
+        )
     after.set(
         xlabel="rows, emptiest first (%)", ylabel="fill of the row (%)", ylim=(0, 104), title="Rows after packing"
     )
