@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from hf_packing.planning.few_documents import FEW_SEGMENTS, fewest_packs_of_few
 from hf_packing.planning.knapsack import fill_rooms
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.optional import load_scipy_optimize
-from hf_packing.planning.patterns import Patterns
+from hf_packing.planning.patterns import Patterns, Solution
 from hf_packing.planning.slots_wanted import slots_wanted
 
 SHARE_FOR_FRACTIONS = 0.6
@@ -25,24 +24,13 @@ MAX_WORK_FOR_BOUND = 1 << 29
 """Lengths times capacity: up to here the duals of grouped lengths are priced on all lengths, for a better bound."""
 
 
-@dataclass(frozen=True)
-class OptimalPacks:
-    """Packs, what is proven of them, and how they were found."""
-
-    patterns: Patterns
-    lower_bound: int
-    note: str
-    out_of_time: bool = False
-    """Whether the time limit left nothing but best fit."""
-
-
 def optimal_packs(
     counts: IntArray,
     capacity: int,
     max_documents: int | None,
     time_limit: float,
     progress: Callable[[str], None],
-) -> OptimalPacks:
+) -> Solution:
     """The fewest packs found within a time limit; never more than best fit needs.
 
     Args:
@@ -63,16 +51,16 @@ def optimal_packs(
     if max_documents is not None:
         bound = max(bound, -(-int(counts.sum()) // max_documents))
     if best_fit.num_packs <= bound:
-        return OptimalPacks(best_fit, bound, "best fit, which no plan can beat")
+        return Solution(best_fit, bound, "best fit, which no plan can beat")
     if time.monotonic() >= deadline:
         note = f"best fit: a time limit of {time_limit:g} s left no time for more"
-        return OptimalPacks(best_fit, bound, note, out_of_time=True)
+        return Solution(best_fit, bound, note, out_of_time=True)
     slots, problem = slots_wanted(counts, capacity, max_documents)
     how = f"column generation on {len(slots)} lengths"
     if problem.grouped:
         how += f", to which {np.count_nonzero(counts)} were rounded up"
     if least_packs_of_slots(problem) >= best_fit.num_packs:
-        return OptimalPacks(best_fit, bound, f"best fit: {how} cannot find fewer packs")
+        return Solution(best_fit, bound, f"best fit: {how} cannot find fewer packs")
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
     grouped_counts[slots] = problem.demand.astype(np.int64)
     start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)
@@ -81,7 +69,7 @@ def optimal_packs(
     bound = max(bound, proven_bound(counts, capacity, slots, problem, duals, until))
     if relaxation is None:
         note = f"best fit: a time limit of {time_limit:g} s was too short for {how}"
-        return OptimalPacks(best_fit, bound, note, out_of_time=True)
+        return Solution(best_fit, bound, note, out_of_time=True)
     how += how_it_ended(relaxation, time_limit)
 
     def realise(packs: IntArray) -> Patterns:
@@ -93,10 +81,10 @@ def optimal_packs(
     if min(found.num_packs, best_fit.num_packs) > bound and segments <= FEW_SEGMENTS:
         exact = fewest_packs_of_few(counts, capacity, max_documents, deadline)
         if exact is not None:
-            return OptimalPacks(exact, exact.num_packs, "all ways to fill a pack, solved exactly")
+            return Solution(exact, exact.num_packs, "all ways to fill a pack, solved exactly")
     if found.num_packs >= best_fit.num_packs:
-        return OptimalPacks(best_fit, bound, f"best fit: {how}, found no fewer packs")
-    return OptimalPacks(found, bound, how)
+        return Solution(best_fit, bound, f"best fit: {how}, found no fewer packs")
+    return Solution(found, bound, how)
 
 
 def how_it_ended(relaxation: Relaxation, time_limit: float) -> str:

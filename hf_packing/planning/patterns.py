@@ -80,6 +80,19 @@ class Patterns:
         return counts
 
 
+@dataclass(frozen=True)
+class Solution:
+    """Packs for counted segments, with what the search for them has learnt."""
+
+    patterns: Patterns
+    lower_bound: int = 0
+    """Packs that any plan under the strategy's limits needs, where more is proven than the lengths tell."""
+    note: str = ""
+    """How it went, where there is something to say."""
+    out_of_time: bool = False
+    """Whether a time limit left nothing but a simpler strategy."""
+
+
 def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
     """Patterns that are known pack by pack."""
     sizes = [len(pattern.copies) for pattern in patterns]

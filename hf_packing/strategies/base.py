@@ -15,7 +15,7 @@ from hf_packing.planning.counts import LengthCounts, count_lengths
 from hf_packing.planning.cuts import cut_by_overflow
 from hf_packing.planning.lengths import INT32_MAX, IntArray, check_whole_number
 from hf_packing.planning.overflow import Overflow, check_fitting, check_overflow
-from hf_packing.planning.patterns import Patterns
+from hf_packing.planning.patterns import Solution
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.shuffle import check_seed
 from hf_packing.planning.table import PatternTable
@@ -85,35 +85,25 @@ class OneCapacity(CountingStrategy):
         )
 
     @abstractmethod
-    def patterns(self, counts: IntArray) -> "Patterns | Proven":
+    def solve(self, counts: IntArray) -> Solution:
         """The packs for counts[n] pieces of n tokens, none longer than max_length."""
 
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
         cuts = cut_by_overflow(counts, self.max_length, self.overflow)
-        made = self.patterns(cuts.counts())
-        made = made if isinstance(made, Proven) else Proven(made)
+        solution = self.solve(cuts.counts())
         segments = int(cuts.documents @ cuts.pieces_each)
         by_limit = -(-segments // self.max_documents) if self.max_documents else 0
         return PatternTable(
-            patterns=made.patterns,
+            patterns=solution.patterns,
             cuts=cuts,
             seed=self.seed,
-            proven_lower_bound=max(made.lower_bound, by_limit),
-            note=made.note,
+            proven_lower_bound=max(solution.lower_bound, by_limit),
+            note=solution.note,
         )
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         check_fitting(lengths, self.max_length, self.overflow)
         return super().plan_lengths(lengths)
-
-
-@dataclass(frozen=True)
-class Proven:
-    """Patterns with what a strategy knows about them."""
-
-    patterns: Patterns
-    lower_bound: int = 0
-    note: str = ""
 
 
 def check_optional_seed(seed: Any) -> int | None:

@@ -9,9 +9,9 @@ from hf_packing.planning.best_fit import best_fit_patterns
 from hf_packing.planning.lengths import IntArray, check_seconds, check_whole_number
 from hf_packing.planning.non_negative_least_squares import non_negative_least_squares_patterns
 from hf_packing.planning.optimal import optimal_packs
-from hf_packing.planning.patterns import Patterns
+from hf_packing.planning.patterns import Solution
 from hf_packing.planning.shortest_pack_first import shortest_pack_first_patterns
-from hf_packing.strategies.base import OneCapacity, Proven
+from hf_packing.strategies.base import OneCapacity
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class BestFit(OneCapacity):
         [[1, 2, 3, 6], [4, 5]]
     """
 
-    def patterns(self, counts: IntArray) -> Patterns:
-        return best_fit_patterns(counts, self.max_length, self.max_documents)
+    def solve(self, counts: IntArray) -> Solution:
+        return Solution(best_fit_patterns(counts, self.max_length, self.max_documents))
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class ShortestPackFirst(OneCapacity):
         [[1, 2, 3], [4, 5, 6]]
     """
 
-    def patterns(self, counts: IntArray) -> Patterns:
-        return shortest_pack_first_patterns(counts, self.max_length, self.max_documents)
+    def solve(self, counts: IntArray) -> Solution:
+        return Solution(shortest_pack_first_patterns(counts, self.max_length, self.max_documents))
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class NonNegativeLeastSquares(OneCapacity):
         super().__post_init__()
         self.settle(max_documents=check_whole_number("max_documents", self.max_documents))
 
-    def patterns(self, counts: IntArray) -> Patterns:
-        return non_negative_least_squares_patterns(counts, self.max_length, self.max_documents)
+    def solve(self, counts: IntArray) -> Solution:
+        return Solution(non_negative_least_squares_patterns(counts, self.max_length, self.max_documents))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class Optimal(OneCapacity):
     Never more packs than BestFit, and worth its time where best fit is not close to the bound: lengths in a narrow
     range, as in most fine-tuning data. More than 1,000 distinct lengths are rounded up to 1,000 while planning. The
     plan's `note` says what was done, its `metrics().lower_bound` is the bound. The same input gives the same plan
-    unless the time runs out. Needs scipy: `pip install "hf-packing[optimal]"`.
+    unless the time runs out; where several processes need it, let one of them plan. Needs scipy:
+    `pip install "hf-packing[optimal]"`.
 
     Args:
         max_length: tokens a pack holds, at least 1.
@@ -140,11 +141,11 @@ class Optimal(OneCapacity):
         super().__post_init__()
         self.settle(time_limit=check_seconds("time_limit", self.time_limit))
 
-    def patterns(self, counts: IntArray) -> Proven:
+    def solve(self, counts: IntArray) -> Solution:
         with tqdm(
             desc="Optimal", bar_format="{desc}: {postfix} [{elapsed}]", delay=1, leave=False, disable=None
         ) as bar:
             found = optimal_packs(counts, self.max_length, self.max_documents, self.time_limit, bar.set_postfix_str)
         if found.out_of_time:
             warnings.warn(f"{self!r} returns {found.note}", stacklevel=2)
-        return Proven(found.patterns, found.lower_bound, found.note)
+        return found
