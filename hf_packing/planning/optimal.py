@@ -11,7 +11,7 @@ from hf_packing.planning.column_generation import Duals, Problem, Relaxation, co
 from hf_packing.planning.columns import fill_columns
 from hf_packing.planning.dive import dive
 from hf_packing.planning.few_documents import FEW_SEGMENTS, fewest_packs_of_few
-from hf_packing.planning.knapsack import fill_rooms
+from hf_packing.planning.knapsack import LEAST_GAIN, fill_rooms
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.optional import load_scipy_optimize
 from hf_packing.planning.patterns import Patterns, Solution
@@ -60,7 +60,7 @@ def optimal_packs(
     if problem.grouped:
         how += f", to which {np.count_nonzero(counts)} were rounded up"
     if least_packs_of_slots(problem) >= best_fit.num_packs:
-        return Solution(best_fit, bound, f"best fit: {how} cannot find fewer packs")
+        return Solution(best_fit, bound, f"best fit: {how}, cannot find fewer packs")
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
     grouped_counts[slots] = problem.demand.astype(np.int64)
     start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)
@@ -106,7 +106,7 @@ def proven_bound(
     on the line between the slots around it, if the most valuable pack of such documents is found anew.
     """
     if not problem.grouped:
-        return int(np.ceil(duals.bound - ROUNDING))
+        return rounded_up(duals.bound, problem.capacity)
     lengths = np.flatnonzero(counts)
     shorter = np.concatenate([[0.0], duals.value])[np.searchsorted(slots, lengths, side="right")]
     bound = float(counts[lengths] @ shorter)
@@ -115,4 +115,9 @@ def proven_bound(
         between = np.interp(lengths, np.append(0, slots), np.append(0.0, duals.value))
         most = fill_rooms(between, lengths, capacity).value[-1]
         bound = max(bound, float(counts[lengths] @ between) / most)
-    return int(np.ceil(bound - ROUNDING))
+    return rounded_up(bound, capacity)
+
+
+def rounded_up(bound: float, steps: int) -> int:
+    """The whole packs that a bound proves, with allowance for what a knapsack of so many steps may lose to rounding."""
+    return int(np.ceil(bound * (1 - LEAST_GAIN * (steps + 1)) - ROUNDING))

@@ -56,7 +56,7 @@ def as_sets(packs: list[list[Segment]]) -> list[list[Segment]]:
     return sorted(sorted(pack) for pack in packs)
 
 
-@settings(max_examples=500)
+@settings(max_examples=2000)
 @given(lengths_lists, st.integers(1, 20))
 def test_fixed_length(lengths, capacity):
     assert packs_of(hfp.plan_packing(lengths, hfp.FixedLength(capacity, seed=None))) == concatenate_and_cut(
@@ -64,14 +64,14 @@ def test_fixed_length(lengths, capacity):
     )
 
 
-@settings(max_examples=500)
+@settings(max_examples=2000)
 @given(lengths_lists, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 4)))
 def test_first_come_in_the_order_of_the_dataset(lengths, capacity, limit):
     strategy = hfp.FirstCome(capacity, order="dataset", max_documents=limit, seed=None)
     assert packs_of(hfp.plan_packing(lengths, strategy)) == next_fit(split(lengths, capacity), capacity, limit)
 
 
-@settings(max_examples=300)
+@settings(max_examples=1000)
 @given(lengths_lists, st.integers(1, 20), st.integers(0, 99), st.sampled_from(["random", "longest_first"]))
 def test_first_come_in_other_orders(lengths, capacity, seed, order):
     """Next fit over the segments as they arrive; then the packs are shuffled."""

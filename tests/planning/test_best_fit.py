@@ -58,7 +58,7 @@ def fills(plan: hfp.PackingPlan) -> list[int]:
     return sorted(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]).tolist()) if plan.num_packs else []
 
 
-@settings(max_examples=1500)
+@settings(max_examples=3000)
 @given(
     st.integers(1, 30).flatmap(
         lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
@@ -69,7 +69,7 @@ def test_same_fills_as_one_by_one(case):
     assert fills(hfp.plan_packing(lengths, hfp.BestFit(capacity))) == best_fit_one_by_one(lengths, capacity)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=2000)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=24), st.integers(1, 6))
 def test_same_packs_as_longest_pack_first(counts, limit):
     capacity = len(counts)

@@ -74,7 +74,7 @@ def test_same_packs_as_algorithm_1(case):
     assert plan.metrics().num_cut_documents == len(cut)
 
 
-@settings(max_examples=500)
+@settings(max_examples=2000)
 @given(st.lists(st.integers(1, 12), max_size=80), st.sampled_from([0.0, 0.2]))
 def test_same_packs_where_many_documents_are_alike(lengths, threshold):
     plan = hfp.plan_packing(lengths, hfp.Bucket((5, 13), padding_threshold=threshold))
@@ -94,7 +94,7 @@ def first_fit_one_by_one(lengths, capacity):
     return sorted(capacity - room for room in rooms)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=2000)
 @given(st.integers(1, 30).flatmap(lambda c: st.tuples(st.lists(st.integers(1, c), max_size=80), st.just(c))))
 def test_one_bucket_without_cuts_is_first_fit_decreasing(case):
     lengths, capacity = case
@@ -154,6 +154,7 @@ def test_baselines_of_the_paper(strategy, truncation):
     assert metrics.num_dropped_tokens == 0
 
 
+@settings(max_examples=1000)
 @given(cases)
 def test_bucket_by_length_document_by_document(case):
     lengths, capacities, _ = case

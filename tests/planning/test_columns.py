@@ -100,7 +100,7 @@ def columns_and_documents(draw):
     return packs, columns, slots, lengths, capacity
 
 
-@settings(max_examples=1000)
+@settings(max_examples=2000)
 @given(columns_and_documents())
 def test_columns_are_filled_as_slot_by_slot(case):
     packs, columns, slots, lengths, capacity = case

@@ -31,7 +31,7 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-@settings(max_examples=1000)
+@settings(max_examples=2000)
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 20), st.integers(1, 70), st.integers(0, 99))
 def test_same_fills_as_window_by_window(lengths, capacity, window, seed):
     plan = hfp.plan_packing(lengths, hfp.Multipack(capacity, window=window, seed=seed))

@@ -25,7 +25,7 @@ def all_columns(capacity, limit):
     return np.array([[way.count(length) for way in ways] for length in range(1, capacity + 1)])
 
 
-@settings(max_examples=300)
+@settings(max_examples=1000)
 @given(st.lists(st.integers(0, 50), min_size=10, max_size=24), st.integers(1, 3))
 def test_as_close_to_the_counts_as_with_all_columns(counts, limit):
     capacity = len(counts)
@@ -39,7 +39,7 @@ def test_as_close_to_the_counts_as_with_all_columns(counts, limit):
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-@settings(max_examples=300)
+@settings(max_examples=1000)
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=20), st.integers(1, 3))
 def test_rounded_and_the_rest_best_fit(counts, limit):
     capacity = len(counts)

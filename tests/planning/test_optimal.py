@@ -26,7 +26,7 @@ def few_documents(draw):
     return draw(st.lists(st.integers(1, capacity), min_size=1, max_size=8)), capacity
 
 
-@settings(max_examples=400)
+@settings(max_examples=1000)
 @given(few_documents(), limits)
 @example(([14, 14, 14, 9, 8, 8, 8, 4], 30), None)
 def test_fewest_packs_of_up_to_eight_documents(case, limit):

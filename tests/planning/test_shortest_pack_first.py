@@ -37,7 +37,7 @@ def fills(patterns) -> list[int]:
     return sorted(np.repeat(filled, patterns.packs).tolist())
 
 
-@settings(max_examples=1500)
+@settings(max_examples=3000)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=24), st.one_of(st.none(), st.integers(1, 6)))
 def test_same_fills_as_move_by_move(counts, limit):
     capacity = len(counts)

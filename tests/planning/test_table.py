@@ -59,7 +59,7 @@ cases = st.lists(st.integers(0, 40), min_size=1, max_size=60).flatmap(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=2000)
 @given(cases, counting_strategies())
 def test_shards_are_dealt_as_all_documents_at_once(case, strategy):
     lengths, borders = case
