@@ -16,16 +16,27 @@ from hf_packing.planning.remaining import Remaining
 
 Pieces = tuple[int, ...]
 
+Given = tuple["Given", int] | tuple[()]
+"""The pieces that a document has given so far, as (those before, the last), so that one more is cheap to add."""
+
+
+def in_order(given: Given) -> Pieces:
+    pieces = []
+    while given:
+        given, piece = given
+        pieces.append(piece)
+    return tuple(reversed(pieces))
+
 
 class Fragments:
     """What remains of documents that were cut: for each length, from which documents, and what they already gave."""
 
     def __init__(self) -> None:
-        self.of_length: dict[int, list[tuple[int, int, Pieces]]] = {}
+        self.of_length: dict[int, list[tuple[int, int, Given]]] = {}
 
-    def add(self, length: int, number: int, document_length: int, pieces: Pieces) -> None:
+    def add(self, length: int, number: int, document_length: int, given: Given) -> None:
         """`number` fragments of this length, each from a document of document_length that gave these pieces."""
-        self.of_length.setdefault(length, []).append((number, document_length, pieces))
+        self.of_length.setdefault(length, []).append((number, document_length, given))
 
     def number(self, length: int) -> int:
         return sum(number for number, _, _ in self.of_length.get(length, ()))
@@ -33,22 +44,22 @@ class Fragments:
     def cut(self, length: int, room: int, whole: dict[int, int]) -> None:
         """Cut `room` tokens off something of this length: off a fragment if there is one, or else a whole document."""
         if length in self.of_length:
-            number, document_length, pieces = self.of_length[length].pop()
+            number, document_length, given = self.of_length[length].pop()
             if number > 1:
-                self.add(length, number - 1, document_length, pieces)
+                self.add(length, number - 1, document_length, given)
             elif not self.of_length[length]:
                 del self.of_length[length]
         else:
-            document_length, pieces = length, ()
+            document_length, given = length, ()
             whole[length] -= 1
-        self.add(length - room, 1, document_length, (*pieces, room))
+        self.add(length - room, 1, document_length, (given, room))
 
     def groups(self) -> list[tuple[int, int, Pieces]]:
         """(document length, documents, pieces) of all documents that were cut, each way of cutting once."""
         number: dict[tuple[int, Pieces], int] = {}
         for length, fragments in self.of_length.items():
-            for documents, document_length, pieces in fragments:
-                way = document_length, (*pieces, length)
+            for documents, document_length, given in fragments:
+                way = document_length, (*in_order(given), length)
                 number[way] = number.get(way, 0) + documents
         return [(length, documents, pieces) for (length, pieces), documents in number.items()]
 
@@ -76,7 +87,10 @@ def bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thresh
         full, rest = divmod(length, largest)
         patterns.append(Pattern(documents * full, largest, [(largest, 1)]))
         if rest:
-            fragments.add(rest, documents, length, (largest,) * full)
+            given: Given = ()
+            for _ in range(full):
+                given = given, largest
+            fragments.add(rest, documents, length, given)
         else:
             groups.append((length, documents, (largest,) * full))
     empty = whole.pop(0, 0)

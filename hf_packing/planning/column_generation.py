@@ -110,7 +110,7 @@ def generate_columns(
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals
         new = improving_columns(problem, duals, value, deadline)
-        if not new.shape[1]:
+        if not new.shape[1] and time.monotonic() < deadline:
             return solution, duals
         kept = slice(None)
         if columns.shape[1] > 2 * len(problem.slots):

@@ -16,7 +16,7 @@ ROUNDED_UP = 0.5
 
 def dive(
     relaxation: Relaxation, demand: FloatArray, realise: Callable[[IntArray], Patterns], bound: int, deadline: float
-) -> Patterns:
+) -> tuple[Patterns, bool]:
     """The best packs met on the way from fractions to whole packs.
 
     Args:
@@ -25,6 +25,9 @@ def dive(
         realise: from whole packs of each column to packs for all documents, the rest packed best fit.
         bound: packs below which there is nothing to be found.
         deadline: of `time.monotonic`.
+
+    Returns:
+        The packs, and whether the dive came to its end before the deadline.
     """
     columns, packs = relaxation.columns, relaxation.packs
     total, left = np.zeros(columns.shape[1], dtype=np.int64), np.rint(demand).astype(np.int64)
@@ -32,16 +35,17 @@ def dive(
     while True:
         whole = np.floor(packs + ROUNDING).astype(np.int64)
         if best is not None:
-            whole += rounded_up(packs - whole, columns, left - columns @ whole, at_least_one=not whole.any())
+            wanted = pass_down(left - columns @ whole)
+            whole += rounded_up(packs - whole, columns, wanted, at_least_one=not whole.any())
         total += whole
         left = pass_down(left - columns @ whole)
         made = realise(total)
         best = made if best is None or made.num_packs < best.num_packs else best
         if not left.any() or best.num_packs <= bound:
-            return best
+            return best, True
         solved = solve_master(columns, left.astype(np.float64), deadline)
         if solved is None:
-            return best
+            return best, False
         packs = solved[0]
 
 

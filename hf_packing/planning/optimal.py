@@ -7,7 +7,7 @@ import numpy as np
 
 from hf_packing.planning.best_fit import best_fit_patterns
 from hf_packing.planning.bounds import pack_lower_bound
-from hf_packing.planning.column_generation import Duals, Problem, Relaxation, columns_of, generate_columns
+from hf_packing.planning.column_generation import Duals, Problem, columns_of, generate_columns
 from hf_packing.planning.columns import fill_columns
 from hf_packing.planning.dive import dive
 from hf_packing.planning.few_documents import FEW_SEGMENTS, fewest_packs_of_few
@@ -70,13 +70,15 @@ def optimal_packs(
     if relaxation is None:
         note = f"best fit: a time limit of {time_limit:g} s was too short for {how}"
         return Solution(best_fit, bound, note, out_of_time=True)
-    how += how_it_ended(relaxation, time_limit)
 
     def realise(packs: IntArray) -> Patterns:
         return fill_columns(packs, relaxation.columns, slots, counts, capacity, max_documents)
 
     progress(f"whole packs, at least {bound:,}")
-    found = dive(relaxation, problem.demand, realise, bound, deadline)
+    found, to_its_end = dive(relaxation, problem.demand, realise, bound, deadline)
+    how += f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
+    if not (relaxation.finished and to_its_end):
+        how += f", stopped by the time limit of {time_limit:g} s"
     segments = int(counts.sum())
     if min(found.num_packs, best_fit.num_packs) > bound and segments <= FEW_SEGMENTS:
         exact = fewest_packs_of_few(counts, capacity, max_documents, deadline)
@@ -85,11 +87,6 @@ def optimal_packs(
     if found.num_packs >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit: {how}, found no fewer packs")
     return Solution(found, bound, how)
-
-
-def how_it_ended(relaxation: Relaxation, time_limit: float) -> str:
-    rounds = f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
-    return rounds if relaxation.finished else f"{rounds}, stopped by the time limit of {time_limit:g} s"
 
 
 def least_packs_of_slots(problem: Problem) -> int:
