@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from lengths import log_normal
 
 import hf_packing as hfp
-from hf_packing.planning import slots_wanted
+from hf_packing.planning import dive, slots_wanted
+from hf_packing.planning.column_generation import generate_columns, solve_master
 from hf_packing.planning.few_documents import ways_to_fill
+from hf_packing.planning.optimal import proven_bound
 
 limits = st.one_of(st.none(), st.integers(1, 4))
 
@@ -93,6 +95,60 @@ def test_very_long_packs_are_measured_in_units(rng, monkeypatch):
     table = hfp.plan_counts(counts, hfp.Optimal(2048))
     assert table.num_packs < 0.98 * hfp.plan_counts(counts, hfp.BestFit(2048)).num_packs
     assert "were rounded up" in table.note
+
+
+def test_whole_packs_are_dived_for_to_the_bound(monkeypatch):
+    """Rounding the fractions once leaves 752 packs here; few steps of the dive bring 750."""
+    solved = []
+
+    def watched(*arguments):
+        solved.append(solve_master(*arguments))
+        return solved[-1]
+
+    monkeypatch.setattr(dive, "solve_master", watched)
+    counts = np.bincount(np.random.default_rng(1).integers(60, 140, 3000))
+    table = hfp.plan_counts(counts, hfp.Optimal(400))
+    assert table.num_packs == table.metrics().lower_bound == 750
+    assert hfp.plan_counts(counts, hfp.BestFit(400)).num_packs > 750
+    assert 0 < len(solved) < 12
+
+
+@st.composite
+def documents_and_slots(draw):
+    capacity = draw(st.integers(5, 60))
+    lengths = draw(st.lists(st.integers(1, capacity), min_size=4, max_size=9))
+    return lengths, capacity, draw(st.integers(1, 4)), draw(st.sampled_from([5, 1 << 17])), draw(limits)
+
+
+@settings(max_examples=600)
+@given(documents_and_slots())
+@example(([6, 6, 6, 6, 6, 6, 6, 5], 20, 1, 1 << 17, None))
+def test_what_slots_prove_holds_for_the_documents(case):
+    """However few slots, in whatever unit: the bound is never above the fewest packs there are."""
+    lengths, capacity, most_slots, most_units, limit = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots_wanted, "MAX_SLOTS", most_slots)
+        patch.setattr(slots_wanted, "FEWEST_SLOTS", most_slots)
+        patch.setattr(slots_wanted, "MAX_UNITS", most_units)
+        counts = np.bincount(lengths)
+        slots, problem = slots_wanted.slots_wanted(counts, capacity, limit)
+    assert problem.demand.sum() == len(lengths)
+    assert slots[-1] >= max(lengths)
+    deadline = time.monotonic() + 60
+    start = np.eye(len(slots), dtype=int)
+    relaxation, duals = generate_columns(problem, start, deadline, [].append)
+    assert relaxation is not None
+    assert relaxation.finished
+    assert duals.bound <= relaxation.objective + 1e-6
+    assert proven_bound(counts, capacity, slots, problem, duals, deadline) <= fewest_packs(lengths, capacity, limit)
+
+
+def test_a_grouped_bound_proves_more_than_volume(rng, monkeypatch):
+    monkeypatch.setattr(slots_wanted, "MAX_SLOTS", 60)
+    counts = np.bincount(rng.integers(512, 1025, 20_000))
+    best_fit, optimal = (hfp.plan_counts(counts, s) for s in (hfp.BestFit(2048), hfp.Optimal(2048)))
+    assert optimal.metrics().lower_bound > 1.02 * best_fit.metrics().lower_bound
+    assert optimal.metrics().lower_bound <= optimal.num_packs < best_fit.num_packs
 
 
 def test_no_time_where_best_fit_is_optimal_already():
