@@ -12,7 +12,7 @@ from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
 from hf_packing.arrow.columns import INPUT_IDS, LABELS, TokenColumns, find_token_columns, left_out
-from hf_packing.arrow.packed_rows import pack_rows, unpack_rows
+from hf_packing.arrow.packed_rows import check_bucket_is_free, pack_rows, unpack_rows
 from hf_packing.arrow.token_column import blocks_of_packs
 from hf_packing.cache import PLAN_KEY, CachedPacks, Origin, cache_for, fingerprint_of, new_stream
 from hf_packing.errors import PackingError
@@ -71,6 +71,8 @@ def pack_one(
     dataset: datasets.Dataset, strategy: Strategy, position_ids: bool, load_from_cache_file: bool
 ) -> datasets.Dataset:
     table = dataset.data.table
+    if strategy.has_buckets:
+        check_bucket_is_free(table.column_names)
     fingerprint = fingerprint_of(dataset, strategy, position_ids)
     cache = cache_for(dataset, fingerprint)
     rows = cache.open() if load_from_cache_file else None

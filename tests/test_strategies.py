@@ -209,6 +209,21 @@ def test_rows_of_buckets_carry_their_capacity(strategy):
 
 
 @pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
+@pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [[1], [2, 3]]])
+def test_documents_with_a_column_bucket_of_their_own(strategy, column):
+    documents = Dataset.from_dict({"input_ids": [[1], [2, 3]], "bucket": column})
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column among the documents"):
+        hfp.pack(documents, strategy)
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column among the documents"):
+        strategy(documents[:])
+
+
+def test_a_token_column_bucket_is_a_column_like_any_other():
+    documents = Dataset.from_dict({"input_ids": [[1], [2, 3]], "bucket": [[7], [8, 9]]})
+    assert hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["bucket"][:] == [[7], [8, 9]]
+
+
+@pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
 def test_a_batch_of_buckets_without_documents(strategy):
     assert strategy({"input_ids": []})["bucket"] == []
 

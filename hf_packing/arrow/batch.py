@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.arrow.columns import INPUT_IDS, find_token_columns
-from hf_packing.arrow.packed_rows import BUCKET, pack_rows
+from hf_packing.arrow.packed_rows import BUCKET, check_bucket_is_free, pack_rows
 from hf_packing.arrow.token_column import TokenColumn
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
@@ -45,6 +45,8 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, b
 
 
 def pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan], bucket: bool) -> pa.Table:
+    if bucket:
+        check_bucket_is_free(table.column_names)
     columns = find_token_columns(table)
     plan = plan_lengths(check_lengths(columns[INPUT_IDS].length))
     return pack_rows(columns, plan, bucket=bucket).table

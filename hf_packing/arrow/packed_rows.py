@@ -74,6 +74,14 @@ def pack_rows(
     return PackedRows(pa.table(arrays), first_labels)
 
 
+def check_bucket_is_free(column_names: list[str]) -> None:
+    if BUCKET in column_names:
+        raise PackingError(
+            "column 'bucket': expected no such column among the documents, since rows carry the capacity of their pack "
+            "there; rename or remove it"
+        )
+
+
 def in_order(packed: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
     first = {name: packed[name] for name in (INPUT_IDS, LABELS)}
     return first | {name: values for name, values in packed.items() if name not in first}
@@ -121,9 +129,10 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
     np.add.at(document_tokens, plan.segment_document, plan.segment_length)
     arrays = {}
     for name in packed.column_names:
-        if name in (SEQ_LENGTHS, POSITION_IDS, BUCKET):
+        token_type = is_token_type(packed.schema.field(name).type)
+        if name in (SEQ_LENGTHS, POSITION_IDS) or (name == BUCKET and not token_type):
             continue
-        if not is_token_type(packed.schema.field(name).type):
+        if not token_type:
             raise PackingError(f"column {name!r}: expected one number for each token, remove it before unpacking")
         column = TokenColumn(name, packed.column(name))
         values = column.gather(pack[order], start_in_pack[order], length)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from hf_packing.planning.counts import LengthCounts
 from hf_packing.planning.cuts import Cuts, make_cuts
+from hf_packing.planning.overflow import check_pieces
 from hf_packing.planning.patterns import Pattern, Patterns, patterns_from_list
 from hf_packing.planning.remaining import Remaining
 
@@ -76,6 +77,8 @@ def bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thresh
         Patterns, and what the documents are cut into.
     """
     largest = capacities[-1]
+    long = counts.length > largest
+    check_pieces(float(counts.documents[long].astype(float) @ (counts.length[long] // largest)), largest)
     patterns: list[Pattern] = []
     fragments = Fragments()
     whole: dict[int, int] = {}

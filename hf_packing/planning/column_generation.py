@@ -34,6 +34,8 @@ TOWARDS_BEST = 0.3
 WORTH_ADDING = 1e-7
 WORTH_KEEPING = 0.01
 """Columns that cost more than this against the duals leave a large master problem."""
+LEAST_PROGRESS = 1e-9
+"""Relative; a smaller fall of the objective may be rounding."""
 SCALE = 1000.0
 """HiGHS has absolute tolerances: all documents together become this many."""
 ROUNDING = 1e-6
@@ -96,7 +98,7 @@ def generate_columns(
     duals = Duals(np.zeros(len(problem.slots)))
     columns = np.hstack([start, *guessed_columns(problem, duals, deadline)])
     solution: Relaxation | None = None
-    rounds = 0
+    rounds, pruned_at = 0, np.inf
     while time.monotonic() < deadline:
         solved = solve_master(columns, problem.demand * (SCALE / problem.demand.sum()), deadline)
         if solved is None:
@@ -112,10 +114,11 @@ def generate_columns(
         new = improving_columns(problem, duals, value, deadline)
         if not new.shape[1] and time.monotonic() < deadline:
             return solution, duals
-        kept = slice(None)
-        if columns.shape[1] > 2 * len(problem.slots):
-            kept = 1 - value @ columns < WORTH_KEEPING
-        columns = np.hstack([columns[:, kept], new])
+        # only where the objective has fallen since: else the same columns could come and go for ever
+        if columns.shape[1] > 2 * len(problem.slots) and objective < pruned_at * (1 - LEAST_PROGRESS):
+            columns = columns[:, (packs > 0) | (1 - value @ columns < WORTH_KEEPING)]
+            pruned_at = objective
+        columns = np.hstack([columns, new])
     if solution is not None:
         solution = Relaxation(solution.columns, solution.packs, solution.objective, rounds, finished=False)
     return solution, duals

@@ -14,7 +14,7 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.counts import LengthCounts
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.overflow import MAX_PIECES, Overflow
+from hf_packing.planning.overflow import Overflow, check_pieces
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,7 @@ def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> 
         pieces_each[long] = 0
     elif overflow == "split":
         pieces_each = -(-length // capacity)
-        if (pieces := int((pieces_each * counts.documents.astype(np.float64)).sum())) > MAX_PIECES:
-            raise PackingError(
-                f"max_length: expected one that cuts documents into at most 2**40 pieces, {capacity} makes {pieces}"
-            )
+        check_pieces(float(pieces_each[long] @ counts.documents[long].astype(np.float64)), capacity)
     offsets = np.concatenate([[0], np.cumsum(pieces_each)])
     piece_length = np.repeat(np.minimum(length, capacity), pieces_each).astype(np.int32)
     if overflow == "split" and long.any():

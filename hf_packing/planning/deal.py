@@ -199,7 +199,8 @@ def group_of_documents(
 
 def dealt_of_each_length(cuts: Cuts, already_dealt: Any) -> IntArray:
     """How many documents of each length that occurs were dealt before, from a histogram that may be shorter."""
-    length = np.unique(cuts.document_length)
+    length, first_group = np.unique(cuts.document_length, return_index=True)
+    documents = np.add.reduceat(cuts.documents, first_group) if len(first_group) else cuts.documents
     if already_dealt is None:
         return np.zeros(len(length), dtype=np.int64)
     dealt = check_whole_numbers("already_dealt", already_dealt)
@@ -207,6 +208,13 @@ def dealt_of_each_length(cuts: Cuts, already_dealt: Any) -> IntArray:
         first = int(np.argmax(dealt < 0))
         raise PackingError(f"already_dealt: expected no negative count, got {dealt[first]} documents of length {first}")
     inside = length < len(dealt)
+    beyond = dealt[length[inside]] > documents[inside]
+    if beyond.any():
+        first = int(length[inside][beyond][0])
+        raise PackingError(
+            f"already_dealt: expected at most {documents[inside][beyond][0]} documents of length {first}, as counted, "
+            f"got {dealt[first]}"
+        )
     result = np.zeros(len(length), dtype=np.int64)
     result[inside] = dealt[length[inside]]
     return result

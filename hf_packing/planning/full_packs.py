@@ -13,7 +13,7 @@ def full_packs(capacity: int, max_documents: int) -> IntArray:
         max_documents: most lengths in a multiset, at least 1.
 
     Returns:
-        int32 [multisets, max_documents]: lengths, descending, filled up with zeros.
+        int32 [multisets, max_documents or the capacity if that is less]: lengths, descending, filled up with zeros.
 
     Example:
         >>> full_packs(4, 3).tolist()
@@ -22,7 +22,7 @@ def full_packs(capacity: int, max_documents: int) -> IntArray:
     chosen = np.zeros((1, 0), dtype=np.int32)
     rest = np.array([capacity], dtype=np.int32)
     largest = rest
-    for places in range(max_documents, 0, -1):
+    for places in range(min(max_documents, capacity), 0, -1):
         least = -(-rest // places)
         choices = np.minimum(rest, largest) - least + 1
         if places == 1:

@@ -64,16 +64,20 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int 
     return int(value)
 
 
+def is_real(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
 def check_share(name: str, value: Any) -> float:
     """`value` as a float within [0, 1], or a PackingError that names the argument."""
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.number)) or not 0 <= value <= 1:
+    if not is_real(value) or not 0 <= value <= 1:
         raise PackingError(f"{name}: expected a number from 0 to 1, got {value!r}")
     return float(value)
 
 
 def check_seconds(name: str, value: Any) -> float:
     """`value` as a number of seconds of at least 0, or a PackingError that names the argument."""
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.number)) or not value >= 0:
+    if not is_real(value) or not value >= 0:
         raise PackingError(f"{name}: expected seconds, 0 or more, got {value!r}")
     return float(value)
 

@@ -42,7 +42,7 @@ def non_negative_least_squares_patterns(counts: IntArray, capacity: int, max_doc
         MissingDependencyError: scipy is not installed.
     """
     load_scipy_optimize("NonNegativeLeastSquares")
-    if number_of_full_packs(capacity, max_documents, MAX_FULL_PACKS) > MAX_FULL_PACKS:
+    if capacity > MAX_FULL_PACKS or number_of_full_packs(capacity, max_documents, MAX_FULL_PACKS) > MAX_FULL_PACKS:
         raise PackingError(
             f"max_documents: expected at most 2**23 ways to fill a pack, {max_documents} documents of together "
             f"max_length={capacity} tokens have more; Optimal makes only the ways it needs"

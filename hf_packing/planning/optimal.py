@@ -15,7 +15,7 @@ from hf_packing.planning.knapsack import LEAST_GAIN, fill_rooms
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.optional import load_scipy_optimize
 from hf_packing.planning.patterns import Patterns, Solution
-from hf_packing.planning.slots_wanted import slots_wanted
+from hf_packing.planning.slots_wanted import slots_wanted, too_much_work
 
 SHARE_FOR_FRACTIONS = 0.6
 """Of the time, for the solution in fractions; the rest is for making whole packs of it."""
@@ -61,6 +61,8 @@ def optimal_packs(
         how += f", to which {np.count_nonzero(counts)} were rounded up"
     if least_packs_of_slots(problem) >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit: {how}, cannot find fewer packs")
+    if too_much_work(problem):
+        return Solution(best_fit, bound, f"best fit: {how}, is too much work with max_documents={max_documents}")
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
     grouped_counts[slots] = problem.demand.astype(np.int64)
     start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)

@@ -43,6 +43,14 @@ def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
         )
 
 
+def check_pieces(pieces: float, capacity: int) -> None:
+    """Raise PackingError where cutting long documents makes more pieces than can be planned."""
+    if pieces > MAX_PIECES:
+        raise PackingError(
+            f"max_length: expected one that cuts documents into at most 2**40 pieces, {capacity} makes {pieces:.4g}"
+        )
+
+
 def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Pieces:
     """The pieces that documents become under a capacity.
 
@@ -76,10 +84,7 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
 
 def split(lengths: IntArray, capacity: int, numbers: IntArray) -> Pieces:
     chunks = -(-lengths.astype(np.int64) // capacity)
-    if (pieces := int(chunks.sum())) > MAX_PIECES:
-        raise PackingError(
-            f"max_length: expected one that cuts documents into at most 2**40 pieces, {capacity} makes {pieces}"
-        )
+    check_pieces(float(chunks.sum()), capacity)
     document = np.repeat(numbers, chunks)
     first_piece = np.cumsum(chunks) - chunks
     start = (np.arange(len(document)) - np.repeat(first_piece, chunks)) * capacity

@@ -11,6 +11,7 @@ MAX_UNITS = 1 << 17
 MAX_WORK = 1 << 28
 """Slots times room times the limit on documents, which is what one pricing costs."""
 FEWEST_SLOTS = 50
+TOO_MUCH = 1 << 30
 
 
 def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> tuple[IntArray, Problem]:
@@ -25,7 +26,7 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
         int64 [slots], the tokens of each slot, and the problem, in units of one or more tokens.
     """
     lengths = np.flatnonzero(counts)
-    if max_documents is not None and max_documents >= capacity // lengths[0]:
+    if max_documents is not None and max_documents >= most_that_fit(counts, capacity):
         max_documents = None
     most = MAX_SLOTS
     if max_documents is not None:
@@ -39,6 +40,24 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
     demand = np.bincount(slot_of_length, weights=counts[lengths], minlength=len(slots)).astype(np.float64)
     grouped = len(slots) < len(lengths) or unit > 1
     return slots, Problem(units, demand, room, max_documents, grouped)
+
+
+def most_that_fit(counts: IntArray, capacity: int) -> int:
+    """How many of the documents, the shortest first, fit in one pack."""
+    documents, room = 0, capacity
+    for length in np.flatnonzero(counts).tolist():
+        fitting = min(int(counts[length]), room // length)
+        if not fitting:
+            break
+        documents, room = documents + fitting, room - fitting * length
+    return documents
+
+
+def too_much_work(problem: Problem) -> bool:
+    """Whether a limit on documents makes one pricing so long that no time limit could be kept."""
+    return (
+        problem.max_documents is not None and len(problem.slots) * problem.max_documents * problem.capacity > TOO_MUCH
+    )
 
 
 def spread_slots(counts: IntArray, most: int) -> IntArray:

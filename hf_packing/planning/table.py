@@ -20,7 +20,9 @@ from hf_packing.planning.slots import Slots
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PatternTable:
-    """Which packs to make from documents of which lengths. Its size depends on the distinct lengths alone.
+    """Which packs to make from documents of which lengths.
+
+    Its size depends on the distinct lengths; with Bucket also on how many documents it cuts.
 
     `plan_counts` makes it. Workers that share nothing but the table and, for each length, how many documents earlier
     shards had, deal the same packs as a plan over all documents at once.
@@ -105,7 +107,7 @@ class PatternTable:
             cut=int(cuts.documents[cuts.cut].sum()),
             dropped=int(cuts.documents[dropped].sum()),
             empty=int(cuts.documents[cuts.document_length == 0].sum()),
-            slots=int(patterns.packs @ capacity),
+            slots=int(patterns.packs.astype(object) @ capacity.astype(object)) if len(capacity) else 0,
             squared_segments=float(counts @ length**2),
             squared_capacities=float(patterns.packs @ capacity.astype(np.float64) ** 2),
             lower_bound=max(pack_lower_bound(counts, largest) if largest else 0, self.proven_lower_bound),

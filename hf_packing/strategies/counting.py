@@ -45,10 +45,11 @@ class BestFit(OneCapacity):
 
 @dataclass(frozen=True)
 class ShortestPackFirst(OneCapacity):
-    """Shortest-pack-first histogram packing (SPFHP): longest documents first, each into the pack with the most room.
+    """Shortest-pack-first histogram packing (SPFHP): longest documents first, into the packs with the most room.
 
-    It evens out the fill of packs and the number of documents in them, and needs more packs than BestFit
-    ("Efficient sequence packing without cross-contamination", arXiv 2107.02027).
+    Length by length: documents go into the packs that are open, one each, and those left get packs of their own. It
+    needs more packs than BestFit, most of all where there are few distinct lengths ("Efficient sequence packing without
+    cross-contamination", arXiv 2107.02027).
 
     Args:
         max_length: tokens a pack holds, at least 1.
@@ -75,8 +76,9 @@ class ShortestPackFirst(OneCapacity):
 class NonNegativeLeastSquares(OneCapacity):
     """Non-negative least squares over all ways to fill a pack exactly with few documents (NNLSHP, arXiv 2107.02027).
 
-    Close to the best there is for 2 or 3 documents in a pack; for more, and for long packs, `Optimal` is better and
-    quicker. Takes seconds at max_length=512, minutes at 2048. Needs scipy: `pip install "hf-packing[optimal]"`.
+    Good for large corpora with documents of every length and 2 or 3 of them in a pack. Where few lengths occur, few
+    packs can be filled exactly and BestFit is better; `Optimal` is better and quicker everywhere. Takes seconds at
+    max_length=512, minutes at 2048. Needs scipy: `pip install "hf-packing[optimal]"`.
 
     Args:
         max_length: tokens a pack holds, at least 1.

@@ -53,10 +53,11 @@ def test_not_a_strategy():
 
 
 def test_a_plan_of_too_many_pieces():
-    with pytest.raises(
-        hfp.PackingError, match=r"max_length: expected one that cuts documents into at most 2\*\*40 pieces"
-    ):
-        hfp.plan_packing([2**62], hfp.BestFit(1))
+    for strategy in (hfp.BestFit(1), hfp.Bucket((1,)), hfp.FirstCome(1)):
+        with pytest.raises(
+            hfp.PackingError, match=r"max_length: expected one that cuts documents into at most 2\*\*40 pieces"
+        ):
+            hfp.plan_packing([2**62], strategy)
 
 
 def test_huge_packs_have_metrics():

@@ -70,6 +70,12 @@ def test_too_many_ways_to_fill_a_pack():
         hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(512, max_documents=6))
 
 
+def test_a_limit_beyond_the_capacity():
+    assert hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(8, max_documents=10**6)).num_packs == 1
+    with pytest.raises(hfp.PackingError, match="max_documents: expected at most"):
+        hfp.plan_packing([5], hfp.NonNegativeLeastSquares(2**31 - 1))
+
+
 @pytest.mark.parametrize("value", [0, None, 2.5])
 def test_bad_max_documents(value):
     with pytest.raises(hfp.PackingError, match=f"max_documents: expected an integer from 1 to 2147483647, got {value}"):

@@ -210,6 +210,27 @@ def test_the_note_is_saved_with_the_plan(tmp_path, rng):
     assert loaded.shuffle(1).metrics().lower_bound == plan.metrics().lower_bound
 
 
+def test_columns_do_not_come_and_go_for_ever():
+    """These lengths once made column generation drop and find the same columns again and again."""
+    plan = hfp.plan_packing([74, 12, 12, 2, 25, 9, 27, 39, 98, 2, 33, 63, 4], hfp.Optimal(100, time_limit=float("inf")))
+    assert plan.num_packs == 5
+    assert "4 rounds" in plan.note or "solved exactly" in plan.note
+
+
+def test_one_short_document_does_not_make_a_limit_matter(rng):
+    counts = np.bincount(np.append(rng.integers(300, 701, 20_000), 1))
+    limited, free = (hfp.plan_counts(counts, hfp.Optimal(2048, max_documents=limit)) for limit in (1000, None))
+    assert limited.num_packs == free.num_packs
+
+
+def test_a_limit_that_is_too_much_work(monkeypatch, rng):
+    monkeypatch.setattr(slots_wanted, "TOO_MUCH", 1000)
+    counts = np.bincount(rng.integers(30, 71, 2000))
+    table = hfp.plan_counts(counts, hfp.Optimal(200, max_documents=4))
+    assert table.note.endswith("is too much work with max_documents=4")
+    assert table.num_packs == hfp.plan_counts(counts, hfp.BestFit(200, max_documents=4)).num_packs
+
+
 def test_ways_to_fill():
     ways = list(ways_to_fill([3, 5], [2, 1], 8, None))
     assert sorted(ways) == [(0, 1), (1, 0), (1, 1), (2, 0)]

@@ -105,6 +105,15 @@ def test_a_table_travels_to_workers(rng):
     assert repr(copy) == repr(table)
 
 
+def test_more_documents_than_fit_anywhere():
+    table = hfp.plan_counts([0] * 30 + [10**15], hfp.BestFit(100))
+    assert table.num_packs == -(-(10**15) // 3)
+    last = table.deal([30, 30], [0] * 30 + [10**15 - 2])
+    assert last.pack.max() < table.num_packs
+    lonely = hfp.plan_counts([0, 10**11], hfp.BestFit(2**31 - 1, max_documents=1))
+    assert lonely.metrics().num_padding_slots == 10**11 * (2**31 - 2)
+
+
 def test_a_histogram_with_no_documents():
     for counts in ([], [0, 0], [3]):
         table = hfp.plan_counts(counts, hfp.BestFit(8))
@@ -151,6 +160,11 @@ def test_a_strategy_that_needs_the_order_of_documents():
         ([5, 90], None, "lengths: expected only lengths that were counted, got 90"),
         ([5, 5, 5], None, "expected at most 2 documents of length 5 .* 0 were already dealt and this shard has 3"),
         ([5], [0, 0, 0, 0, 0, 2], "expected at most 2 documents of length 5 .* 2 were already dealt and this shard"),
+        (
+            [5],
+            np.array([0, 0, 0, 0, 0, 2**63 + 5], dtype=np.uint64),
+            "already_dealt: expected at most 2 documents of length 5, as counted, got 9223372036854775813",
+        ),
         ([5], [0, -1], "already_dealt: expected no negative count, got -1 documents of length 1"),
         ([5], [0.5], "already_dealt: expected integers, got float64"),
         ([-5], None, "lengths: expected no negative length"),
