@@ -11,11 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_lengths
 from hf_packing.planning.metrics import PackingMetrics
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_strategy
-from hf_packing.strategies.planning import plan_packing
+from hf_packing.strategies.planning import plan_packing, read_lengths
 
 
 @dataclass(frozen=True)
@@ -99,26 +98,25 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
     chosen = [check_strategy(strategy) for strategy in strategies]
     if not chosen:
         raise PackingError("strategies: expected at least one, got none")
-    if type(lengths).__module__.partition(".")[0] == "datasets":
-        lengths = lengths[:]
-    lengths = check_lengths(lengths)
+    lengths = read_lengths(lengths)
     rows: list[ComparedStrategy] = []
-    problems: list[Problem] = []
+    workloads: list[Workload] = []
     with tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
         for strategy in progress:
             progress.set_postfix_str(type(strategy).__name__)
             began = time.perf_counter()
             plan = plan_packing(lengths, strategy)
-            rows.append(ComparedStrategy(strategy, plan.metrics(), time.perf_counter() - began, plan.note))
-            problems.append(problem_of(plan, strategy))
+            seconds = time.perf_counter() - began
+            rows.append(ComparedStrategy(strategy, plan.metrics(), seconds, plan.note))
+            workloads.append(workload_of(plan, strategy))
     proven = [row.metrics.lower_bound for row in rows]
-    for number, problem in enumerate(problems):
-        bound = max(bound for other, bound in zip(problems, proven, strict=True) if problem.is_as_hard_as(other))
+    for number, workload in enumerate(workloads):
+        bound = max(bound for other, bound in zip(workloads, proven, strict=True) if workload.is_as_hard_as(other))
         rows[number] = replace(rows[number], metrics=replace(rows[number].metrics, lower_bound=bound))
     return Comparison(rows)
 
 
-class Problem(NamedTuple):
+class Workload(NamedTuple):
     """What a strategy had to pack."""
 
     capacity: int
@@ -127,15 +125,15 @@ class Problem(NamedTuple):
     limit: float
     """Most documents in a pack."""
 
-    def is_as_hard_as(self, other: Problem) -> bool:
+    def is_as_hard_as(self, other: Workload) -> bool:
         """Whether it needs at least as many packs: the same segments, and no more documents allowed in a pack."""
         return self[:2] == other[:2] and self.limit <= other.limit
 
 
-def problem_of(plan: PackingPlan, strategy: Strategy) -> Problem:
+def workload_of(plan: PackingPlan, strategy: Strategy) -> Workload:
     limit = getattr(strategy, "max_documents", None)
     counts = np.bincount(plan.segment_length, minlength=1)
-    return Problem(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), float("inf") if limit is None else limit)
+    return Workload(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), float("inf") if limit is None else limit)
 
 
 COLUMNS = ("", "padding", "truncation", "dropped", "concatenation", "packs", "above bound", "seconds")

@@ -189,7 +189,8 @@ def test_overflow_error_in_a_batch():
 
 
 @pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
-def test_rows_of_buckets_carry_their_capacity(strategy):
+def test_rows_of_buckets_carry_their_capacity(strategy, monkeypatch):
+    monkeypatch.setattr("hf_packing.dataset.TOKENS_AT_ONCE", 4)  # so that rows are written in several blocks
     lists = strategy(BATCH)
     assert set(lists["bucket"]) == {2, 4}
     assert all(len(row) <= bucket for row, bucket in zip(lists["input_ids"], lists["bucket"], strict=True))
@@ -220,6 +221,8 @@ def test_documents_with_a_column_bucket_of_their_own(strategy, column):
 
 def test_a_token_column_bucket_is_a_column_like_any_other():
     documents = Dataset.from_dict({"input_ids": [[1], [2, 3]], "bucket": [[7], [8, 9]]})
+    arrays = {name: [np.array(row) for row in documents[name]] for name in documents.column_names}
+    assert sorted(len(row) for row in hfp.BestFit(2)(arrays)["bucket"]) == [1, 2]
     assert hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["bucket"][:] == [[7], [8, 9]]
 
 

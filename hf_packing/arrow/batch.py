@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from hf_packing.arrow.columns import INPUT_IDS, find_token_columns
 from hf_packing.arrow.packed_rows import BUCKET, check_bucket_is_free, pack_rows
-from hf_packing.arrow.token_column import TokenColumn
+from hf_packing.arrow.token_column import TokenColumn, is_token_type
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
@@ -74,7 +74,7 @@ def as_numpy(row: Any) -> Any:
 
 
 def rows_of(column: pa.ChunkedArray, name: str) -> Any:
-    if name == BUCKET:
+    if name == BUCKET and not is_token_type(column.type):
         return column.to_numpy()
     tokens = TokenColumn(name, column)
     values = tokens.gather(np.arange(len(tokens.length)), np.zeros_like(tokens.length), tokens.length)

@@ -8,6 +8,7 @@ so identical packs are made in bulk.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hf_packing.planning.counts import LengthCounts
 from hf_packing.planning.cuts import Cuts, make_cuts
@@ -17,15 +18,21 @@ from hf_packing.planning.remaining import Remaining
 
 Pieces = tuple[int, ...]
 
-Given = tuple["Given", int] | tuple[()]
-"""The pieces that a document has given so far, as (those before, the last), so that one more is cheap to add."""
+
+class Given(NamedTuple):
+    """The pieces that a document has given so far: some, and before them others. One more is cheap to add."""
+
+    before: "Given | None"
+    piece: int
+    copies: int
 
 
-def in_order(given: Given) -> Pieces:
-    pieces = []
-    while given:
-        given, piece = given
-        pieces.append(piece)
+def pieces_of(given: Given | None) -> Pieces:
+    """In document order."""
+    pieces: list[int] = []
+    while given is not None:
+        pieces += [given.piece] * given.copies
+        given = given.before
     return tuple(reversed(pieces))
 
 
@@ -33,9 +40,9 @@ class Fragments:
     """What remains of documents that were cut: for each length, from which documents, and what they already gave."""
 
     def __init__(self) -> None:
-        self.of_length: dict[int, list[tuple[int, int, Given]]] = {}
+        self.of_length: dict[int, list[tuple[int, int, Given | None]]] = {}
 
-    def add(self, length: int, number: int, document_length: int, given: Given) -> None:
+    def add(self, length: int, number: int, document_length: int, given: Given | None) -> None:
         """`number` fragments of this length, each from a document of document_length that gave these pieces."""
         self.of_length.setdefault(length, []).append((number, document_length, given))
 
@@ -51,16 +58,16 @@ class Fragments:
             elif not self.of_length[length]:
                 del self.of_length[length]
         else:
-            document_length, given = length, ()
+            document_length, given = length, None
             whole[length] -= 1
-        self.add(length - room, 1, document_length, (given, room))
+        self.add(length - room, 1, document_length, Given(given, room, 1))
 
     def groups(self) -> list[tuple[int, int, Pieces]]:
         """(document length, documents, pieces) of all documents that were cut, each way of cutting once."""
         number: dict[tuple[int, Pieces], int] = {}
         for length, fragments in self.of_length.items():
             for documents, document_length, given in fragments:
-                way = document_length, (*in_order(given), length)
+                way = document_length, (*pieces_of(given), length)
                 number[way] = number.get(way, 0) + documents
         return [(length, documents, pieces) for (length, pieces), documents in number.items()]
 
@@ -90,10 +97,7 @@ def bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_thresh
         full, rest = divmod(length, largest)
         patterns.append(Pattern(documents * full, largest, [(largest, 1)]))
         if rest:
-            given: Given = ()
-            for _ in range(full):
-                given = given, largest
-            fragments.add(rest, documents, length, given)
+            fragments.add(rest, documents, length, Given(None, largest, full))
         else:
             groups.append((length, documents, (largest,) * full))
     empty = whole.pop(0, 0)

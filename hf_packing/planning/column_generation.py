@@ -96,7 +96,7 @@ def generate_columns(
         The last solution, or None when the time did not suffice for one; the duals with the best bound.
     """
     duals = Duals(np.zeros(len(problem.slots)))
-    columns = np.hstack([start, *guessed_columns(problem, duals, deadline)])
+    columns = np.hstack([start, *guessed_columns(problem, duals, deadline)]).astype(np.int32)
     solution: Relaxation | None = None
     rounds, pruned_at = 0, np.inf
     while time.monotonic() < deadline:
@@ -111,7 +111,7 @@ def generate_columns(
         gap = CLOSE_ENOUGH * objective if problem.grouped else 0
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals
-        new = improving_columns(problem, duals, value, deadline)
+        new = without_known(improving_columns(problem, duals, value, deadline), columns)
         if not new.shape[1] and time.monotonic() < deadline:
             return solution, duals
         # only where the objective has fallen since: else the same columns could come and go for ever
@@ -162,6 +162,13 @@ def improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadlin
         if better.any() or weight == 0 or time.monotonic() > deadline:
             return np.unique(columns[:, better], axis=1)
         weight = weight / 2 if weight > 0.1 else 0
+
+
+def without_known(new: IntArray, columns: IntArray) -> IntArray:
+    """Only the columns that are not there yet: within the solver's tolerance, one that is may look worth adding."""
+    known = {column.tobytes() for column in np.ascontiguousarray(columns.T)}
+    fresh = [column.tobytes() not in known for column in np.ascontiguousarray(new.T)]
+    return new[:, fresh]
 
 
 def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tuple[FloatArray, FloatArray, float] | None:

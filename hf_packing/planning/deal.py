@@ -41,7 +41,7 @@ class DealtShard:
 
 
 def deal_all(table: PatternTable, lengths: IntArray) -> PackingPlan:
-    """The plan in which every document of checked lengths has its place."""
+    """The plan in which every document has its place; lengths are checked, and those that the table was made for."""
     pieces, piece_start = pieces_by_length(table.cuts, lengths, table.seed)
     pack_place, pack_offsets, pack_capacity = place_packs(table.patterns, table.seed)
     document = np.empty(len(pieces), dtype=smallest_index_type(len(lengths)))
@@ -153,16 +153,16 @@ def spread_over_groups(cuts: Cuts, order: IntArray, seed: int | None) -> IntArra
     several = np.diff(np.append(first_group, len(cuts.documents))) > 1
     number = steps(documents[several])
     begin = np.repeat((np.cumsum(documents) - documents)[several], documents[several])
-    place = place_among_equals(np.repeat(length[several], documents[several]), number, documents[several], seed)
+    size = np.repeat(documents[several], documents[several])
+    place = place_among_equals(np.repeat(length[several], documents[several]), number, size, seed)
     spread = order.copy()
     spread[begin + place] = order[begin + number]
     return spread
 
 
 def place_among_equals(length: IntArray, number: IntArray, documents: IntArray, seed: int) -> IntArray:
-    """The random place of the number-th document of a length among those of that length."""
-    size = documents if len(documents) == len(number) else np.repeat(documents, documents)
-    return scramble(number, size, keys_for(length, derive_key(seed, "cuts")))
+    """The random place of the number-th of so many documents of a length among them; all arrays are as long."""
+    return scramble(number, documents, keys_for(length, derive_key(seed, "cuts")))
 
 
 def group_of_documents(
@@ -208,6 +208,11 @@ def dealt_of_each_length(cuts: Cuts, already_dealt: Any) -> IntArray:
         first = int(np.argmax(dealt < 0))
         raise PackingError(f"already_dealt: expected no negative count, got {dealt[first]} documents of length {first}")
     inside = length < len(dealt)
+    uncounted = dealt.copy()
+    uncounted[length[inside]] = 0
+    if uncounted.any():
+        first = int(np.argmax(uncounted != 0))
+        raise PackingError(f"already_dealt: expected none of length {first}, as counted, got {dealt[first]}")
     beyond = dealt[length[inside]] > documents[inside]
     if beyond.any():
         first = int(length[inside][beyond][0])

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_packing.planning.lengths import IntArray, smallest_index_type
+from hf_packing.planning.overflow import check_pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.shuffle import shuffle_packs
 
@@ -67,6 +68,7 @@ def concatenate_and_cut(lengths: IntArray, capacity: int) -> Concatenated:
     start = end - lengths
     first_pack = start // capacity
     packs_touched = np.where(lengths > 0, (end - 1) // capacity - first_pack + 1, 0)
+    check_pieces(float(packs_touched.sum()), capacity)
     document = np.repeat(np.arange(len(lengths)), packs_touched)
     nth_segment = np.arange(len(document)) - np.repeat(np.cumsum(packs_touched) - packs_touched, packs_touched)
     pack = first_pack[document] + nth_segment

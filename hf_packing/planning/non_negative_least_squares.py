@@ -19,7 +19,8 @@ from hf_packing.planning.patterns import Patterns
 SHORT, WEIGHT_OF_SHORT = 8, 0.09
 """Lengths up to 8 are cheap to pad, as in the paper's code."""
 MAX_FULL_PACKS = 1 << 23
-FEWEST_TRIED = 256
+FEWEST_TRIED, SHARE_TRIED = 256, 0.5
+"""Columns that are added at once: so many, or so many for each length."""
 TOLERANCE = 1e-9
 
 
@@ -69,7 +70,7 @@ def least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]
     weight = np.ones(len(demand))
     weight[: SHORT + 1] = WEIGHT_OF_SHORT
     weight[0] = 0
-    at_once = max(FEWEST_TRIED, len(demand) // 2)
+    at_once = max(FEWEST_TRIED, int(SHARE_TRIED * len(demand)))
     tolerance = TOLERANCE * max(demand.max(), 1)
     chosen = np.zeros(0, dtype=np.int64)
     packs = np.zeros(0)

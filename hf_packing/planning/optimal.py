@@ -11,11 +11,11 @@ from hf_packing.planning.column_generation import Duals, Problem, columns_of, ge
 from hf_packing.planning.columns import fill_columns
 from hf_packing.planning.dive import dive
 from hf_packing.planning.few_documents import FEW_SEGMENTS, fewest_packs_of_few
+from hf_packing.planning.grouped_lengths import slots_wanted, too_much_work
 from hf_packing.planning.knapsack import LEAST_GAIN, fill_rooms
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.optional import load_scipy_optimize
 from hf_packing.planning.patterns import Patterns, Solution
-from hf_packing.planning.slots_wanted import slots_wanted, too_much_work
 
 SHARE_FOR_FRACTIONS = 0.6
 """Of the time, for the solution in fractions; the rest is for making whole packs of it."""
@@ -105,7 +105,7 @@ def proven_bound(
     on the line between the slots around it, if the most valuable pack of such documents is found anew.
     """
     if not problem.grouped:
-        return rounded_up(duals.bound, problem.capacity)
+        return whole_packs(duals.bound, problem.capacity)
     lengths = np.flatnonzero(counts)
     shorter = np.concatenate([[0.0], duals.value])[np.searchsorted(slots, lengths, side="right")]
     bound = float(counts[lengths] @ shorter)
@@ -114,9 +114,9 @@ def proven_bound(
         between = np.interp(lengths, np.append(0, slots), np.append(0.0, duals.value))
         most = fill_rooms(between, lengths, capacity).value[-1]
         bound = max(bound, float(counts[lengths] @ between) / most)
-    return rounded_up(bound, capacity)
+    return whole_packs(bound, capacity)
 
 
-def rounded_up(bound: float, steps: int) -> int:
+def whole_packs(bound: float, steps: int) -> int:
     """The whole packs that a bound proves, with allowance for what a knapsack of so many steps may lose to rounding."""
     return int(np.ceil(bound * (1 - LEAST_GAIN * (steps + 1)) - ROUNDING))

@@ -10,11 +10,10 @@ import numpy as np
 
 from hf_packing.planning.bounds import pack_lower_bound
 from hf_packing.planning.cuts import Cuts
-from hf_packing.planning.deal import DealtShard, deal_all, deal_shard
+from hf_packing.planning.deal import DealtShard, deal_shard
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.metrics import PackingMetrics, make_metrics
 from hf_packing.planning.patterns import Patterns
-from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.slots import Slots
 
 
@@ -85,10 +84,6 @@ class PatternTable:
             PackingError: a length that was not counted, more documents of a length than were counted, bad integers.
         """
         return deal_shard(self, check_lengths(shard_lengths), already_dealt)
-
-    def plan(self, lengths: IntArray) -> PackingPlan:
-        """The plan of all documents that were counted; lengths are checked."""
-        return deal_all(self, lengths)
 
     def metrics(self) -> PackingMetrics:
         """What the plan gains and what it costs; the same as those of a plan over the documents."""

@@ -13,6 +13,7 @@ from hf_packing.arrow.batch import pack_batch
 from hf_packing.errors import PackingError
 from hf_packing.planning.counts import LengthCounts, count_lengths
 from hf_packing.planning.cuts import cut_by_overflow
+from hf_packing.planning.deal import deal_all
 from hf_packing.planning.lengths import INT32_MAX, IntArray, check_whole_number
 from hf_packing.planning.overflow import Overflow, check_fitting, check_overflow
 from hf_packing.planning.patterns import Solution
@@ -64,7 +65,7 @@ class CountingStrategy(Strategy):
         """The packs for documents of these lengths."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        return self.plan_counts(count_lengths(lengths)).plan(lengths)
+        return deal_all(self.plan_counts(count_lengths(lengths)), lengths)
 
 
 @dataclass(frozen=True)

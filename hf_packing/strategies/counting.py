@@ -48,8 +48,8 @@ class ShortestPackFirst(OneCapacity):
     """Shortest-pack-first histogram packing (SPFHP): longest documents first, into the packs with the most room.
 
     Length by length: documents go into the packs that are open, one each, and those left get packs of their own. It
-    needs more packs than BestFit, most of all where there are few distinct lengths ("Efficient sequence packing without
-    cross-contamination", arXiv 2107.02027).
+    usually needs more packs than BestFit, most of all where there are few distinct lengths ("Efficient sequence packing
+    without cross-contamination", arXiv 2107.02027).
 
     Args:
         max_length: tokens a pack holds, at least 1.
@@ -112,7 +112,8 @@ class Optimal(OneCapacity):
     """The fewest packs that column generation finds, with a bound that proves how few are possible.
 
     Never more packs than BestFit, and worth its time where best fit is not close to the bound: lengths in a narrow
-    range, as in most fine-tuning data. More than 1,000 distinct lengths are rounded up to 1,000 while planning. The
+    range, as in most fine-tuning data. More than 1,000 distinct lengths are rounded up to 1,000 while planning, or to
+    fewer with `max_documents` and long packs; packs of more than 131,072 tokens are measured in several tokens. The
     plan's `note` says what was done, its `metrics().lower_bound` is the bound. The same input gives the same plan
     unless the time runs out; where several processes need it, let one of them plan. Needs scipy:
     `pip install "hf-packing[optimal]"`.

@@ -4,7 +4,7 @@ from typing import Any
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.counts import check_counts, of_histogram
-from hf_packing.planning.lengths import check_lengths
+from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.table import PatternTable
 from hf_packing.strategies.base import CountingStrategy, Strategy, check_strategy
@@ -28,9 +28,14 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
         >>> hfp.plan_packing([14, 7, 5, 2, 3], hfp.BestFit(8)).metrics().num_cut_documents
         1
     """
-    if type(lengths).__module__.partition(".")[0] == "datasets":  # a lazy column, which numpy would read row by row
+    return check_strategy(strategy).plan_lengths(read_lengths(lengths))
+
+
+def read_lengths(lengths: Any) -> IntArray:
+    """Checked lengths, also of a lazy column of `datasets`, which NumPy would read row by row."""
+    if type(lengths).__module__.partition(".")[0] == "datasets":
         lengths = lengths[:]
-    return check_strategy(strategy).plan_lengths(check_lengths(lengths))
+    return check_lengths(lengths)
 
 
 def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lengths import refinedweb_like
 
 import hf_packing as hfp
+from hf_packing.planning.deal import deal_all
 from hf_packing.planning.first_fit import first_fit_patterns
 from hf_packing.planning.table import PatternTable
 
@@ -103,7 +104,7 @@ def test_one_bucket_without_cuts_is_first_fit_decreasing(case):
     counts = np.bincount(lengths, minlength=1)
     cuts = hfp.plan_counts(counts, hfp.BestFit(capacity)).cuts
     table = PatternTable(patterns=first_fit_patterns(counts, capacity), cuts=cuts, seed=0)
-    assert packs_of(table.plan(np.array(lengths, dtype=np.int32))) == packs_of(plan)
+    assert packs_of(deal_all(table, np.array(lengths, dtype=np.int32))) == packs_of(plan)
 
 
 def test_a_pack_is_never_emptier_than_the_threshold_but_at_the_end(rng):

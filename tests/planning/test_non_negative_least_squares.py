@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 import hf_packing as hfp
+from hf_packing.planning import non_negative_least_squares
 from hf_packing.planning.columns import fill_columns
 from hf_packing.planning.full_packs import full_packs
 from hf_packing.planning.non_negative_least_squares import least_squares, number_of_each_length
@@ -32,7 +33,10 @@ def test_as_close_to_the_counts_as_with_all_columns(counts, limit):
     weight = np.where(np.arange(1, capacity + 1) <= 8, 0.09, 1.0)
     columns = all_columns(capacity, limit)
     expected, _ = nnls(columns * weight[:, None], np.array(counts) * weight)
-    ways, packs = least_squares(np.array([0.0, *counts]), full_packs(capacity, limit))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(non_negative_least_squares, "FEWEST_TRIED", 2)  # so that columns are added in many rounds
+        patch.setattr(non_negative_least_squares, "SHARE_TRIED", 0)
+        ways, packs = least_squares(np.array([0.0, *counts]), full_packs(capacity, limit))
     assert (packs >= 0).all()
     used = number_of_each_length(ways, capacity)[1:]
     ours, theirs = used @ packs, columns @ expected

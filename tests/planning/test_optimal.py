@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lengths import log_normal
 
 import hf_packing as hfp
-from hf_packing.planning import dive, slots_wanted
+from hf_packing.planning import dive, grouped_lengths, optimal
 from hf_packing.planning.column_generation import generate_columns, solve_master
-from hf_packing.planning.few_documents import ways_to_fill
+from hf_packing.planning.few_documents import fewest_packs_of_few, ways_to_fill
 from hf_packing.planning.optimal import proven_bound
 
 limits = st.one_of(st.none(), st.integers(1, 4))
@@ -80,7 +80,7 @@ def test_bert_wikipedia(bert_wikipedia, limit, packs):
 
 
 def test_many_distinct_lengths_are_rounded_up_to_fewer(rng, monkeypatch):
-    monkeypatch.setattr(slots_wanted, "MAX_SLOTS", 100)
+    monkeypatch.setattr(grouped_lengths, "MAX_SLOTS", 100)
     counts = np.bincount(rng.integers(3000, 7001, 50_000))
     best_fit = hfp.plan_counts(counts, hfp.BestFit(20480)).num_packs
     table = hfp.plan_counts(counts, hfp.Optimal(20480))
@@ -90,7 +90,7 @@ def test_many_distinct_lengths_are_rounded_up_to_fewer(rng, monkeypatch):
 
 
 def test_very_long_packs_are_measured_in_units(rng, monkeypatch):
-    monkeypatch.setattr(slots_wanted, "MAX_UNITS", 500)
+    monkeypatch.setattr(grouped_lengths, "MAX_UNITS", 500)
     counts = np.bincount(np.append(rng.integers(300, 701, 20_000), [2048] * 5))
     table = hfp.plan_counts(counts, hfp.Optimal(2048))
     assert table.num_packs < 0.98 * hfp.plan_counts(counts, hfp.BestFit(2048)).num_packs
@@ -127,11 +127,11 @@ def test_what_slots_prove_holds_for_the_documents(case):
     """However few slots, in whatever unit: the bound is never above the fewest packs there are."""
     lengths, capacity, most_slots, most_units, limit = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots_wanted, "MAX_SLOTS", most_slots)
-        patch.setattr(slots_wanted, "FEWEST_SLOTS", most_slots)
-        patch.setattr(slots_wanted, "MAX_UNITS", most_units)
+        patch.setattr(grouped_lengths, "MAX_SLOTS", most_slots)
+        patch.setattr(grouped_lengths, "FEWEST_SLOTS", most_slots)
+        patch.setattr(grouped_lengths, "MAX_UNITS", most_units)
         counts = np.bincount(lengths)
-        slots, problem = slots_wanted.slots_wanted(counts, capacity, limit)
+        slots, problem = grouped_lengths.slots_wanted(counts, capacity, limit)
     assert problem.demand.sum() == len(lengths)
     assert slots[-1] >= max(lengths)
     deadline = time.monotonic() + 60
@@ -144,7 +144,7 @@ def test_what_slots_prove_holds_for_the_documents(case):
 
 
 def test_a_grouped_bound_proves_more_than_volume(rng, monkeypatch):
-    monkeypatch.setattr(slots_wanted, "MAX_SLOTS", 60)
+    monkeypatch.setattr(grouped_lengths, "MAX_SLOTS", 60)
     counts = np.bincount(rng.integers(512, 1025, 20_000))
     best_fit, optimal = (hfp.plan_counts(counts, s) for s in (hfp.BestFit(2048), hfp.Optimal(2048)))
     assert optimal.metrics().lower_bound > 1.02 * best_fit.metrics().lower_bound
@@ -213,8 +213,8 @@ def test_the_note_is_saved_with_the_plan(tmp_path, rng):
 def test_columns_do_not_come_and_go_for_ever():
     """These lengths once made column generation drop and find the same columns again and again."""
     plan = hfp.plan_packing([74, 12, 12, 2, 25, 9, 27, 39, 98, 2, 33, 63, 4], hfp.Optimal(100, time_limit=float("inf")))
-    assert plan.num_packs == 5
-    assert "4 rounds" in plan.note or "solved exactly" in plan.note
+    assert plan.num_packs == 4
+    assert plan.note == "column generation on 11 lengths, 4 rounds"
 
 
 def test_one_short_document_does_not_make_a_limit_matter(rng):
@@ -224,11 +224,32 @@ def test_one_short_document_does_not_make_a_limit_matter(rng):
 
 
 def test_a_limit_that_is_too_much_work(monkeypatch, rng):
-    monkeypatch.setattr(slots_wanted, "TOO_MUCH", 1000)
+    monkeypatch.setattr(grouped_lengths, "TOO_MUCH", 1000)
     counts = np.bincount(rng.integers(30, 71, 2000))
     table = hfp.plan_counts(counts, hfp.Optimal(200, max_documents=4))
     assert table.note.endswith("is too much work with max_documents=4")
     assert table.num_packs == hfp.plan_counts(counts, hfp.BestFit(200, max_documents=4)).num_packs
+
+
+@settings(max_examples=300)
+@given(few_documents(), limits)
+def test_few_documents_solved_exactly(case, limit):
+    lengths, capacity = case
+    made = fewest_packs_of_few(np.bincount(lengths), capacity, limit, time.monotonic() + 60)
+    assert made.num_packs == fewest_packs(lengths, capacity, limit)
+    assert made.counts().tolist() == np.bincount(lengths).tolist()
+    assert made.tokens_per_pack().max() <= capacity
+    assert made.segments_per_pack().max() <= (limit or capacity)
+
+
+def test_few_documents_are_solved_exactly_where_the_dive_falls_short(monkeypatch):
+    monkeypatch.setattr(dive, "solve_master", lambda *_: None)  # a dive that ends at once
+    lengths = np.random.default_rng(31).integers(10, 35, 30)
+    exact = hfp.plan_packing(lengths, hfp.Optimal(70))
+    monkeypatch.setattr(optimal, "FEW_SEGMENTS", 0)
+    short = hfp.plan_packing(lengths, hfp.Optimal(70))
+    assert exact.num_packs <= short.num_packs
+    assert exact.metrics().lower_bound == exact.num_packs
 
 
 def test_ways_to_fill():

@@ -12,6 +12,8 @@ MAX_WORK = 1 << 28
 """Slots times room times the limit on documents, which is what one pricing costs."""
 FEWEST_SLOTS = 50
 TOO_MUCH = 1 << 30
+TOO_LARGE = 1 << 25
+"""Room times the limit on documents, which is what a pricing keeps in memory, 16 bytes each."""
 
 
 def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> tuple[IntArray, Problem]:
@@ -54,10 +56,11 @@ def most_that_fit(counts: IntArray, capacity: int) -> int:
 
 
 def too_much_work(problem: Problem) -> bool:
-    """Whether a limit on documents makes one pricing so long that no time limit could be kept."""
-    return (
-        problem.max_documents is not None and len(problem.slots) * problem.max_documents * problem.capacity > TOO_MUCH
-    )
+    """Whether a limit on documents makes one pricing so long, or so large, that no time limit could be kept."""
+    if problem.max_documents is None:
+        return False
+    layers = problem.max_documents * problem.capacity
+    return layers > TOO_LARGE or layers * len(problem.slots) > TOO_MUCH
 
 
 def spread_slots(counts: IntArray, most: int) -> IntArray:
