@@ -31,7 +31,7 @@ SHARD = 10_000_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000])
+    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
     parser.add_argument("--max-length", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--strategy", default="BestFit", help="of one max_length, by its name in hf_packing")
     parser.add_argument("--rounds", type=int, default=5)

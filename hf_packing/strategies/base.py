@@ -32,9 +32,9 @@ class Strategy(ABC):
 
     As a transform it takes what `datasets.map(..., batched=True)` hands out: a dict of lists, a dict of numpy arrays or
     a pyarrow Table. It returns the same kind, one row for each pack, with `input_ids`, `labels`, `position_ids` and
-    `seq_lengths`, as int32; where the dataset is in numpy or torch format, `Dataset.map` itself turns `labels` back
-    into the type they had. Each batch is planned by itself, so large batches pack better; `pack` plans over the whole
-    dataset.
+    `seq_lengths`, as int32, and with buckets `bucket`; where the dataset is in numpy or torch format, `Dataset.map`
+    itself turns `labels` back into the type they had. Each batch is planned by itself, so large batches pack better;
+    `pack` plans over the whole dataset.
     """
 
     package_version: str = field(default_factory=package_version, init=False, repr=False)
