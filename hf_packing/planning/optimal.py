@@ -54,7 +54,7 @@ def optimal_packs(
         return Solution(best_fit, bound, "best fit, which no plan can beat")
     if time.monotonic() >= deadline:
         note = f"best fit: a time limit of {time_limit:g} s left no time for more"
-        return Solution(best_fit, bound, note, out_of_time=True)
+        return Solution(best_fit, bound, note, gave_up=True)
     slots, problem = slots_wanted(counts, capacity, max_documents)
     how = f"column generation on {len(slots)} lengths"
     if problem.grouped:
@@ -62,7 +62,8 @@ def optimal_packs(
     if least_packs_of_slots(problem) >= best_fit.num_packs:
         return Solution(best_fit, bound, f"best fit: {how}, cannot find fewer packs")
     if too_much_work(problem):
-        return Solution(best_fit, bound, f"best fit: {how}, is too much work with max_documents={max_documents}")
+        note = f"best fit: {how}, is too much work with max_documents={max_documents}"
+        return Solution(best_fit, bound, note, gave_up=True)
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
     grouped_counts[slots] = problem.demand.astype(np.int64)
     start = columns_of(best_fit_patterns(grouped_counts, capacity, max_documents), slots)
@@ -71,7 +72,7 @@ def optimal_packs(
     bound = max(bound, proven_bound(counts, capacity, slots, problem, duals, until))
     if relaxation is None:
         note = f"best fit: a time limit of {time_limit:g} s was too short for {how}"
-        return Solution(best_fit, bound, note, out_of_time=True)
+        return Solution(best_fit, bound, note, gave_up=True)
 
     def realise(packs: IntArray) -> Patterns:
         return fill_columns(packs, relaxation.columns, slots, counts, capacity, max_documents)

@@ -89,8 +89,8 @@ class Solution:
     """Packs that any plan under the strategy's limits needs, where more is proven than the lengths tell."""
     note: str = ""
     """How it went, where there is something to say."""
-    out_of_time: bool = False
-    """Whether a time limit left nothing but a simpler strategy."""
+    gave_up: bool = False
+    """Whether its limits left nothing but a simpler strategy."""
 
 
 def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:

@@ -122,8 +122,8 @@ class Optimal(OneCapacity):
         max_length: tokens a pack holds, at least 1.
         overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
         max_documents: most segments in a pack; None for no limit.
-        time_limit: seconds to plan in, 0 or more; where they do not suffice for column generation the plan is that of
-            BestFit, and a warning says so.
+        time_limit: seconds to plan in, 0 or more; where they do not suffice for column generation, or it is too much
+            work with max_documents, the plan is that of BestFit, and a warning says so.
         seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
             them sorted.
 
@@ -149,6 +149,6 @@ class Optimal(OneCapacity):
             desc="Optimal", bar_format="{desc}: {postfix} [{elapsed}]", delay=1, leave=False, disable=None
         ) as bar:
             found = optimal_packs(counts, self.max_length, self.max_documents, self.time_limit, bar.set_postfix_str)
-        if found.out_of_time:
+        if found.gave_up:
             warnings.warn(f"{self!r} returns {found.note}", stacklevel=2)
         return found
