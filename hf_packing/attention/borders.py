@@ -1,4 +1,4 @@
-"""From a model's inputs to the borders of its segments, however the caller tells them; once for each forward."""
+"""From a model's inputs to its packed row, however the caller tells where segments end; once for each forward."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_packing.attention.row import PackedRow
 from hf_packing.errors import PackingError
 
 
@@ -31,14 +32,6 @@ def borders_from_begins(begins: Tensor) -> Tensor:
     return torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()], device=begins.device)]).to(
         torch.int32
     )
-
-
-def positions_from_borders(borders: Tensor, rows: int) -> Tensor:
-    """int64 [rows, tokens]: positions that restart at every segment."""
-    lengths = borders.diff()
-    tokens = int(borders[-1])
-    begin = torch.repeat_interleave(borders[:-1].long(), lengths, output_size=tokens)
-    return (torch.arange(tokens, device=borders.device) - begin).view(rows, -1)
 
 
 def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
@@ -84,10 +77,6 @@ def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     return told[first]
 
 
-def one_segment_each(shape: torch.Size, device: torch.device) -> Tensor:
-    return torch.arange(shape[0] + 1, dtype=torch.int32, device=device) * shape[1]
-
-
 def drop_full_mask(mask: Any) -> None:
     """An attention_mask of ones says nothing; any other cannot be honoured beside borders."""
     if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all()):
@@ -99,8 +88,8 @@ def drop_full_mask(mask: Any) -> None:
     )
 
 
-def with_borders(inputs: dict[str, Any], training: bool = False) -> dict[str, Any]:
-    """A model's inputs, with borders and restarting positions beside whatever the caller gave.
+def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, Any], PackedRow]:
+    """A model's inputs without what tells of no border, and the packed row, or rows, that they make.
 
     Args:
         inputs: keyword arguments of a model's forward, input_ids or inputs_embeds among them.
@@ -121,27 +110,17 @@ def with_borders(inputs: dict[str, Any], training: bool = False) -> dict[str, An
         )
     if inputs.get("attention_mask") is not None:
         drop_full_mask(inputs["attention_mask"])
-        inputs = {**inputs, "attention_mask": None}
+        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     if inputs.get("encoder_hidden_states") is not None:
         raise PackingError("encoder_hidden_states: expected none on a patched model, documents would share them")
-    shape = given.shape[:2]
-    borders = find_borders(shape, inputs)
+    rows, tokens = given.shape[:2]
+    borders = find_borders(given.shape[:2], inputs)
     if borders is None:
         if training:
             raise PackingError(
                 "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training, got none, so packed "
                 "documents could not be told apart; PackingCollator, or SFTConfig(padding_free=True), sends them"
             )
-        borders = one_segment_each(shape, given.device)
-    known = check_borders(borders, *shape)
-    longest = max(b - a for a, b in pairwise(known))
-    if inputs.get("position_ids") is None:
-        inputs = {**inputs, "position_ids": positions_from_borders(borders, shape[0])}
-    return {
-        "use_cache": False,
-        **inputs,
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+        return inputs, PackedRow.of([tokens] * rows, given.device, rows)
+    known = check_borders(borders, rows, tokens)
+    return inputs, PackedRow(borders.to(given.device), tuple(b - a for a, b in pairwise(known)), rows)

@@ -1,31 +1,31 @@
-"""patch_model: route a model's attention through `packed_varlen`, prove that documents stay apart, or refuse."""
+"""patch_model: keep packed documents apart in a model, prove it, or refuse; and undo it all."""
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.borders import with_borders
-from hf_packing.attention.isolation import Probe, check_model, prove_isolation, why_it_leaks
-from hf_packing.attention.varlen import NAME, Observed, observe, register
+from hf_packing.attention.by_segment import BySegment
+from hf_packing.attention.checkpointing import keep_rows_no_longer
+from hf_packing.attention.feed import Signature
+from hf_packing.attention.give_row import GiveRow
+from hf_packing.attention.isolation import Alone, inner_model, prove_isolation
+from hf_packing.attention.probe import Probe
+from hf_packing.attention.route import STATE, WAYS, Route, Way, key_of, known_routes, packed_share
+from hf_packing.attention.search import Search
+from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT, Observed, observe, register
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
-Model = TypeVar("Model", bound=PreTrainedModel)
-
-STATE = "_hf_packing_patch"
+Model = TypeVar("Model", bound=nn.Module)
 
 REFERENCE = "eager"
 """What a document's logits are compared with, beside the model's own attention: the one written out in its file.
 Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
-
-ROPE_OF_THE_ROW = ("dynamic", "longrope")
-"""Rotary scalings that take their factor from the largest position of the whole row."""
 
 ATTENTION = "_attn_implementation_internal"
 """Where a configuration keeps the name of its attention. Put back as it was found: `set_attn_implementation` refuses a
@@ -34,57 +34,38 @@ name whose package is gone, and the None of some inner configurations."""
 PLAIN = ("eager", "sdpa", "flex_attention")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Patch:
-    """What must be undone."""
+    """What keeps documents apart in a model, and what must be undone."""
 
+    route: Route
     before: list[tuple[PreTrainedConfig, Any]]
     """Every configuration of the model, with the attention it named."""
     hooks: list[RemovableHandle]
+    wrappers: list[BySegment]
 
 
-@dataclass
-class Given:
-    """The borders a hook has last given, known by identity, so that the inner model's hook need not check again."""
-
-    borders: Tensor | None = None
-
-
-class GiveBorders:
-    """The hook that sees a model's inputs first; a class, so that a patched model can be pickled."""
-
-    def __init__(self, forward: Callable[..., Any], given: Given) -> None:
-        self.names = [name for name in inspect.signature(forward).parameters if name not in ("args", "kwargs")]
-        self.given = given
-
-    def __call__(self, module: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if module.config._attn_implementation != NAME:
-            raise PackingError(
-                f"attention: expected {NAME!r} on a patched model, somebody has set "
-                f"{module.config._attn_implementation!r}; call unpatch_model before"
-            )
-        if self.given.borders is not None and kwargs.get("cu_seq_lens_q") is self.given.borders:
-            return args, kwargs
-        inputs = with_borders({**dict(zip(self.names, args, strict=False)), **kwargs}, module.training)
-        self.given.borders = inputs["cu_seq_lens_q"]
-        return (), inputs
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        register()
-        self.__dict__.update(state)
+class LostSightError(ModelNotSupportedError):
+    """A window or chunk that only the attention mask knows."""
 
 
 def patch_model(model: Model) -> Model:
     """Make a model keep packed documents apart, proven on the model itself.
 
-    Its attention goes through `packed_varlen`: flash-attn's or torch's variable-length kernel on CUDA, exact attention
-    segment by segment elsewhere. Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever is given. Then
-    three random documents are packed in a row, one after the other is changed, and the patch stays only if no other
-    document notices and all have the logits that the unpatched model gives them alone. The price is about a
-    dozen forwards of 41 tokens. What is proven is the kernel of this device and dtype: move the model there first.
+    Two routes, and what is proven decides between them. `varlen`: its attention goes through `packed_varlen`, which is
+    flash-attn's or torch's variable-length kernel on CUDA and exact attention segment by segment elsewhere. `segments`:
+    the modules that are not segment-local, found by experiment, run segment by segment; all others stay packed. Most
+    models with a state or a convolution take both.
+
+    Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever is given. The proof: three random documents
+    are packed in a row, one after the other is changed, and the patch stays only if no other document notices, in
+    logits or gradients, and all have the logits and gradients that the unpatched model gives them alone. The price is a
+    few dozen forwards of about 41 tokens. What is proven is the kernel of this device and dtype: move the model there
+    first.
 
     Args:
-        model: a causal language model of transformers, on any device, in any dtype. It is changed in place.
+        model: a causal or masked language model of transformers, on any device, in any dtype; also as PEFT wraps it. It
+            is changed in place.
 
     Returns:
         The same model. Patching it again does nothing.
@@ -103,43 +84,139 @@ def patch_model(model: Model) -> Model:
         >>> model(**batch).logits.shape
         torch.Size([1, 5, 99])
     """
-    check_model(model)
-    if is_patched(model):
+    inner = inner_model(model)
+    if is_patched(inner):
         return model
-    before = attention_of(model)
+    before = attention_of(inner)
+    key = key_of(inner)
+    probe = Probe(inner)
+    references = documents_alone(inner, probe)
+    put_back(before)
+    if (known := known_routes.get(key)) is not None:
+        with suppress(ModelNotSupportedError, AttributeError):
+            prove_route(inner, known, before, probe, references)
+            return model
+    failure: ModelNotSupportedError | None = None
+    failures: list[str] = []
+    for way in ways_for(inner):
+        if way.attention == NAME_WITH_SIGHT and not isinstance(failure, LostSightError):
+            continue
+        try:
+            known_routes[key] = find_route(inner, way, before, probe, references, tuple(dict.fromkeys(failures)))
+            return model
+        except ModelNotSupportedError as error:
+            failure = error
+            failures.append(f"{'with borders in its attention' if way.attention else 'by segment'}: {error}")
+    raise ModelNotSupportedError(f"{type(inner).__name__}: " + "; ".join(dict.fromkeys(failures)))
+
+
+def ways_for(model: PreTrainedModel) -> Iterator[Way]:
+    """The ways that differ for this model, the fastest first."""
+    signature = Signature(model)
+    takes_borders = signature.takes("cu_seq_lens_q")
+    takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
+    tried = set()
+    for way in WAYS:
+        if way.attention and not model._can_set_attn_implementation():
+            continue
+        borders, positions = way.feed.borders and takes_borders, way.feed.positions and takes_positions
+        feeds = [replace(way.feed, borders=borders, positions=positions)]
+        if way.feed.mask_of_ones and not takes_positions:
+            feeds.insert(0, replace(feeds[0], mask_of_ones=False))  # without positions nobody looks for documents
+        for feed in feeds:
+            if (own := Way(way.attention, feed)) not in tried:
+                tried.add(own)
+                yield own
+
+
+def find_route(
+    model: PreTrainedModel,
+    way: Way,
+    before: list[tuple[PreTrainedConfig, Any]],
+    probe: Probe,
+    references: list[Alone],
+    tried: tuple[str, ...],
+) -> Route:
+    """The route of one way, installed and proven; or ModelNotSupportedError, and the model as it was."""
+    install(model, Route(way, (), 1.0), before)
+    search = Search(model, probe.row)
     try:
-        refuse_what_is_known_to_fail(model)
-        probe = Probe(model)
-        references = logits_alone(model, probe)
-        install(model, before)
         with probe.quiet():
             with observe() as observed:
-                probe.packed(probe.documents)
-            refuse_what_was_observed(model, observed)
-            prove_isolation(model, references, probe)
+                steps = tuple(search.run(lambda: probe.packed(probe.documents)))
+            refuse_what_was_observed(way, observed)
+    except ModelNotSupportedError:
+        raise
     except Exception as error:
-        if is_patched(model):
-            unpatch_model(model)
-        put_back(before)
+        raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
+    finally:
+        unpatch_model(model)
+    if steps:
+        way = replace(way, feed=replace(way.feed, one_row=True))
+    route = Route(way, steps, packed_share(model, steps), tried)
+    try:
+        prove_route(model, route, before, probe, references)
+    except ModelNotSupportedError as error:
+        reasons = [str(error)]
+        if steps:
+            reasons.append(f"by segment ran {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
+        for name, reason in list(search.uncuttable.items())[:2]:
+            reasons.append(
+                f"{type(model.get_submodule(name)).__name__} ({name}) cannot run on a segment alone, {reason}"
+            )
+        raise ModelNotSupportedError("; ".join(reasons)) from error
+    return route
+
+
+def prove_route(
+    model: PreTrainedModel,
+    route: Route,
+    before: list[tuple[PreTrainedConfig, Any]],
+    probe: Probe,
+    references: list[Alone],
+) -> None:
+    """Install a route, and leave it there only if it is proven."""
+    install(model, route, before)
+    try:
+        with probe.quiet():
+            prove_isolation(references, probe)
+    except Exception as error:
+        unpatch_model(model)
         if isinstance(error, ModelNotSupportedError):
             raise
-        if isinstance(error, PackingError):
-            raise ModelNotSupportedError(f"{type(model).__name__}: {error}") from error
-        raise ModelNotSupportedError(
-            f"{type(model).__name__}: it cannot be called on a packed row without an attention mask: {error}"
-        ) from error
-    return model
+        raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
 
 
-def logits_alone(model: PreTrainedModel, probe: Probe) -> list[list[Tensor]]:
-    """Logits of each document alone, under the model's own attention and, unless that is the user's, under eager."""
+def documents_alone(model: PreTrainedModel, probe: Probe) -> list[Alone]:
+    """Each document alone, under the model's own attention and, unless that is the user's, under eager."""
     own = model.config._attn_implementation
-    references: list[list[Tensor]] = []
-    for attention in dict.fromkeys([REFERENCE, own]) if own in PLAIN or "flash" in own else [own]:
-        model.set_attn_implementation(attention)
-        with probe.quiet(), suppress(*([RuntimeError, ImportError] if references else [])):
-            references.append(probe.alone(use_cache=False))
+    attentions = [own]
+    if model._can_set_attn_implementation() and (own in PLAIN or "flash" in own):
+        attentions = list(dict.fromkeys([REFERENCE, own]))
+    found = [documents_alone_under(attention, model, probe) for attention in attentions]
+    references = [alone for alone in found if isinstance(alone, Alone)]
+    if not references:
+        name, error = type(model).__name__, found[-1]
+        raise ModelNotSupportedError(f"{name}: it cannot be called with input_ids alone: {error}")
     return references
+
+
+def documents_alone_under(attention: str, model: PreTrainedModel, probe: Probe) -> Alone | Exception:
+    try:
+        if attention != model.config._attn_implementation:
+            model.set_attn_implementation(attention)
+        with probe.quiet():
+            return Alone(probe.alone(use_cache=False), gradients_alone(probe))
+    except Exception as error:  # whatever a stranger's model raises
+        return error
+
+
+def gradients_alone(probe: Probe) -> list[Tensor] | None:
+    """None for a model that has no gradients outside training, whose patch is proven on logits alone."""
+    try:
+        return probe.gradients_alone(use_cache=False)
+    except (RuntimeError, AssertionError):
+        return None
 
 
 def unpatch_model(model: Model) -> AbstractContextManager[Model]:
@@ -164,14 +241,18 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
         ...     model.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2).shape
         torch.Size([1, 5])
     """
-    patch: Patch | None = getattr(model, STATE, None)
+    inner = inner_model(model)
+    patch: Patch | None = getattr(inner, STATE, None)
     if patch is None:
-        raise PackingError(f"model: expected one that patch_model has patched, {type(model).__name__} is not")
+        raise PackingError(f"model: expected one that patch_model has patched, {type(inner).__name__} is not")
     for hook in patch.hooks:
         hook.remove()
+    for wrapper in patch.wrappers:
+        wrapper.remove()
+    keep_rows_no_longer(inner)
     put_back(patch.before)
-    delattr(model, STATE)
-    return Unpatched(model)
+    delattr(inner, STATE)
+    return Unpatched(model, patch.route)
 
 
 @contextmanager
@@ -186,45 +267,49 @@ def patched(model: Model) -> Iterator[Model]:
         ...     hfp.check_isolation(model).isolated
         True
     """
-    if is_patched(model):
+    inner = inner_model(model)
+    if is_patched(inner):
         yield model
         return
     patch_model(model)
     try:
         yield model
     finally:
-        if is_patched(model):
+        if is_patched(inner):
             unpatch_model(model)
 
 
 class Unpatched(AbstractContextManager[Any]):
     """Puts a patch back at the end of a `with` block; the proof still stands, so it is not run again."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module, route: Route) -> None:
         self.model = model
+        self.route = route
 
-    def __enter__(self) -> PreTrainedModel:
+    def __enter__(self) -> nn.Module:
         return self.model
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not is_patched(self.model):
-            install(self.model, attention_of(self.model))
+        inner = inner_model(self.model)
+        if not is_patched(inner):
+            install(inner, self.route, attention_of(inner))
 
 
 def is_patched(model: PreTrainedModel) -> bool:
     return hasattr(model, STATE)
 
 
-def install(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, Any]]) -> None:
-    """Set the attention; hook the model, and the inner one, which PEFT and others call without the outer."""
-    register()
-    model.set_attn_implementation(NAME)
-    given = Given()
-    modules = [model] if model.base_model is model else [model, model.base_model]
-    hooks = [m.register_forward_pre_hook(GiveBorders(m.forward, given), with_kwargs=True) for m in modules]
-    setattr(model, STATE, Patch(before, hooks))
+def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
+    """Set the attention, wrap what runs by segment, hook the model."""
+    wrappers = [BySegment(model.get_submodule(step.name), step) for step in route.by_segment]
+    if route.way.attention:
+        register()
+        model.set_attn_implementation(route.way.attention)
+    for wrapper in wrappers:
+        wrapper.install()
+    setattr(model, STATE, Patch(route, before, GiveRow(model, route.way).install(), wrappers))
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
@@ -247,42 +332,8 @@ def put_back(before: list[tuple[PreTrainedConfig, Any]]) -> None:
         setattr(config, ATTENTION, attention)
 
 
-def refuse_what_is_known_to_fail(model: PreTrainedModel) -> None:
-    name = type(model).__name__
-    if not model._can_set_attn_implementation():
-        raise ModelNotSupportedError(f"{name}: it does not call its attention through transformers' AttentionInterface")
-    forwards = model.forward, model.base_model.forward
-    if not all(any(p.kind is p.VAR_KEYWORD for p in inspect.signature(f).parameters.values()) for f in forwards):
-        raise ModelNotSupportedError(
-            f"{name}: its forward takes no cu_seq_lens_q, so borders cannot reach its attention"
-        )
-    if kinds := sorted(set(rope_types(model.config)) & set(ROPE_OF_THE_ROW)):
-        raise ModelNotSupportedError(
-            f"{name}: its rotary embedding ({', '.join(kinds)}) is scaled by the longest document of the row, "
-            "so a document's logits depend on its neighbours"
-        )
-
-
-def rope_types(config: PreTrainedConfig) -> Iterator[str]:
-    """The kinds of rotary scaling in a configuration; some have one for each kind of layer."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if "rope_type" in parameters:
-            yield parameters["rope_type"]
-
-
-def refuse_what_was_observed(model: PreTrainedModel, observed: Observed) -> None:
-    name = type(model).__name__
-    if not observed.calls:
-        raise ModelNotSupportedError(
-            f"{name}: it never called the attention function that was set; {why_it_leaks(model)}"
-        )
-    if False in observed.causal:
-        raise ModelNotSupportedError(
-            f"{name}: its attention is bidirectional; only causal language models are supported"
-        )
-    if lost := observed.mask_windows - observed.windows:
-        raise ModelNotSupportedError(
-            f"{name}: a window or chunk of {', '.join(map(str, sorted(lost)))} tokens is only in its attention mask, "
-            "where a variable-length attention cannot see it"
-        )
+def refuse_what_was_observed(way: Way, observed: Observed) -> None:
+    if way.attention and not observed.calls:
+        raise ModelNotSupportedError("it never called the attention function that was set")
+    if way.attention == NAME and (lost := [sight for sight in observed.sights if sight.window not in observed.windows]):
+        raise LostSightError(f"{' and '.join(sorted(map(str, lost)))} is only in its attention mask")

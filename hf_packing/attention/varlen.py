@@ -14,10 +14,14 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_packing.attention.borders import borders_from_positions, check_borders
 from hf_packing.attention.kernels import attend_with_kernel, has_kernel
-from hf_packing.attention.segments import attend_by_segment
+from hf_packing.attention.row import current
+from hf_packing.attention.segments import attend_by_segment, attend_in_one_node
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
+
+NAME_WITH_SIGHT = "packed_varlen_sight"
+"""The same for models that keep windows or chunks in their mask alone: there the mask is a `Sight`."""
 
 HARMLESS = frozenset(
     ["cache_position", "deterministic", "ignore_index", "num_items_in_batch", "output_attentions"]
@@ -35,8 +39,20 @@ class Observed:
     causal: set[bool] = field(default_factory=set)
     windows: set[int] = field(default_factory=set)
     """Windows that layers handed to the attention function."""
-    mask_windows: set[int] = field(default_factory=set)
-    """Windows or chunks that the model asked of its attention mask."""
+    sights: set["Sight"] = field(default_factory=set)
+    """What the model asked of its attention mask beside causality."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a mask says beside causality: how far back a token sees, or the chunks that it sees nothing outside of."""
+
+    window: int | None = None
+    """Tokens that a token sees on each side it may look at, itself included."""
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        return f"a chunk of {self.chunk} tokens" if self.chunk else f"a window of {self.window} tokens"
 
 
 watching: ContextVar[Observed | None] = ContextVar("watching", default=None)
@@ -58,7 +74,7 @@ def packed_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Sight | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -98,13 +114,12 @@ def packed_varlen(
         observed.calls += 1
         observed.causal.add(is_causal)
         observed.windows |= {sliding_window} if sliding_window is not None else set()
-    borders = cu_seq_lens_q
-    if borders is None:
-        if position_ids is None or position_ids.ndim != 2:
-            raise PackingError(
-                f"{type(module).__name__} was given no cu_seq_lens_q and no position_ids to tell segments apart"
-            )
-        borders = borders_from_positions(position_ids.expand(rows, -1))
+    chunk = None
+    if isinstance(attention_mask, Sight):
+        sliding_window, chunk = attention_mask.window, attention_mask.chunk
+    borders, lengths = borders_of_the_row(module, rows, tokens, cu_seq_lens_q, position_ids)
+    if chunk is not None:
+        borders, lengths, max_length_q = in_chunks(borders, chunk)
     query, key, value = in_one_dtype(query, key, value)
     q, k, v = (laid_end_to_end(tensor) for tensor in (query, key, value))
     how: dict[str, Any] = {
@@ -117,18 +132,53 @@ def packed_varlen(
     if has_kernel(query, value, softcap=softcap, sinks=s_aux, dropout=dropout):
         longest = int(borders.diff().max()) if max_length_q is None else int(max_length_q)
         attended = attend_with_kernel(q, k, v, borders.to(q.device, torch.int32), longest, **how)
+    elif torch.compiler.is_compiling():
+        attended = attend_in_one_node(q, k, v, borders, s_aux, **how)
     else:
-        known = check_borders(borders, rows, tokens)
-        lengths = [b - a for a, b in pairwise(known)]
+        lengths = lengths or segment_lengths(borders, rows, tokens)
         attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **how)
     return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
 
 
+def borders_of_the_row(
+    module: torch.nn.Module, rows: int, tokens: int, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None
+) -> tuple[Tensor, list[int] | None]:
+    """Borders, and lengths where they are known without looking: as given, of the current row, or of positions."""
+    if cu_seq_lens_q is not None and torch.compiler.is_compiling():
+        return cu_seq_lens_q, None
+    row = current.get()
+    if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
+        if row.rows * row.tokens != rows * tokens:
+            raise PackingError(
+                f"{type(module).__name__} attends to {rows * tokens} tokens in a row of {row.rows * row.tokens}"
+            )
+        return row.cu_seq_lens, list(row.lengths)
+    if cu_seq_lens_q is not None:
+        return cu_seq_lens_q, None
+    if position_ids is None or position_ids.ndim != 2:
+        raise PackingError(
+            f"{type(module).__name__} was given no cu_seq_lens_q and no position_ids to tell segments apart"
+        )
+    return borders_from_positions(position_ids.expand(rows, -1)), None
+
+
+def segment_lengths(borders: Tensor, rows: int, tokens: int) -> list[int]:
+    return [b - a for a, b in pairwise(check_borders(borders, rows, tokens))]
+
+
+def in_chunks(borders: Tensor, chunk: int) -> tuple[Tensor, list[int], int]:
+    """Borders and lengths of the chunks that segments consist of, and the longest of them."""
+    known = borders.tolist()
+    cuts = [start for a, b in pairwise(known) for start in range(a, b, chunk)] + known[-1:]
+    lengths = [b - a for a, b in pairwise(cuts)]
+    return torch.tensor(cuts, dtype=torch.int32, device=borders.device), lengths, max(lengths)
+
+
 def refuse_what_cannot_be_honoured(
-    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, others: dict[str, Any]
+    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | Sight | None, others: dict[str, Any]
 ) -> None:
     where = type(module).__name__
-    if attention_mask is not None:
+    if isinstance(attention_mask, Tensor):
         raise PackingError(f"attention_mask: {NAME} takes none, {where} gave one of shape {list(attention_mask.shape)}")
     if query.shape[2] != key.shape[2]:
         raise PackingError(
@@ -170,12 +220,40 @@ def packed_varlen_mask(
     if use_vmap or overlaid:
         raise PackingError(f"attention_mask: {NAME} cannot honour a mask made of custom functions")
     if (observed := watching.get()) is not None and local_size is not None:
-        observed.mask_windows.add(local_size)
+        observed.sights.add(sight_of(kwargs["mask_function"], local_size))
     padding: Tensor | None = flash_attention_mask(*args, **kwargs)
     return padding
 
 
+def packed_varlen_sight(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | Sight | None:
+    """As `packed_varlen_mask`, with windows and chunks told in the mask's place."""
+    padding = packed_varlen_mask(*args, **kwargs)
+    return padding if padding is not None or local_size is None else sight_of(kwargs["mask_function"], local_size)
+
+
+def sight_of(mask_function: Any, local_size: int) -> Sight:
+    overlays = set(overlays_of(mask_function))
+    if "chunked_overlay" in overlays:
+        return Sight(chunk=local_size)
+    if "sliding_window_bidirectional_overlay" in overlays:
+        return Sight(window=local_size + 1)
+    if "sliding_window_overlay" in overlays:
+        return Sight(window=local_size)
+    raise PackingError(f"attention_mask: {NAME} cannot tell what a mask of size {local_size} hides")
+
+
+def overlays_of(mask_function: Any) -> Iterator[str]:
+    """Names of the functions of transformers.masking_utils that a mask function was composed by."""
+    yield mask_function.__qualname__.split(".")[0]
+    for cell in mask_function.__closure__ or ():
+        inside = cell.cell_contents
+        for function in inside if isinstance(inside, tuple) else (inside,):
+            if callable(function) and hasattr(function, "__qualname__"):
+                yield from overlays_of(function)
+
+
 def register() -> None:
     """Make `packed_varlen` known to transformers."""
-    AttentionInterface.register(NAME, packed_varlen)
-    AttentionMaskInterface.register(NAME, packed_varlen_mask)
+    for name, mask in ((NAME, packed_varlen_mask), (NAME_WITH_SIGHT, packed_varlen_sight)):
+        AttentionInterface.register(name, packed_varlen)
+        AttentionMaskInterface.register(name, mask)

@@ -7,8 +7,9 @@ import torch
 from tiny_models import SUPPORTED, build
 
 import hf_packing as hfp
-from hf_packing.attention import isolation, varlen
-from hf_packing.attention import patch as patch_module
+from hf_packing.attention import give_row, probe, varlen
+from hf_packing.attention.borders import read_row
+from hf_packing.attention.row import PackedRow
 from hf_packing.attention.segments import attend_by_segment
 
 
@@ -81,11 +82,11 @@ def test_nothing_is_proven_where_nothing_could_leak():
 def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
     """If borders were lost on the way, the proof would fail."""
 
-    def lose_borders(inputs, _):
-        one = torch.tensor([0, inputs["input_ids"].shape[1]])
-        return {**inputs, "use_cache": False, "cu_seq_lens_q": one, "cu_seq_lens_k": one}
+    def lose_borders(inputs, training):
+        inputs, row = read_row(inputs, training)
+        return inputs, PackedRow.of([row.tokens])
 
-    monkeypatch.setattr(patch_module, "with_borders", lose_borders)
+    monkeypatch.setattr(give_row, "read_row", lose_borders)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one packed document changes the logits of another"):
         hfp.patch_model(build("Llama"))
 
@@ -104,14 +105,15 @@ def test_a_leak_in_the_patch_itself_is_found(monkeypatch):
     ],
 )
 def test_wrong_attention_is_found(monkeypatch, name, change, dtype):
-    """An attention that keeps documents apart but computes something else is refused, in half precision too."""
+    """An attention that keeps documents apart but computes something else is not taken, in half precision too."""
 
     def wrong(*tensors, **how):
         return attend_by_segment(*tensors, **{**how, **change})
 
     monkeypatch.setattr(varlen, "attend_by_segment", wrong)
-    with pytest.raises(hfp.ModelNotSupportedError):
-        hfp.patch_model(build(name, dtype))
+    route = hfp.check_isolation(hfp.patch_model(build(name, dtype))).route
+    assert route.name == "segments"
+    assert "a document's logits differ" in route.tried[0]
 
 
 def test_nan_logits_are_no_proof():
@@ -134,8 +136,16 @@ def test_logits_set_to_minus_infinity_are_left_out():
 
 
 def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
-    probe = isolation.Probe(build("Llama"))
-    assert [len(tokens) for tokens in probe.documents] == list(isolation.DOCUMENT_LENGTHS)
+    run = probe.Probe(build("Llama"))
+    assert tuple(len(tokens) for tokens in run.documents) == probe.DOCUMENT_LENGTHS[0]
     assert all(
-        a != b for old, new in zip(probe.documents, probe.others, strict=True) for a, b in zip(old, new, strict=True)
+        a != b for old, new in zip(run.documents, run.others, strict=True) for a, b in zip(old, new, strict=True)
     )
+    used = [{*old, *new} for old, new in zip(run.documents, run.others, strict=True)]
+    assert len(set.union(*used)) == sum(map(len, used))
+
+
+def test_the_length_of_the_probe_is_no_size_of_the_model():
+    for hidden, lengths in ((64, (13, 7, 21)), (64, (13, 9, 21))):
+        changes = {"hidden_size": hidden, "intermediate_size": 41 if lengths[1] == 9 else 96}
+        assert tuple(probe.Probe(build("Llama", **changes)).lengths) == lengths

@@ -5,12 +5,8 @@ import torch
 from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
-from hf_packing.attention.borders import (
-    borders_from_positions,
-    borders_from_seq_idx,
-    positions_from_borders,
-    with_borders,
-)
+from hf_packing.attention.borders import borders_from_positions, borders_from_seq_idx, read_row
+from hf_packing.attention.feed import Feed, Signature
 from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
 
 
@@ -114,11 +110,20 @@ def test_a_mask_of_custom_functions():
         packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, use_vmap=True)
 
 
+class Anything(torch.nn.Module):
+    def forward(self, **inputs):
+        return inputs
+
+
+def told(**inputs):
+    """What a model that takes everything is given."""
+    return Feed()(Signature(Anything()), *read_row(inputs))
+
+
 class TestBorders:
     def test_three_ways_to_tell(self):
         assert borders_from_positions(POSITIONS).tolist() == BORDERS.tolist()
         assert borders_from_seq_idx(torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])).tolist() == BORDERS.tolist()
-        assert torch.equal(positions_from_borders(BORDERS, 1), POSITIONS)
 
     def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
         assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
@@ -135,18 +140,17 @@ class TestBorders:
         ],
     )
     def test_inputs_get_all_of_them(self, given):
-        inputs = with_borders({"input_ids": torch.zeros(1, 12, dtype=torch.long), **given})
+        inputs = told(input_ids=torch.zeros(1, 12, dtype=torch.long), **given)
         assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == BORDERS.tolist()
         assert inputs["max_length_q"] == inputs["max_length_k"] == 5
         assert torch.equal(inputs["position_ids"], POSITIONS)
+        assert borders_from_seq_idx(inputs["seq_idx"]).tolist() == BORDERS.tolist()
         assert inputs["use_cache"] is False
 
     def test_plain_rows_are_one_segment_each(self):
-        inputs = with_borders(
-            {"inputs_embeds": torch.zeros(2, 4, 8), "attention_mask": torch.ones(2, 4), "use_cache": True}
-        )
+        inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4), use_cache=True)
         assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
-        assert inputs["attention_mask"] is None
+        assert "attention_mask" not in inputs
         assert inputs["use_cache"] is True
 
     @pytest.mark.parametrize(
@@ -185,14 +189,14 @@ class TestBorders:
     )
     def test_refused(self, given, message):
         with pytest.raises(hfp.PackingError, match=message):
-            with_borders({"input_ids": torch.zeros(1, 3, dtype=torch.long), **given})
+            read_row({"input_ids": torch.zeros(1, 3, dtype=torch.long), **given})
 
     def test_training_without_borders(self):
         with pytest.raises(
             hfp.PackingError, match="position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training"
         ):
-            with_borders({"input_ids": torch.zeros(1, 3, dtype=torch.long)}, training=True)
+            read_row({"input_ids": torch.zeros(1, 3, dtype=torch.long)}, training=True)
 
     def test_no_tokens_at_all(self):
         with pytest.raises(hfp.PackingError, match="input_ids: expected input_ids or inputs_embeds, got neither"):
-            with_borders({})
+            read_row({})

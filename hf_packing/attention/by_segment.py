@@ -1,0 +1,179 @@
+"""Run a module segment by segment: the row that it is given is cut, and what it returns is joined again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packing.attention.nested import Path, TokenAxes, apart, cut, joined, leaves, rebuild
+from hf_packing.attention.row import PackedRow, SharedCall, Sharing, current, working_on
+from hf_packing.errors import PackingError
+
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
+LONGEST = ("max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A module inside the one that runs by segment, which is segment-local and can run on the whole row before.
+
+    Args:
+        name: inside that module.
+        source: where its input stands among the arguments of that module, or the name of another that runs ahead.
+    """
+
+    name: str
+    source: Path | str
+
+
+@dataclass
+class Step:
+    """What is known of a module that runs by segment: how it is called, and what of it can stay packed."""
+
+    name: str
+    kind: str
+    given: TokenAxes
+    returned: TokenAxes
+    between: TokenAxes
+    """Of what runs ahead."""
+    sharing: Sharing = "none"
+    remembers: bool = False
+    """Whether the module changes itself when it is called, so that each segment has to find it as it was."""
+    ahead: list[Ahead] = field(default_factory=list)
+    after: tuple[str, Path] | None = None
+    """A module inside, such as an output projection, that is segment-local and makes the output at that path: it runs
+    on the whole row afterwards."""
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, row: int) -> "Step":
+        where = f"{type(module).__name__} ({name})"
+        return cls(name, type(module).__name__, TokenAxes(where, row), TokenAxes(where, row), TokenAxes(where, row))
+
+    def learned(self) -> None:
+        for axes in (self.given, self.returned, self.between):
+            axes.row = None
+
+    def packed_inside(self) -> list[str]:
+        """Modules inside that run on the whole row."""
+        return [inner.name for inner in self.ahead] + ([self.after[0]] if self.after else [])
+
+
+class BySegment:
+    """The forward of a module that is not segment-local: one document's part of its output depends on the others.
+
+    Segments share a call where that has been seen to change nothing. A class, so that a patched model can be pickled.
+    """
+
+    def __init__(self, module: nn.Module, step: Step) -> None:
+        self.module = module
+        self.step = step
+        self.replaced = vars(module).get("forward")
+        """What stood in the place of the class's forward before, such as a hook of accelerate."""
+
+    def install(self) -> None:
+        self.module.forward = self
+
+    def remove(self) -> None:
+        """Only where nobody has put something over it since; then it does nothing from now on."""
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self.replaced is not None:
+                self.module.forward = self.replaced
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        row, step = current.get(), self.step
+        if row is None:
+            raise PackingError(
+                f"{step.given.where} was called outside its model's forward, so where segments end is not known; "
+                "call the model that patch_model was given"
+            )
+        if not step.given.anywhere_in((args, kwargs)):
+            return self.forward(*args, **kwargs)
+        if row.is_one_segment_each:
+            return self.fresh(args, kwargs)
+        if step.returned.row is not None:
+            step.returned.anywhere_in(self.forward(*args, **kwargs))
+        step.given.check((args, kwargs), row.tokens)
+        return self.joined(*self.parts((args, kwargs), row.calls[step.sharing], len(row.lengths)))
+
+    def parts(self, given: tuple[Any, Any], calls: list[SharedCall], number: int) -> tuple[Any, list[dict[Path, Any]]]:
+        """The output of some call, for its nest, and what each segment returned, by path."""
+        parts: list[dict[Path, Any]] = [{} for _ in range(number)]
+        output = None
+        ahead = self.run_ahead(given)
+        for call in calls:
+            args, kwargs = cut(given, self.step.given, call.slices)
+            with working_on(call.batch), self.without(cut(ahead, self.step.between, call.slices)):
+                output = self.fresh(args, borders_of(call.batch, kwargs))
+            for segment, part in zip(call.numbers, apart(output, self.step.returned, call.lengths), strict=True):
+                parts[segment] = part
+        return output, parts
+
+    def joined(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
+        whole = joined(output, self.step.returned, parts)
+        if self.step.after is None:
+            return whole
+        name, place = self.step.after
+        last = self.module.get_submodule(name)
+        return rebuild(whole, lambda path, leaf: last(leaf) if path == place else leaf)
+
+    def run_ahead(self, given: tuple[Any, Any]) -> dict[str, Tensor]:
+        """What modules inside return for the whole row."""
+        made: dict[str, Tensor] = {}
+        arguments = dict(leaves(given)) if self.step.ahead else {}
+        for inner in self.step.ahead:
+            source = made[inner.source] if isinstance(inner.source, str) else arguments[inner.source]
+            made[inner.name] = self.module.get_submodule(inner.name)(source)
+        return made
+
+    @contextmanager
+    def without(self, ahead: dict[str, Tensor]) -> Iterator[None]:
+        """Modules that run on the whole row return what they returned there, or wait for it."""
+        replaced: list[tuple[nn.Module, Any]] = []
+
+        def replace(name: str, forward: Any) -> None:
+            module = self.module.get_submodule(name)
+            replaced.append((module, vars(module).get("forward")))
+            module.forward = forward
+
+        try:
+            for name, value in ahead.items():
+                replace(name, lambda *_, value=value: value)
+            if self.step.after is not None:
+                replace(self.step.after[0], lambda value: value)
+            yield
+        finally:
+            for module, forward in replaced:
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+    def fresh(self, args: Any, kwargs: Any) -> Any:
+        if not self.step.remembers:
+            return self.forward(*args, **kwargs)
+        attributes, buffers = dict(vars(self.module)), dict(self.module._buffers)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.module._buffers.clear()
+            self.module._buffers.update(buffers)
+            vars(self.module).update(attributes)
+
+
+def borders_of(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that tell of borders, where there are any, made to tell of this row's."""
+    told: dict[str, Any] = {
+        name: row.cu_seq_lens.to(kwargs[name].device) for name in BORDERS if kwargs.get(name) is not None
+    }
+    told |= {name: row.longest for name in LONGEST if kwargs.get(name) is not None}
+    return {**kwargs, **told}

@@ -1,0 +1,292 @@
+"""Find, by experiment, the modules of a model that are not segment-local, and run those segment by segment.
+
+A module f is segment-local when f(row) = f(segment) for every segment of the row: linear layers, norms, experts, rotary
+embeddings fed with restarting positions. What is not lets documents leak (attention without borders, states,
+convolutions) or counts along the row (positions).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_packing.attention.by_segment import Ahead, BySegment, Step
+from hf_packing.attention.nested import Path, TokenAxes, copied, leaves, rebuild, tensors
+from hf_packing.attention.row import PackedRow, SharedCall, Sharing
+from hf_packing.errors import PackingError
+
+TOLERANCE = 1e-4
+"""Largest difference that rounding alone may make in what a module returns, as a share of the largest value."""
+
+HALF_TOLERANCE = 0.05
+"""In half precision, of a token's root mean square. Rounding may also send single tokens to another expert, so there a
+module is held to differ only if most of the tokens beside borders do."""
+
+LARGEST = 1e30
+"""Masks stand for minus infinity with the smallest float."""
+
+FAR = 2**20
+"""A position beyond the training length of every model, where scaled rotary embeddings have changed their scale."""
+
+
+@dataclass
+class Frame:
+    """A module's call that has begun."""
+
+    given: tuple[Any, Any]
+    """Its arguments."""
+    kept: tuple[Any, Any]
+    """A copy of them, since modules may change them in place."""
+    inner: list["Frame"] = field(default_factory=list)
+    """Calls inside, in order."""
+    name: str = ""
+    output: Any = None
+
+
+class Search:
+    """Watches one forward of a model on a packed row. Every module is tried on slices as soon as it has returned, the
+    inner ones first; one that differs runs by segment from then on, and the wrappers inside it are taken off.
+
+    Args:
+        model: of transformers.
+        row: a packed row of a length that no axis of the model has.
+    """
+
+    def __init__(self, model: nn.Module, row: PackedRow) -> None:
+        self.model = model
+        self.row = row
+        self.found: dict[str, BySegment] = {}
+        self.uncuttable: dict[str, str] = {}
+        """Modules that could not be called on slices, with the error."""
+        self.trying = False
+        self.frames: list[Frame] = []
+
+    def run(self, forward: Callable[[], Any]) -> list[Step]:
+        """What is known of the modules that have to run by segment. `forward` gives the packed row to the model."""
+        try:
+            with self.watching():
+                forward()
+            # once more, for the arguments of modules that were wrapped at their second call
+            forward()
+        finally:
+            for wrapper in self.found.values():
+                wrapper.remove()
+        steps = [wrapper.step for wrapper in self.found.values()]
+        for step in steps:
+            step.learned()
+        return steps
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        hooks = []
+        for name, module in self.model.named_modules():
+            if module is not self.model:
+                # the innermost of all hooks: what the forward itself is given and returns
+                hooks.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
+                hooks.append(module.register_forward_hook(self.after(name), prepend=True))
+        dropout = F.dropout
+        F.dropout = lambda tensor, *_, **__: tensor.clone()  # so that what it returns is not what it was given
+        try:
+            yield
+        finally:
+            F.dropout = dropout
+            for hook in hooks:
+                hook.remove()
+
+    def before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self.trying:
+            has_tokens = any(self.row.tokens in tensor.shape for tensor in tensors((args, kwargs)))
+            self.frames.append(Frame((args, kwargs), copied((args, kwargs)) if has_tokens else (args, kwargs)))
+
+    def after(self, name: str) -> Callable[..., Any]:
+        def try_on_slices(module: nn.Module, _: Any, output: Any) -> Any:
+            if self.trying:
+                return None
+            frame = self.frames.pop()
+            frame.name, frame.output = name, output
+            if self.frames:
+                self.frames[-1].inner.append(frame)
+            self.trying = True
+            try:
+                replacement = self.replacement(frame, module)
+            finally:
+                self.trying = False
+            if replacement is not None:
+                frame.output = replacement
+            return replacement
+
+        return try_on_slices
+
+    def replacement(self, frame: Frame, module: nn.Module) -> Any:
+        """What the module should have returned, where that is something else; it runs by segment from now on."""
+        name, given, output = frame.name, frame.kept, frame.output
+        step = Step.of(name, module, self.row.tokens)
+        wrapper = BySegment(module, step)
+        if not step.given.anywhere_in(given) or not step.returned.most_in_one(output):
+            return None
+        step.remembers = self.depends_on_far_positions(wrapper, given)
+        try:
+            local = self.by_segment(wrapper, given)
+            refuse_sizes_that_depend_on_the_row(output, local, step.returned)
+        except Exception as error:  # whatever a module raises that was not made for slices: its parent is tried
+            self.uncuttable[name] = f"{type(error).__name__}: {error}"
+            return None
+        if not step.remembers and not differ(output, local, step.returned, self.row.slices):
+            return None
+        for inner in [inner for inner in self.found if inner.startswith(f"{name}.") or inner == name]:
+            self.found.pop(inner).remove()
+        self.keep_packed_inside(wrapper, frame, local)
+        step.sharing = self.sharing(wrapper, given)
+        wrapper.install()
+        self.found[name] = wrapper
+        return local
+
+    def by_segment(self, wrapper: BySegment, given: Any) -> Any:
+        return wrapper.joined(*wrapper.parts(copied(given), self.row.calls["none"], len(self.row.lengths)))
+
+    def keep_packed_inside(self, wrapper: BySegment, frame: Frame, local: Any) -> None:
+        """Let projections of the module's input, and the one that makes its output, run on the whole row."""
+        step = wrapper.step
+        made: dict[int, Path | str] = {
+            id(leaf): path
+            for path, leaf in leaves(frame.given)
+            if isinstance(leaf, Tensor) and step.given.of(path, leaf)
+        }
+        calls = Counter(inner.name for inner in frame.inner)
+        for inner in frame.inner:
+            (args, kwargs), output = inner.given, inner.output
+            if not self.is_projection(inner, frame.name) or calls[inner.name] > 1:
+                continue
+            if id(args[0]) in made and not kwargs:
+                name = inner.name.removeprefix(f"{frame.name}.")
+                step.ahead.append(Ahead(name, made[id(args[0])]))
+                made[id(output)] = name
+                step.between.of((name,), output)
+        last = frame.inner[-1] if frame.inner else None
+        if last is not None and self.is_projection(last, frame.name) and calls[last.name] == 1:
+            path = next((path for path, leaf in leaves(frame.output) if leaf is last.output), None)
+            source = last.given[0][0]
+            same = source.ndim == last.output.ndim and id(last.output) not in made
+            if path is not None and same and step.returned.of(path, last.output):
+                step.after = last.name.removeprefix(f"{frame.name}."), path
+        try:
+            agree = not differ(local, self.by_segment(wrapper, frame.kept), step.returned, self.row.slices)
+        except Exception:  # what it does with them in between is not segment by segment
+            agree = False
+        if not agree:
+            step.ahead, step.after = [], None
+
+    def is_projection(self, frame: Frame, outer: str) -> bool:
+        """Whether a call inside a module has weights, one tensor of tokens for input, and is segment-local."""
+        args, kwargs = frame.given
+        if not frame.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return False
+        if any(name == frame.name or name.startswith(f"{frame.name}.") for name in (*self.found, *self.uncuttable)):
+            return False
+        module = self.model.get_submodule(frame.name)
+        has_tokens = isinstance(frame.output, Tensor) and list(frame.output.shape).count(self.row.tokens) == 1
+        return has_tokens and args[0].is_floating_point() and next(module.parameters(), None) is not None
+
+    def sharing(self, wrapper: BySegment, given: Any) -> Sharing:
+        """In which calls segments may go through together: tried on parts of the probe."""
+        step, shortest = wrapper.step, min(self.row.lengths)
+        ragged = step.given.most_in_one(given) < 2 and not step.given.counts_in(given) and not step.remembers
+        trials: dict[Sharing, list[tuple[int, int]]] = {"ragged": self.row.slices} if ragged else {}
+        trials["equal"] = [(start, start + shortest) for start, _ in self.row.slices]
+        for sharing, slices in trials.items():
+            together = SharedCall.of(list(range(len(slices))), slices, self.row.cu_seq_lens.device)
+            try:
+                _, alone = wrapper.parts(copied(given), self.row.calls_for("none", slices), len(slices))
+                _, shared = wrapper.parts(copied(given), [together], len(slices))
+            except Exception:  # it was not made for batches of slices
+                continue
+            if not any(map(differ, alone, shared)):
+                return sharing
+        return "none"
+
+    def depends_on_far_positions(self, wrapper: BySegment, given: Any) -> bool:
+        """Whether a far position in one segment changes what the module makes of the others.
+
+        Rotary embeddings whose scale grows with the longest position do, and may remember it.
+        """
+        if next(wrapper.module.parameters(), None) is not None:
+            return False
+        positions = self.row.position_ids[0].tolist()
+
+        def moved(_: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dtype == torch.bool or not leaf.ndim:
+                return leaf
+            if leaf.shape[-1] != len(positions) or leaf.flatten()[-len(positions) :].tolist() != positions:
+                return leaf
+            far = leaf.clone()
+            far[..., -1] = FAR
+            return far
+
+        elsewhere = rebuild(given, moved)
+        if all(a is b for (_, a), (_, b) in zip(leaves(given), leaves(elsewhere), strict=True)):
+            return False
+        wrapper.step.remembers = True
+        try:
+            return differ(
+                wrapper.fresh(*elsewhere), self.by_segment(wrapper, elsewhere), wrapper.step.returned, self.row.slices
+            )
+        except Exception:  # it takes no such positions, so they do not occur
+            return False
+        finally:
+            wrapper.step.remembers = False
+
+
+def refuse_sizes_that_depend_on_the_row(output: Any, local: Any, axes: TokenAxes) -> None:
+    for (path, whole), (_, joined) in zip(leaves(output), leaves(local), strict=True):
+        if isinstance(whole, Tensor) and not axes.of(path, whole) and whole.shape != joined.shape:
+            raise PackingError(
+                f"{axes.where}: it returns a tensor of shape {list(whole.shape)}, which is no axis of tokens"
+            )
+
+
+def differ(left: Any, right: Any, axes: TokenAxes | None = None, slices: Sequence[tuple[int, int]] = ()) -> bool:
+    """Whether two outputs are apart by more than rounding.
+
+    Args:
+        left: nested tensors.
+        right: the same nest.
+        axes: of a whole row; tensors without tokens are left out then.
+        slices: the row's segments; half precision is compared beside their borders then.
+    """
+    for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
+        if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
+            continue
+        if one.shape != other.shape:
+            return True
+        if not one.is_floating_point():
+            if not torch.equal(one, other):
+                return True
+        elif one.dtype in (torch.float32, torch.float64) or axes is None:
+            if not close(one, other):
+                return True
+        elif differ_beside_borders(one, other, axes.of(path, one)[0], slices):
+            return True
+    return False
+
+
+def close(left: Tensor, right: Tensor) -> bool:
+    tolerance = TOLERANCE if left.dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
+    numbers = left.abs() < LARGEST
+    if not torch.equal(numbers, right.abs() < LARGEST):
+        return False
+    left, right = left[numbers].double(), right[numbers].double()
+    return not left.numel() or bool((left - right).abs().max() <= tolerance * left.abs().max())
+
+
+def differ_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
+    left, right = (tensor.double().movedim(axis, 0).flatten(1) for tensor in (left, right))
+    apart = (left - right).pow(2).mean(1).sqrt() / left.pow(2).mean(1).sqrt().clamp(min=1e-12)
+    differing = ~(apart <= HALF_TOLERANCE)
+    first = differing[[start for start, _ in slices[1:]]]
+    last = differing[[end - 1 for _, end in slices[:-1]]]
+    return any(float(tokens.double().mean()) > 0.5 for tokens in (first, last))
