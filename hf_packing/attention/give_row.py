@@ -3,6 +3,7 @@
 from contextvars import Token
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -44,6 +45,7 @@ class GiveRow:
             hooks.append(module.register_forward_hook(self.after, always_call=True))
         return hooks
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.running.append(None)
         if len(self.running) > 1:
@@ -65,6 +67,7 @@ class GiveRow:
         self.running[-1] = row, current.set(as_one)
         return (), inputs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, _: nn.Module, __: Any, output: Any) -> Any:
         running = self.running.pop() if self.running else None
         if running is None:
@@ -86,5 +89,5 @@ class Before:
         self.give = give
         self.name = name
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return self.give.before(self.name, module, args, kwargs)

@@ -37,7 +37,7 @@ WAYS = (
     Way(None, Feed(borders=False, mask_of_ones=True, positions=False)),
 )
 """From the fastest to the most general. A model's own attention is given a mask that hides nothing: what it would make
-of positions holds for the probe, but not for every length (an index of the 2048 best tokens picks them from the row)."""
+of positions holds for the probe, but not for every length (an index of the 2048 best tokens has them all)."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """Exact attention segment by segment: what a kernel computes, in plain torch, on any device and in any dtype."""
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from hf_packing.errors import PackingError
 
 
 def attend_by_segment(
@@ -95,73 +92,3 @@ def attend_with_scores(
     if sinks is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, dropout) @ value
-
-
-@torch.library.custom_op("hf_packing::attend_by_segment", mutates_args=())
-def one_node(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
-    """`attend_by_segment` as a single operator."""
-    how: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
-    attended = attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), sinks=sinks, dropout=dropout, **how)
-    return attended.contiguous()
-
-
-@one_node.register_fake
-def shape_of_one_node(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:  # noqa: ARG001
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-
-def keep_for_backward(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    context.save_for_backward(*inputs[:5])
-    context.how = inputs[5:]
-
-
-def backward_of_one_node(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """Computed anew from the inputs: nothing but them is kept."""
-    *tensors, cu_seq_lens, sinks = context.saved_tensors
-    scale, is_causal, window, softcap, _ = context.how
-    wanted = [t.detach().requires_grad_() for t in (*tensors, sinks) if t is not None]
-    with torch.enable_grad():
-        how = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
-        sinks_again = wanted[3] if sinks is not None else None
-        query, key, value = wanted[:3]
-        attended = attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), sinks=sinks_again, **how)
-    gradients = torch.autograd.grad(attended, wanted, gradient)
-    return *gradients[:3], None, gradients[3] if sinks is not None else None, None, None, None, None, None
-
-
-one_node.register_autograd(backward_of_one_node, setup_context=keep_for_backward)
-
-
-def attend_in_one_node(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    sinks: Tensor | None,
-    *,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
-    """As `attend_by_segment`, with borders as a tensor, for torch.compile, which cannot see lengths in it.
-
-    Raises:
-        PackingError: dropout, since the backward pass computes the attention anew.
-    """
-    if dropout:
-        raise PackingError(f"dropout: expected 0 in attention that is compiled on {query.device.type}, got {dropout}")
-    output: Tensor = one_node(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap, dropout)
-    return output

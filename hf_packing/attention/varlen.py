@@ -14,8 +14,9 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_packing.attention.borders import borders_from_positions, check_borders
 from hf_packing.attention.kernels import attend_with_kernel, has_kernel
+from hf_packing.attention.one_node import attend_in_one_node
 from hf_packing.attention.row import current
-from hf_packing.attention.segments import attend_by_segment, attend_in_one_node
+from hf_packing.attention.segments import attend_by_segment
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"
@@ -56,6 +57,11 @@ class Sight:
 
 
 watching: ContextVar[Observed | None] = ContextVar("watching", default=None)
+
+
+def observer() -> Observed | None:
+    """Who watches; nobody does inside torch.compile, which would stop here in every layer."""
+    return None if torch.compiler.is_compiling() else watching.get()
 
 
 @contextmanager
@@ -110,7 +116,7 @@ def packed_varlen(
     refuse_what_cannot_be_honoured(module, query, key, attention_mask, others)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    if (observed := watching.get()) is not None:
+    if (observed := observer()) is not None:
         observed.calls += 1
         observed.causal.add(is_causal)
         observed.windows |= {sliding_window} if sliding_window is not None else set()
@@ -144,9 +150,7 @@ def borders_of_the_row(
     module: torch.nn.Module, rows: int, tokens: int, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None
 ) -> tuple[Tensor, list[int] | None]:
     """Borders, and lengths where they are known without looking: as given, of the current row, or of positions."""
-    if cu_seq_lens_q is not None and torch.compiler.is_compiling():
-        return cu_seq_lens_q, None
-    row = current.get()
+    row = None if torch.compiler.is_compiling() else current.get()
     if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
         if row.rows * row.tokens != rows * tokens:
             raise PackingError(
@@ -216,10 +220,9 @@ def packed_varlen_mask(
     Raises:
         PackingError: a mask made of custom functions, which borders cannot express.
     """
-    overlaid = getattr(kwargs.get("mask_function"), "__qualname__", "").startswith("or_masks.")
-    if use_vmap or overlaid:
+    if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
         raise PackingError(f"attention_mask: {NAME} cannot honour a mask made of custom functions")
-    if (observed := watching.get()) is not None and local_size is not None:
+    if (observed := observer()) is not None and local_size is not None:
         observed.sights.add(sight_of(kwargs["mask_function"], local_size))
     padding: Tensor | None = flash_attention_mask(*args, **kwargs)
     return padding

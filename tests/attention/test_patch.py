@@ -260,7 +260,7 @@ class TestUndone:
 REFUSED = {
     "hashing that is random": (
         ("reformer", "causal"),
-        "ReformerModelWithLMHead: .* expected the same logits for the same tokens, ReformerModelWithLMHead has others each time",
+        "ReformerModelWithLMHead: .* expected the same logits for the same tokens, .* has others each time",
     ),
     "streams of the row's length": (
         ("prophetnet", "causal"),

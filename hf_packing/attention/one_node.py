@@ -1,0 +1,147 @@
+"""Attention by segment as a single operator, for torch.compile, which cannot see lengths in a tensor of borders."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packing.attention.segments import attend_by_segment, window_mask
+from hf_packing.errors import PackingError
+
+
+@torch.library.custom_op("hf_packing::attend_by_segment", mutates_args=())
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`attend_by_segment`, with borders as a tensor."""
+    lengths = cu_seq_lens.diff().tolist()
+    how: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
+    return attend_by_segment(query, key, value, lengths, sinks=sinks, **how).contiguous()
+
+
+@torch.library.custom_op("hf_packing::attend_by_segment_backward", mutates_args=())
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks (empty without), from the inputs alone: nothing else is kept."""
+    lengths = cu_seq_lens.diff().tolist()
+    mask = {length: sight(length, window, is_causal, query.device) for length in set(lengths)}
+    parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
+    found = [
+        gradients_of_a_segment(g, q, k, v, mask[length], sinks, scale, softcap)
+        for length, g, q, k, v in zip(lengths, *parts, strict=True)
+    ]
+    of_query, of_key, of_value, of_sinks = zip(*found, strict=True)
+    along = [torch.cat(each, dim=2) for each in (of_query, of_key, of_value)]
+    summed = query.new_empty(0) if sinks is None else torch.stack(of_sinks).sum(0).to(sinks.dtype)
+    return along[0], along[1], along[2], summed
+
+
+def sight(length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor:
+    return window_mask(length, length if window is None else window, is_causal, device)
+
+
+def gradients_of_a_segment(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By the chain rule through the softmax; at least in float32."""
+    dtype, heads, kv_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1], key.shape[1]
+    q, g = query.to(dtype), gradient.to(dtype)
+    k, v = (tensor.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
+    scores = q @ k.transpose(2, 3) * scale
+    slope = 1.0 if softcap is None else 1 - torch.tanh(scores / softcap) ** 2
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sink = None if sinks is None else sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.softmax(scores if sink is None else torch.cat([scores, sink], dim=-1), dim=-1)
+    on_sink, weights = weights[..., -1:], weights[..., : scores.shape[-1]]
+    of_weights = g @ v.transpose(2, 3)
+    mean = (of_weights * weights).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - mean) * slope * scale
+    shared = [
+        each.reshape(1, kv_heads, heads // kv_heads, *each.shape[2:]).sum(2)
+        for each in (of_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g)
+    ]
+    of_sinks = -(on_sink * mean).sum((0, 2, 3))
+    return (of_scores @ k).to(query.dtype), shared[0].to(key.dtype), shared[1].to(value.dtype), of_sinks
+
+
+@forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+@backward.register_fake
+def _(
+    gradient: Tensor,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,  # noqa: ARG001
+    sinks: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:5])
+    ctx.how = inputs[5:]
+
+
+def gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    query, key, value, cu_seq_lens, sinks = ctx.saved_tensors
+    of_query, of_key, of_value, of_sinks = backward(gradient, query, key, value, cu_seq_lens, sinks, *ctx.how)
+    return of_query, of_key, of_value, None, None if sinks is None else of_sinks, None, None, None, None
+
+
+forward.register_autograd(gradients, setup_context=keep)
+
+
+def attend_in_one_node(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """As `attend_by_segment`, with borders as a tensor.
+
+    Raises:
+        PackingError: dropout, since the backward pass computes the attention anew.
+    """
+    if dropout:
+        raise PackingError(f"dropout: expected 0 in attention that is compiled on {query.device.type}, got {dropout}")
+    output: Tensor = forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)
+    return output
