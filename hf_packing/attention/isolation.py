@@ -102,7 +102,8 @@ def inner_model(model: Any) -> PreTrainedModel:
         if hasattr(inner, "get_base_model"):
             if getattr(inner.active_peft_config, "is_prompt_learning", False):
                 raise PackingError(
-                    f"model: expected a PEFT method that adds no tokens, got {inner.active_peft_config.peft_type.value}: "
+                    "model: expected a PEFT method that adds no tokens, "
+                    f"got {inner.active_peft_config.peft_type.value}: "
                     "a packed row would get a single prompt"
                 )
             inner = inner.get_base_model()
