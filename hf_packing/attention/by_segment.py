@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention.nested import Path, TokenAxes, apart, cut, joined, leaves, rebuild
+from hf_packing.attention.nested import Fill, Path, TokenAxes, apart, cut, joined, leaves, rebuild
 from hf_packing.attention.row import PackedRow, SharedCall, Sharing, current, working_on
 from hf_packing.errors import PackingError
 
@@ -51,6 +51,10 @@ class Step:
     def of(cls, name: str, module: nn.Module, row: int) -> "Step":
         where = f"{type(module).__name__} ({name})"
         return cls(name, type(module).__name__, TokenAxes(where, row), TokenAxes(where, row), TokenAxes(where, row))
+
+    def sharing_at_most(self, most: Sharing) -> "Step":
+        order: tuple[Sharing, ...] = ("none", "equal", "ragged")
+        return replace(self, sharing=min(self.sharing, most, key=order.index))
 
     def learned(self) -> None:
         for axes in (self.given, self.returned, self.between):
@@ -106,14 +110,16 @@ class BySegment:
         step.given.check((args, kwargs), row.tokens)
         return self.joined(*self.parts((args, kwargs), row.calls[step.sharing], len(row.lengths)))
 
-    def parts(self, given: tuple[Any, Any], calls: list[SharedCall], number: int) -> tuple[Any, list[dict[Path, Any]]]:
+    def parts(
+        self, given: tuple[Any, Any], calls: list[SharedCall], number: int, fill: Fill | None = None
+    ) -> tuple[Any, list[dict[Path, Any]]]:
         """The output of some call, for its nest, and what each segment returned, by path."""
         parts: list[dict[Path, Any]] = [{} for _ in range(number)]
         output = None
         ahead = self.run_ahead(given)
         for call in calls:
-            args, kwargs = cut(given, self.step.given, call.slices)
-            with working_on(call.batch), self.without(cut(ahead, self.step.between, call.slices)):
+            args, kwargs = cut(given, self.step.given, call.slices, fill)
+            with working_on(call.batch), self.without(cut(ahead, self.step.between, call.slices, fill)):
                 output = self.fresh(args, borders_of(call.batch, kwargs))
             for segment, part in zip(call.numbers, apart(output, self.step.returned, call.lengths), strict=True):
                 parts[segment] = part

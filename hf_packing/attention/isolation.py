@@ -1,17 +1,22 @@
 """check_isolation, and the proof of patch_model: no document notices another, in logits or in gradients."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_packing.arrow.packed_rows import IGNORED_LABEL
 from hf_packing.attention.probe import (
     GRADIENT_LEAK_TOLERANCE,
     GRADIENT_LENIENCE,
     Probe,
+    Tokens,
+    unmistakable_lengths,
 )
 from hf_packing.attention.route import Route, route_of
+from hf_packing.collate import PackingCollator
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 
@@ -36,23 +41,31 @@ class IsolationReport:
         return "\n".join(lines + (self.route.lines() if self.route else ["route: none, the model is not patched"]))
 
 
-def check_isolation(model: PreTrainedModel, *, seed: int = 0) -> IsolationReport:
+Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
+
+
+def check_isolation(
+    model: PreTrainedModel, *, collator: Collator | None = None, rows: int = 1, seed: int = 0
+) -> IsolationReport:
     """Whether packed documents read each other in this model, called as a plain training loop would call it.
 
-    Three random documents are packed in a row by PackingCollator and given to the model as it is, with its own
-    configuration (its `use_cache` among it) and dropout off. Then one document at a time is replaced, and the logits of
-    the others are compared; and gradients of one document's logits are looked for in the others.
+    Three random documents are packed in a row, collated and given to the model as it is, with its own configuration
+    (its `use_cache` among it) and dropout off. Then one document at a time is replaced, and the logits of the others
+    are compared; and gradients of one document's logits are looked for in the others.
 
     Args:
         model: a causal or masked language model of transformers, patched or not, on any device; also as PEFT, DDP or
             torch.compile wrap it.
+        collator: yours, from packed rows (input_ids, labels, position_ids, seq_lengths) to a batch of tensors;
+            PackingCollator without.
+        rows: how many packed rows it is given.
         seed: of the random tokens.
 
     Returns:
         IsolationReport.
 
     Raises:
-        PackingError: not a PreTrainedModel, or one whose output has no logits.
+        PackingError: not a PreTrainedModel, one whose output has no logits, or a collator that cuts documents.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -65,7 +78,9 @@ def check_isolation(model: PreTrainedModel, *, seed: int = 0) -> IsolationReport
         (True, 'varlen')
     """
     model = inner_model(model)
-    probe = Probe(model, seed)
+    if rows < 1:
+        raise PackingError(f"rows: expected at least 1, got {rows}")
+    probe = Probe(model, seed) if collator is None and rows == 1 else probe_of_a_setup(model, collator, rows, seed)
     route = route_of(model)
     with probe.quiet():
         try:
@@ -93,6 +108,30 @@ def check_isolation(model: PreTrainedModel, *, seed: int = 0) -> IsolationReport
             reason += f", with attention {model.config._attn_implementation!r}"
         reason += ". hf_packing.patch_model(model) keeps documents apart, or says why not"
         return IsolationReport(False, leak, reason, gradient_leak, route)
+
+
+def probe_of_a_setup(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int) -> Probe:
+    """Three documents in each row; every row begins with another one of them, and all have as many tokens."""
+    lengths = [length for row in range(rows) for length in rotated(unmistakable_lengths(model), row)]
+
+    def make_batch(documents: Tokens) -> Mapping[str, Any]:
+        packed = [packed_row(documents[start : start + 3]) for start in range(0, len(documents), 3)]
+        return (collator or PackingCollator())(packed)
+
+    return Probe(model, seed, lengths, make_batch)
+
+
+def rotated(lengths: list[int], by: int) -> list[int]:
+    return lengths[by % len(lengths) :] + lengths[: by % len(lengths)]
+
+
+def packed_row(documents: Tokens) -> dict[str, list[int]]:
+    """As `pack` makes them."""
+    tokens = [token for document in documents for token in document]
+    labels = [label for document in documents for label in (IGNORED_LABEL, *document[1:])]
+    positions = [position for document in documents for position in range(len(document))]
+    lengths = [len(document) for document in documents]
+    return {"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths}
 
 
 def inner_model(model: Any) -> PreTrainedModel:
@@ -126,19 +165,24 @@ def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
 
 @dataclass(frozen=True)
 class Alone:
-    """What the probe's documents are alone, under one attention of the unpatched model."""
+    """What a probe's documents are alone, under one attention of the unpatched model."""
 
     logits: list[Tensor]
     gradients: list[Tensor] | None
 
 
-def prove_isolation(references: list[Alone], probe: Probe) -> None:
-    """Raise ModelNotSupportedError unless packed documents are apart, and as in one of the references.
+@dataclass(frozen=True)
+class Exam:
+    """Documents, and what they have to be when they are packed."""
 
-    Args:
-        references: each of the probe's documents, alone in the unpatched model, under one attention or more.
-        probe: made from the model, which is patched.
-    """
+    probe: Probe
+    references: list[Alone]
+    """Under one attention of the unpatched model, or more."""
+
+
+def prove_isolation(exam: Exam) -> None:
+    """Raise ModelNotSupportedError unless packed documents are apart, and as in one of the references."""
+    probe, references = exam.probe, exam.references
     leak, scale = probe.largest_leak()
     if not leak <= probe.leak_tolerance * scale:
         raise ModelNotSupportedError(f"changing one packed document changes the logits of another by {leak:.2g}")

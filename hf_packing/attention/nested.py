@@ -11,6 +11,8 @@ from hf_packing.errors import PackingError
 
 Path = tuple[str | int, ...]
 
+Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
+
 
 def spelled(path: Path) -> str:
     return ".".join(map(str, path))
@@ -122,8 +124,14 @@ def counts(leaf: Tensor, along: tuple[int, ...]) -> bool:
     return bool((by_token.diff() == 1).all()) and bool((by_token == by_token[0]).all())
 
 
-def cut(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]]) -> Any:
+def cut(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:
     """Arguments for a call with these slices of a row alone, each a row of the batch, padded on the right with zeros.
+
+    Args:
+        value: arguments for the row.
+        axes: where their tokens are.
+        slices: (start, end) of each.
+        fill: makes the padding, from a tensor and the padding's shape, where it is not zeros.
 
     Raises:
         PackingError: several slices of a tensor that has no axis for rows before its tokens.
@@ -144,14 +152,18 @@ def cut(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]]) -> Any:
             for axis in along:
                 part = part.narrow(axis, 0 if path in axes.counting else start, end - start)
             if end - start < longest:
-                padding = [0] * (2 * leaf.ndim)
                 for axis in along:
-                    padding[2 * (leaf.ndim - axis) - 1] = longest - (end - start)
-                part = F.pad(part, padding)
+                    part = padded(part, axis, longest - (end - start), fill)
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return rebuild(value, slices_of)
+
+
+def padded(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
+    if fill is None:
+        return F.pad(tensor, [0, 0] * (tensor.ndim - axis - 1) + [0, missing])
+    return torch.cat([tensor, fill(tensor, (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :]))], dim=axis)
 
 
 def apart(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:

@@ -14,9 +14,10 @@ from hf_packing.attention.by_segment import BySegment
 from hf_packing.attention.checkpointing import keep_rows_no_longer
 from hf_packing.attention.feed import Signature
 from hf_packing.attention.give_row import GiveRow
-from hf_packing.attention.isolation import Alone, inner_model, prove_isolation
+from hf_packing.attention.isolation import Alone, Exam, inner_model, prove_isolation
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.route import STATE, WAYS, Route, Way, key_of, known_routes, packed_share
+from hf_packing.attention.row import Sharing
 from hf_packing.attention.search import Search
 from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT, Observed, observe, register
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -26,6 +27,12 @@ Model = TypeVar("Model", bound=nn.Module)
 REFERENCE = "eager"
 """What a document's logits are compared with, beside the model's own attention: the one written out in its file.
 Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
+
+SHARING_CALLS = (9, 14, 9, 30, 14)
+"""Tokens of the documents of a second proof, some of which share a call where they may."""
+
+LESS_SHARING: tuple[Sharing, ...] = ("equal", "none")
+"""What is tried where the proof fails: which of several equal scores is the best may depend on what shares the call."""
 
 ATTENTION = "_attn_implementation_internal"
 """Where a configuration keeps the name of its attention. Put back as it was found: `set_attn_implementation` refuses a
@@ -89,12 +96,11 @@ def patch_model(model: Model) -> Model:
         return model
     before = attention_of(inner)
     key = key_of(inner)
-    probe = Probe(inner)
-    references = documents_alone(inner, probe)
+    exams = [documents_alone(inner, Probe(inner)), documents_alone(inner, Probe(inner, 1, SHARING_CALLS))]
     put_back(before)
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
-            prove_route(inner, known, before, probe, references)
+            prove_route(inner, known, before, exams)
             return model
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
@@ -102,7 +108,7 @@ def patch_model(model: Model) -> Model:
         if way.attention == NAME_WITH_SIGHT and not isinstance(failure, LostSightError):
             continue
         try:
-            known_routes[key] = find_route(inner, way, before, probe, references, tuple(dict.fromkeys(failures)))
+            known_routes[key] = find_route(inner, way, before, exams, tuple(dict.fromkeys(failures)))
             return model
         except ModelNotSupportedError as error:
             failure = error
@@ -133,12 +139,12 @@ def find_route(
     model: PreTrainedModel,
     way: Way,
     before: list[tuple[PreTrainedConfig, Any]],
-    probe: Probe,
-    references: list[Alone],
+    exams: list[Exam],
     tried: tuple[str, ...],
 ) -> Route:
     """The route of one way, installed and proven; or ModelNotSupportedError, and the model as it was."""
     install(model, Route(way, (), 1.0), before)
+    probe = exams[0].probe
     search = Search(model, probe.row)
     try:
         with probe.quiet():
@@ -154,32 +160,42 @@ def find_route(
     if steps:
         way = replace(way, feed=replace(way.feed, one_row=True))
     route = Route(way, steps, packed_share(model, steps), tried)
+    failure = why_not(model, route, before, exams)
+    for most in LESS_SHARING:
+        if failure is not None and any(step.sharing not in (most, "none") for step in steps):
+            route = replace(route, by_segment=tuple(step.sharing_at_most(most) for step in steps))
+            failure = why_not(model, route, before, exams)
+    if failure is None:
+        return route
+    reasons = [str(failure)]
+    if steps:
+        reasons.append(f"by segment ran {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
+    for name, reason in list(search.uncuttable.items())[:2]:
+        kind = type(model.get_submodule(name)).__name__
+        reasons.append(f"{kind} ({name}) cannot run on a segment alone, {reason}")
+    raise ModelNotSupportedError("; ".join(reasons)) from failure
+
+
+def why_not(
+    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
+) -> ModelNotSupportedError | None:
+    """None where the route is proven and installed."""
     try:
-        prove_route(model, route, before, probe, references)
+        prove_route(model, route, before, exams)
     except ModelNotSupportedError as error:
-        reasons = [str(error)]
-        if steps:
-            reasons.append(f"by segment ran {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
-        for name, reason in list(search.uncuttable.items())[:2]:
-            reasons.append(
-                f"{type(model.get_submodule(name)).__name__} ({name}) cannot run on a segment alone, {reason}"
-            )
-        raise ModelNotSupportedError("; ".join(reasons)) from error
-    return route
+        return error
+    return None
 
 
 def prove_route(
-    model: PreTrainedModel,
-    route: Route,
-    before: list[tuple[PreTrainedConfig, Any]],
-    probe: Probe,
-    references: list[Alone],
+    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
 ) -> None:
     """Install a route, and leave it there only if it is proven."""
     install(model, route, before)
     try:
-        with probe.quiet():
-            prove_isolation(references, probe)
+        for exam in exams:
+            with exam.probe.quiet():
+                prove_isolation(exam)
     except Exception as error:
         unpatch_model(model)
         if isinstance(error, ModelNotSupportedError):
@@ -187,7 +203,7 @@ def prove_route(
         raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
 
 
-def documents_alone(model: PreTrainedModel, probe: Probe) -> list[Alone]:
+def documents_alone(model: PreTrainedModel, probe: Probe) -> Exam:
     """Each document alone, under the model's own attention and, unless that is the user's, under eager."""
     own = model.config._attn_implementation
     attentions = [own]
@@ -198,7 +214,7 @@ def documents_alone(model: PreTrainedModel, probe: Probe) -> list[Alone]:
     if not references:
         name, error = type(model).__name__, found[-1]
         raise ModelNotSupportedError(f"{name}: it cannot be called with input_ids alone: {error}")
-    return references
+    return Exam(probe, references)
 
 
 def documents_alone_under(attention: str, model: PreTrainedModel, probe: Probe) -> Alone | Exception:

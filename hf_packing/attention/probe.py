@@ -1,7 +1,7 @@
-"""Three random documents, run through a model together and alone, with one of them changed at a time."""
+"""A few random documents, run through a model together and alone, with one of them changed at a time."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,31 +48,40 @@ Tokens = list[list[int]]
 
 
 class Probe:
-    """Runs a model on three random documents. No token occurs in two documents, and a document and its replacement
+    """Runs a model on a few random documents. No token occurs in two documents, and a document and its replacement
     differ in every token.
 
     Args:
         model: of transformers, on any device, in any dtype.
         seed: of the random tokens.
+        lengths: of the documents; three that make a row of an unmistakable length without.
+        make_batch: from documents to the model's inputs; one row, by PackingCollator, without.
     """
 
-    def __init__(self, model: PreTrainedModel, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        seed: int = 0,
+        lengths: Sequence[int] | None = None,
+        make_batch: Callable[[Tokens], Mapping[str, Any]] | None = None,
+    ) -> None:
         embeddings = model.get_input_embeddings()
         vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.get_text_config().vocab_size
         settings = vars(model.config) | vars(model.config.get_text_config())
         special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
         known = np.array([token for token in range(1, vocabulary) if token not in special])
-        if len(known) < 6:
-            raise PackingError(
-                f"model: expected at least 6 tokens that are not special, got {len(known)} of {vocabulary}"
-            )
         generator = np.random.default_rng(seed)
         self.model = model
+        self.make_batch = make_batch or in_one_row
         self.device = embeddings.weight.device
-        self.lengths = unmistakable_lengths(model)
+        self.lengths = list(lengths or unmistakable_lengths(model))
+        if len(known) < 2 * len(self.lengths):
+            raise PackingError(
+                f"model: expected at least {2 * len(self.lengths)} tokens that are not special, got {len(known)}"
+            )
         self.documents, self.others = [], []
         for number, length in enumerate(self.lengths):
-            own = known[number::3]
+            own = known[number :: len(self.lengths)]
             tokens = generator.integers(0, len(own), length)
             self.documents.append(own[tokens].tolist())
             self.others.append(own[(tokens + generator.integers(1, len(own), length)) % len(own)].tolist())
@@ -130,10 +139,10 @@ class Probe:
         return logits_of(self.model, output).flatten(0, 1)
 
     def packed(self, documents: Tokens, **options: Any) -> list[Tensor]:
-        """Logits of each document, all in one row."""
-        batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
-        del batch["labels"]
-        return list(torch.split(self.logits(**batch, **options), self.lengths))
+        """Logits of each document, all in one batch."""
+        batch = {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
+        logits = self.logits(**batch, **options)
+        return [logits[place] for place in find_documents(documents, batch["input_ids"])]
 
     def alone(self, **options: Any) -> list[Tensor]:
         """Logits of each document, one row each, with nothing but input_ids."""
@@ -142,7 +151,7 @@ class Probe:
     def as_one_document(self, documents: Tokens, **options: Any) -> list[Tensor]:
         """Logits of the same tokens as a single document, without borders."""
         row = [token for tokens in documents for token in tokens]
-        batch = PackingCollator()([{"input_ids": row}])
+        batch = in_one_row([row])
         del batch["labels"]
         return list(torch.split(self.logits(**batch, **options), self.lengths))
 
@@ -190,7 +199,8 @@ class Probe:
         """For each document, the gradients of its logits in the embeddings of each document, packed."""
         with embedded(self.model) as embeddings:
             logits = self.packed(self.documents, **options)
-            return [self.gradients(each, number, embeddings, number < 2) for number, each in enumerate(logits)]
+            last = len(logits) - 1
+            return [self.gradients(each, number, embeddings, number < last) for number, each in enumerate(logits)]
 
     def gradients_alone(self, **options: Any) -> list[Tensor]:
         """For each document, the gradients of its logits in its embeddings, alone."""
@@ -251,6 +261,25 @@ def embedded(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def in_one_row(documents: Tokens) -> dict[str, Any]:
+    return PackingCollator()([{"input_ids": tokens} for tokens in documents])
+
+
+def find_documents(documents: Tokens, input_ids: Tensor) -> list[slice]:
+    """Where documents stand in the rows of a batch, laid end to end."""
+    ids = input_ids.flatten()
+    places = []
+    for tokens in documents:
+        starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
+        if len(starts) != 1:
+            raise PackingError(
+                f"collator: expected a batch with each document whole and once, one of {len(tokens)} tokens is there "
+                f"{len(starts)} times"
+            )
+        places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
+    return places
 
 
 def is_embedding(module: nn.Module) -> bool:

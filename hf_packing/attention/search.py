@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_packing.attention.by_segment import Ahead, BySegment, Step
-from hf_packing.attention.nested import Path, TokenAxes, copied, leaves, rebuild, tensors
+from hf_packing.attention.nested import Fill, Path, TokenAxes, copied, leaves, rebuild, tensors
 from hf_packing.attention.row import PackedRow, SharedCall, Sharing
 from hf_packing.errors import PackingError
 
@@ -46,6 +46,21 @@ class Frame:
     """Calls inside, in order."""
     name: str = ""
     output: Any = None
+
+
+def noise(scale: float) -> Fill:
+    """Padding that a module would notice if it looked at what follows a segment."""
+
+    def fill(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        if not tensor.is_floating_point():  # tokens, or positions: some of those that are there
+            return tensor.flatten()[torch.randint(tensor.numel(), shape, generator=generator).to(tensor.device)]
+        return (torch.randn(shape, generator=generator) * scale).to(tensor)
+
+    return fill
+
+
+PADDINGS = (noise(1.0), noise(10.0))
 
 
 class Search:
@@ -200,12 +215,13 @@ class Search:
         trials["equal"] = [(start, start + shortest) for start, _ in self.row.slices]
         for sharing, slices in trials.items():
             together = SharedCall.of(list(range(len(slices))), slices, self.row.cu_seq_lens.device)
+            fills = [None, *PADDINGS] if sharing == "ragged" else [None]
             try:
                 _, alone = wrapper.parts(copied(given), self.row.calls_for("none", slices), len(slices))
-                _, shared = wrapper.parts(copied(given), [together], len(slices))
+                shared = [wrapper.parts(copied(given), [together], len(slices), fill)[1] for fill in fills]
             except Exception:  # it was not made for batches of slices
                 continue
-            if not any(map(differ, alone, shared)):
+            if not any(differ(one, other) for each in shared for one, other in zip(alone, each, strict=True)):
                 return sharing
         return "none"
 

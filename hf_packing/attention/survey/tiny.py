@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 VOCABULARY = 128
@@ -42,11 +42,11 @@ WIDTHS = {
     256: (
         *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx", "max_target_positions"),
     ),
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm"),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm", "entity_vocab_size"),
     32: (
         *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "num_buckets"),
         *("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
-        *("pronunciation_vocab_size", "shape_vocab_size"),
+        *("pronunciation_vocab_size", "shape_vocab_size", "encoder_hash_byte_group_vocab"),
     ),
     24: ("q_lora_rank",),
     16: (
@@ -149,11 +149,12 @@ OF_A_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "num_hidden_layers": 2},
     "minicpm3": FOUR_HEADS,
     "minimax": LINEAR,
-    "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 64},
+    "mobilebert": {"intra_bottleneck_size": 64},
     "modernbert": SLIDING,
     "modernbert-decoder": SLIDING,
     "moshi": FOUR_HEADS,
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "expand": 2},
+    "nystromformer": {"num_landmarks": 64, "segment_means_seq_len": 64},
     "olmo3": SLIDING,
     "olmo_hybrid": LINEAR,
     "phi3": {"original_max_position_embeddings": 256},
@@ -174,7 +175,7 @@ OF_A_TYPE: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "starcoder2": {"use_sliding_window": True},
-    "xlstm": {"num_blocks": 2, "max_inference_chunksize": 64},
+    "xlstm": {"num_blocks": 2, "max_inference_chunksize": 256},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "youtu": FOUR_HEADS,
     "zamba": SHARED_ATTENTION
@@ -239,13 +240,20 @@ def shrunk(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any]) -> P
     for name, default in fields.items():
         if ("drop" in name or name.endswith("pdrop")) and isinstance(default, (float, int)) and default is not False:
             small[name] = 0.0
-    for name, inner in cls.sub_configs.items():
-        if isinstance(inner, type) and issubclass(inner, PreTrainedConfig):
-            small[name] = shrunk(inner, "inner", {}).to_dict()
+    for name, inner in inner_configs(cls).items():
+        small[name] = shrunk(inner, "inner", {}).to_dict()
     fixed = OF_A_TYPE.get(cls.model_type, {}) | changes
     if kind == "causal" and "is_decoder" in fields:
         fixed = fixed | {"is_decoder": True}
     return accepted(cls, small, fixed)
+
+
+def inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
+    """Classes of the configurations inside; where any would do, that of the default."""
+    found = dict(cls.sub_configs)
+    if AutoConfig in found.values():
+        found |= {name: type(getattr(cls(), name, None)) for name, inner in found.items() if inner is AutoConfig}
+    return {name: inner for name, inner in found.items() if issubclass(inner, PreTrainedConfig)}
 
 
 def accepted(cls: type[PreTrainedConfig], small: dict[str, Any], fixed: dict[str, Any]) -> PreTrainedConfig:

@@ -1,0 +1,83 @@
+"""What was measured of all architectures, as a page of Markdown."""
+
+import re
+from collections.abc import Sequence
+from statistics import median
+
+from hf_packing.attention.survey.measure import EXACT, Measured
+
+COMMAND = "python -m hf_packing.attention.survey"
+
+KINDS = {"causal": "Causal language models", "masked": "Masked language models"}
+
+HEAD = ("architecture", "stock", "route", "by segment", "packed", "logits", "gradients", "why no faster one")
+
+
+def page(results: Sequence[Measured], versions: str) -> str:
+    """The whole of docs/SUPPORTED_MODELS.md."""
+    lines = ["# Supported models", "", *summary(results, versions)]
+    for kind, title in KINDS.items():
+        own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
+        lines += table(title, HEAD, [cells(each) for each in own if each.route])
+        refused = [[each.name, each.stock, one_line(each.reason, 400)] for each in own if each.built and not each.route]
+        lines += table(f"Refused: {title.lower()}", ("architecture", "stock", "reason"), refused)
+        absent = [[each.name, one_line(each.reason, 160)] for each in own if not each.built]
+        lines += table(f"Not measured: {title.lower()}", ("architecture", "why no tiny model could be built"), absent)
+    return "\n".join(lines) + "\n"
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Nothing at all where there is no row."""
+    return ["", f"## {title}", "", *map(row, [head, ["---"] * len(head), *rows])] if rows else []
+
+
+def summary(results: Sequence[Measured], versions: str) -> list[str]:
+    taken = [each for each in results if each.route]
+    counts = {kind: sum(each.kind == kind and each.exact for each in taken) for kind in KINDS}
+    built = {kind: sum(each.kind == kind and each.built for each in results) for kind in KINDS}
+    varlen = sum(each.route == "varlen" for each in taken)
+    shares = [each.packed_share for each in taken if each.route != "varlen"]
+    isolated = sum(each.stock == "isolated" for each in results)
+    lines = [
+        f"Made by `{COMMAND}` with {versions}, on CPU: a tiny",
+        "random float32 model of every architecture, built from its configuration class alone, and of some variants.",
+        "`patch_model` finds its route on the model in hand in the same way; this page decides nothing.",
+        "",
+        f"Exact when patched, however fed: {counts['causal']} of {built['causal']} causal and {counts['masked']} of "
+        f"{built['masked']} masked. That is: logits within",
+        f"{EXACT:g} of those of the documents alone, no logit changed by more when another document is, and gradients",
+        f"of all parameters within {EXACT:g} of the largest. {varlen} take the `varlen` route alone.",
+    ]
+    if shares:
+        lines += [f"Of the other {len(shares)}, the median keeps {median(shares):.0%} of its parameters packed."]
+    return [*lines, f"Stock, as a training loop calls them, {isolated} of {sum(built.values())} keep documents apart."]
+
+
+def cells(each: Measured) -> list[str]:
+    modules = ", ".join(f"{number} {kind}" for kind, number in each.modules.items())
+    why = one_line(each.reason, 160) if each.route != "varlen" else ""
+    figures = [f"{each.packed_share:.0%}", f"{max(each.difference, each.change):.0e}", f"{each.gradient:.0e}"]
+    return [each.name, each.stock, each.route, modules, *figures, why]
+
+
+def one_line(text: str, longest: int) -> str:
+    text = re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
+    return text if len(text) <= longest else text[: longest - 3].rstrip() + "..."
+
+
+def row(items: Sequence[str]) -> str:
+    return f"| {' | '.join(items)} |"
+
+
+def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """Route and modules by kind and architecture, from a page; the route of refused ones is empty."""
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    kind = ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            kind = next((kind for kind, title in KINDS.items() if title.lower() in line.lower()), "")
+        elif line.startswith("| ") and not line.startswith("| ---") and not line.startswith("| architecture"):
+            entries = line.strip("| ").split(" | ")
+            if len(entries) > 2:
+                found[kind, entries[0]] = (entries[2], entries[3].strip()) if len(entries) > 3 else ("", "")
+    return found

@@ -1,0 +1,165 @@
+"""Setups of stock transformers that let packed documents read each other: check_isolation sees each of them."""
+
+import pytest
+import torch
+import transformers.modeling_flash_attention_utils as flash_utils
+from tiny_models import build
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorWithFlattening,
+)
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
+
+import hf_packing as hfp
+from hf_packing.attention.segments import attend_by_segment
+
+
+def stacked(rows, names=("input_ids", "position_ids")):
+    return {name: torch.tensor([row[name] for row in rows]) for name in names}
+
+
+def with_a_mask_of_ones(rows):
+    batch = stacked(rows)
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def padded_with_a_mask(rows):
+    batch = {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, -5:] = 0
+    return {**batch, "attention_mask": mask}
+
+
+def padded_without_a_mask(rows):
+    return {name: torch.nn.functional.pad(value, (0, 5)) for name, value in stacked(rows).items()}
+
+
+def with_a_mask_of_numbers(rows):
+    """1, 1, 2, 2, ..., the number of the document."""
+    mask = [[number + 1 for number, n in enumerate(row["seq_lengths"]) for _ in range(n)] for row in rows]
+    return {**stacked(rows), "attention_mask": torch.tensor(mask)}
+
+
+def with_positions_that_go_on(rows):
+    batch = stacked(rows)
+    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
+
+
+def with_ids_alone(rows):
+    return stacked(rows, ["input_ids"])
+
+
+LEAKS = {
+    "a mask of ones": with_a_mask_of_ones,
+    "a mask of a padded packed row": padded_with_a_mask,
+    "a mask of numbers": with_a_mask_of_numbers,
+    "positions that go on": with_positions_that_go_on,
+    "input_ids alone": with_ids_alone,
+}
+HOLDS = {"positions": stacked, "right padding without a mask": padded_without_a_mask, "ours": hfp.PackingCollator()}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("trap", LEAKS)
+def test_stock_leaks(trap, attention):
+    model = build("Llama", use_cache=False, attn_implementation=attention)
+    report = hfp.check_isolation(model, collator=LEAKS[trap])
+    assert not report.isolated
+    assert report.max_leak > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("setup", HOLDS)
+def test_stock_holds(setup, attention):
+    model = build("Llama", use_cache=False, attn_implementation=attention)
+    assert hfp.check_isolation(model, collator=HOLDS[setup]).isolated
+
+
+@pytest.mark.parametrize("setup", HOLDS)
+def test_the_default_cache_leaks_however_fed(setup):
+    report = hfp.check_isolation(build("Llama"), collator=HOLDS[setup])
+    assert not report.isolated
+    assert "with use_cache=False it does not" in report.reason
+
+
+@pytest.mark.parametrize("trap", LEAKS)
+def test_patched_is_right_or_raises(trap):
+    model = hfp.patch_model(build("Llama"))
+    if trap in ("a mask of a padded packed row", "a mask of numbers"):
+        with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
+            hfp.check_isolation(model, collator=LEAKS[trap])
+    else:  # where nothing tells of documents, they are one
+        assert hfp.check_isolation(model, collator=LEAKS[trap]).isolated == (trap == "a mask of ones")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_two_rows_of_positions_hold_without_flash_attention(attention):
+    model = build("Llama", use_cache=False, attn_implementation=attention)
+    assert hfp.check_isolation(model, collator=stacked, rows=2).isolated
+
+
+def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
+    """transformers looks for packed rows only where there is one; its kernels are stood in for here."""
+
+    def plain(q, k, v, *_, softmax_scale=None, causal=True, **__):
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    def varlen(q, k, v, cu_seqlens_q, *_, softmax_scale=None, causal=True, **__):
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        lengths = cu_seqlens_q.diff().tolist()
+        return attend_by_segment(q, k, v, lengths, scale=softmax_scale or q.shape[-1] ** -0.5, is_causal=causal)[
+            0
+        ].transpose(0, 1)
+
+    kernels = plain, varlen, None, flash_utils._pad_input, flash_utils._unpad_input
+    monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *_, **__: kernels)
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+    AttentionInterface.register("stand_in", flash_attention_forward)
+    AttentionMaskInterface.register("stand_in", flash_attention_mask)
+    model = build("Llama", torch.bfloat16, use_cache=False)
+    model.set_attn_implementation("stand_in")
+    assert hfp.check_isolation(model, collator=stacked).isolated
+    assert not hfp.check_isolation(model, collator=stacked, rows=2).isolated
+    hfp.patch_model(model)
+    assert hfp.check_isolation(model, collator=stacked, rows=2).isolated
+    monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
+def test_collators_of_others_on_patched_models(name):
+    model = hfp.patch_model(build(name))
+    flattening = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    trl = TrlCollator(pad_token_id=0, padding_free=True)
+    assert hfp.check_isolation(model, collator=trl).isolated
+    assert hfp.check_isolation(model, collator=trl, rows=2).isolated
+
+    def one_document_a_row(rows):
+        documents = [
+            {"input_ids": row["input_ids"][start : start + length]}
+            for row in rows
+            for start, length in zip(
+                [sum(row["seq_lengths"][:n]) for n in range(len(row["seq_lengths"]))], row["seq_lengths"], strict=True
+            )
+        ]
+        return flattening(documents)
+
+    assert hfp.check_isolation(model, collator=one_document_a_row).isolated
+
+
+def test_a_collator_that_loses_documents():
+    with pytest.raises(
+        hfp.PackingError, match="collator: expected a batch with each document whole and once, one of 13"
+    ):
+        hfp.check_isolation(build("Llama"), collator=lambda rows: {"input_ids": stacked(rows)["input_ids"][:, 5:]})
+
+
+def test_rows():
+    with pytest.raises(hfp.PackingError, match="rows: expected at least 1, got 0"):
+        hfp.check_isolation(build("Llama"), rows=0)
