@@ -77,9 +77,9 @@ def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     return told[first]
 
 
-def drop_full_mask(mask: Any) -> None:
+def drop_full_mask(mask: Any, shape: torch.Size) -> None:
     """An attention_mask of ones says nothing; any other cannot be honoured beside borders."""
-    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask == 1).all()):
+    if isinstance(mask, Tensor) and mask.shape == shape and bool((mask == 1).all()):
         return
     shown = f"one of shape {list(mask.shape)} with padding" if isinstance(mask, Tensor) else type(mask).__name__
     raise PackingError(
@@ -109,7 +109,7 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
             "to generate: with hf_packing.unpatch_model(model): model.generate(...)"
         )
     if inputs.get("attention_mask") is not None:
-        drop_full_mask(inputs["attention_mask"])
+        drop_full_mask(inputs["attention_mask"], given.shape[:2])
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     if inputs.get("encoder_hidden_states") is not None:
         raise PackingError("encoder_hidden_states: expected none on a patched model, documents would share them")

@@ -1,19 +1,26 @@
 """Run a module segment by segment: the row that it is given is cut, and what it returns is joined again."""
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.nested import Fill, Path, TokenAxes, apart, cut, joined, leaves, rebuild
+from hf_packing.attention.replaced import ReplacedForward
 from hf_packing.attention.row import PackedRow, SharedCall, Sharing, current, working_on
 from hf_packing.errors import PackingError
 
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
+
+
+one_at_a_time = threading.RLock()
+"""Held where modules inside another return what they returned ahead, which no other thread may see."""
 
 
 @dataclass(frozen=True)
@@ -65,42 +72,31 @@ class Step:
         return [inner.name for inner in self.ahead] + ([self.after[0]] if self.after else [])
 
 
-class BySegment:
+class BySegment(ReplacedForward):
     """The forward of a module that is not segment-local: one document's part of its output depends on the others.
 
-    Segments share a call where that has been seen to change nothing. A class, so that a patched model can be pickled.
+    Segments share a call where that has been seen to change nothing.
     """
 
     def __init__(self, module: nn.Module, step: Step) -> None:
-        self.module = module
+        super().__init__(module)
         self.step = step
-        self.replaced = vars(module).get("forward")
-        """What stood in the place of the class's forward before, such as a hook of accelerate."""
-
-    def install(self) -> None:
-        self.module.forward = self
-
-    def remove(self) -> None:
-        """Only where nobody has put something over it since; then it does nothing from now on."""
-        if vars(self.module).get("forward") is self:
-            del self.module.forward
-            if self.replaced is not None:
-                self.module.forward = self.replaced
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row, step = current.get(), self.step
+        if not self.installed:
+            return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(
                 f"{step.given.where} was called outside its model's forward, so where segments end is not known; "
                 "call the model that patch_model was given"
             )
+        with one_at_a_time if step.packed_inside() else nullcontext():
+            return self.on_row(row, args, kwargs)
+
+    def on_row(self, row: PackedRow, args: Any, kwargs: dict[str, Any]) -> Any:
+        step = self.step
         if not step.given.anywhere_in((args, kwargs)):
             return self.forward(*args, **kwargs)
         if row.is_one_segment_each:
@@ -167,13 +163,8 @@ class BySegment:
     def fresh(self, args: Any, kwargs: Any) -> Any:
         if not self.step.remembers:
             return self.forward(*args, **kwargs)
-        attributes, buffers = dict(vars(self.module)), dict(self.module._buffers)
-        try:
+        with as_it_was(self.module):
             return self.forward(*args, **kwargs)
-        finally:
-            self.module._buffers.clear()
-            self.module._buffers.update(buffers)
-            vars(self.module).update(attributes)
 
 
 def borders_of(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class Feed:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.longest, "max_length_k": row.longest, "seq_idx": row.seq_idx}
         if self.one_row and row.rows > 1 and not row.is_one_segment_each:
+            if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
+                raise PackingError(f"logits_to_keep: expected none with several packed rows, got {keep}")
             inputs = {name: end_to_end(name, value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if forward.takes(name)}
 

@@ -1,93 +1,87 @@
-"""The hooks around a patched model's forward: they read the packed row, tell the model of it, and forget it again."""
+"""Around a patched model's forward: the packed row is read, the model is told of it, and it is forgotten again."""
 
-from contextvars import Token
+import inspect
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_packing.attention.borders import read_row
 from hf_packing.attention.checkpointing import keep_rows
 from hf_packing.attention.feed import Signature, in_rows
-from hf_packing.attention.route import Way
-from hf_packing.attention.row import PackedRow, current
+from hf_packing.attention.replaced import ReplacedForward
+from hf_packing.attention.route import Route
+from hf_packing.attention.row import PackedRow, working_on
 from hf_packing.attention.varlen import register
 from hf_packing.errors import PackingError
 
+running: ContextVar[tuple[int, ...]] = ContextVar("running", default=())
+"""The patched models whose forward runs, by id."""
 
-class GiveRow:
-    """Makes a packed row current for as long as a model's forward runs. A class, so that patched models can be pickled.
+
+class GiveRow(ReplacedForward):
+    """Makes a packed row current for as long as a model's forward runs.
 
     Args:
+        module: the model, or one inside it that others call directly.
         model: patched.
-        way: what it is given.
+        route: how.
     """
 
-    def __init__(self, model: PreTrainedModel, way: Way) -> None:
+    def __init__(self, module: nn.Module, model: PreTrainedModel, route: Route) -> None:
+        super().__init__(module)
         self.model = model
-        self.way = way
-        self.signatures: dict[str, Signature] = {}
-        self.running: list[tuple[PackedRow, Token[PackedRow | None]] | None] = []
-        """One entry for each forward that has begun; None for those inside another, which know their row."""
+        self.route = route
+        self.signature = Signature(module)
+        self.__signature__ = inspect.signature(module.forward)
 
-    def install(self) -> list[RemovableHandle]:
-        """On the model and on the inner ones, which PEFT and others call without the outer."""
-        modules = {"model": self.model, "base_model": self.model.base_model}
-        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else None
-        if isinstance(decoder, nn.Module):
-            modules["decoder"] = decoder
-        hooks = []
-        for name, module in {id(module): (name, module) for name, module in reversed(modules.items())}.values():
-            self.signatures[name] = Signature(module)
-            hooks.append(module.register_forward_pre_hook(Before(self, name), with_kwargs=True))
-            hooks.append(module.register_forward_hook(self.after, always_call=True))
-        return hooks
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.installed or id(self.model) in running.get():
+            return self.forward(*args, **kwargs)
+        inputs, row = self.read(args, kwargs)
+        folds = self.route.way.feed.one_row and not row.is_one_segment_each
+        token = running.set((*running.get(), id(self.model)))
+        try:
+            with working_on(PackedRow(row.cu_seq_lens, row.lengths) if folds else row):
+                output = self.forward(**inputs)
+        finally:
+            running.reset(token)
+        return in_rows(output, row) if folds and row.rows > 1 else output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self.running.append(None)
-        if len(self.running) > 1:
-            return args, kwargs
-        attention = self.model.config._attn_implementation
-        if self.way.attention not in (None, attention):
-            raise PackingError(
-                f"attention: expected {self.way.attention!r} on a patched model, somebody has set {attention!r}; call "
-                "unpatch_model before"
-            )
-        if module.training:
+    def read(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow]:
+        """What the forward is given, and the row that it works on."""
+        self.refuse_what_has_changed()
+        if self.module.training:
             keep_rows(self.model)
-        signature = self.signatures[name]
-        inputs, row = read_row(signature.by_name(args, kwargs), module.training)
-        inputs = self.way.feed(signature, inputs, row)
-        as_one = row
-        if self.way.feed.one_row and not row.is_one_segment_each:
-            as_one = PackedRow(row.cu_seq_lens, row.lengths)
-        self.running[-1] = row, current.set(as_one)
-        return (), inputs
+        inputs, row = read_row(self.signature.by_name(args, kwargs), self.module.training)
+        return self.route.way.feed(self.signature, inputs, row), row
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        running = self.running.pop() if self.running else None
-        if running is None:
-            return None
-        row, token = running
-        current.reset(token)
-        folds = self.way.feed.one_row and row.rows > 1 and not row.is_one_segment_each and output is not None
-        return in_rows(output, row) if folds else None
+    def refuse_what_has_changed(self) -> None:
+        expected, found = self.route.way.attention, self.model.config._attn_implementation
+        if expected not in (None, found):
+            raise PackingError(
+                f"attention: expected {expected!r} on a patched model, somebody has set {found!r}; call unpatch_model "
+                "before"
+            )
+        for step in self.route.by_segment:
+            if type(self.model.get_submodule(step.name)).__name__ != step.kind:
+                raise PackingError(
+                    f"{step.name}: expected {step.kind}, which runs by segment, somebody has put "
+                    f"{type(self.model.get_submodule(step.name)).__name__} there; call unpatch_model before, and "
+                    "patch_model after"
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()
         self.__dict__.update(state)
 
 
-class Before:
-    """The hook of one of the modules."""
-
-    def __init__(self, give: GiveRow, name: str) -> None:
-        self.give = give
-        self.name = name
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return self.give.before(self.name, module, args, kwargs)
+def give_rows(model: PreTrainedModel, route: Route) -> list[ReplacedForward]:
+    """On the model and on the inner ones, which PEFT and others call without the outer."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    modules = [model, model.base_model, *([decoder] if isinstance(decoder, nn.Module) else [])]
+    return [GiveRow(module, model, route) for module in {id(module): module for module in modules}.values()]

@@ -54,6 +54,13 @@ def is_count(leaf: Any) -> bool:
     return isinstance(leaf, int) and not isinstance(leaf, bool)
 
 
+LARGEST = 1e30
+"""Masks stand for minus infinity with the smallest float."""
+
+UNEVEN = 0.01
+"""How far from a line a bias may be, as a share of its last value: it may be in half precision."""
+
+
 class TokenAxes:
     """Which axes of a module's arguments, or of what it returns, are the tokens of a row.
 
@@ -109,7 +116,8 @@ class TokenAxes:
                             f"{self.where}: expected {tokens} tokens along axis {axis} of {spelled(path)}, "
                             f"got shape {list(leaf.shape)}"
                         )
-                if path in self.counting and not counts(leaf, self.of(path, leaf)):
+                is_float = leaf.is_floating_point()  # in half precision, far steps are uneven
+                if path in self.counting and not is_float and not counts(leaf, self.of(path, leaf)):
                     raise PackingError(
                         f"{self.where}: expected positions that count the tokens of a row in {spelled(path)}; is there "
                         "a padding token in a document?"
@@ -117,11 +125,32 @@ class TokenAxes:
 
 
 def counts(leaf: Tensor, along: tuple[int, ...]) -> bool:
-    """Whether integers go up by one from token to token, the same in every row."""
-    if leaf.is_floating_point() or leaf.dtype == torch.bool or len(along) != 1:
+    """Whether values go up in equal steps from token to token: positions, or the bias of ALiBi that begins at 0."""
+    if leaf.dtype == torch.bool or not along or leaf.shape[along[0]] < 2:
         return False
-    by_token = leaf.movedim(along[0], -1).flatten(0, -2) if leaf.ndim > 1 else leaf[None]
-    return bool((by_token.diff() == 1).all()) and bool((by_token == by_token[0]).all())
+    if len(along) == 2 and leaf.is_floating_point():
+        return grows_along_the_diagonal(leaf.detach().movedim(along, (-2, -1)).double())
+    if len(along) > 1:
+        return False
+    tokens = leaf.shape[along[0]]
+    by_token = leaf.detach().movedim(along[0], -1).reshape(-1, tokens)
+    if not leaf.is_floating_point():
+        return bool((by_token.diff() == 1).all()) and bool((by_token == by_token[:1]).all())
+    last = by_token[:, -1:].double()
+    line = torch.arange(tokens, device=leaf.device) * last / (tokens - 1)
+    return bool(last.any()) and bool(((by_token - line).abs() <= UNEVEN * last.abs()).all())
+
+
+def grows_along_the_diagonal(mask: Tensor) -> bool:
+    """Whether a mask hides the same in every block along its diagonal, and adds a number to one that grows: ALiBi."""
+    size = mask.shape[-1] // 2
+    first, last = mask[..., :size, :size], mask[..., -size:, -size:]
+    seen = first.abs() < LARGEST
+    if not torch.equal(seen, last.abs() < LARGEST):
+        return False
+    added = torch.where(seen, last - first, 0)
+    most = added.abs().amax((-2, -1), keepdim=True)
+    return bool(most.any()) and bool((torch.where(seen, added.abs() - most, 0).abs() <= UNEVEN * most).all())
 
 
 def cut(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:

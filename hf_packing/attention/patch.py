@@ -7,15 +7,16 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_packing.attention.as_it_was import with_weights_everywhere
 from hf_packing.attention.by_segment import BySegment
 from hf_packing.attention.checkpointing import keep_rows_no_longer
 from hf_packing.attention.feed import Signature
-from hf_packing.attention.give_row import GiveRow
+from hf_packing.attention.give_row import give_rows
 from hf_packing.attention.isolation import Alone, Exam, inner_model, prove_isolation
 from hf_packing.attention.probe import Probe
+from hf_packing.attention.replaced import ReplacedForward
 from hf_packing.attention.route import STATE, WAYS, Route, Way, key_of, known_routes, packed_share
 from hf_packing.attention.row import Sharing
 from hf_packing.attention.search import Search
@@ -28,7 +29,7 @@ REFERENCE = "eager"
 """What a document's logits are compared with, beside the model's own attention: the one written out in its file.
 Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
 
-SHARING_CALLS = (9, 14, 9, 30, 14)
+SHARING_CALLS = (9, 14, 9, 14)
 """Tokens of the documents of a second proof, some of which share a call where they may."""
 
 LESS_SHARING: tuple[Sharing, ...] = ("equal", "none")
@@ -48,8 +49,7 @@ class Patch:
     route: Route
     before: list[tuple[PreTrainedConfig, Any]]
     """Every configuration of the model, with the attention it named."""
-    hooks: list[RemovableHandle]
-    wrappers: list[BySegment]
+    replaced: list[ReplacedForward]
 
 
 class LostSightError(ModelNotSupportedError):
@@ -94,26 +94,32 @@ def patch_model(model: Model) -> Model:
     inner = inner_model(model)
     if is_patched(inner):
         return model
-    before = attention_of(inner)
-    key = key_of(inner)
-    exams = [documents_alone(inner, Probe(inner)), documents_alone(inner, Probe(inner, 1, SHARING_CALLS))]
+    with with_weights_everywhere(inner):
+        find_and_prove(inner)
+    return model
+
+
+def find_and_prove(model: PreTrainedModel) -> None:
+    """Install a route that is proven, one that is known of the same architecture before all others."""
+    before, key = attention_of(model), key_of(model)
+    exams = [documents_alone(model, Probe(model)), documents_alone(model, Probe(model, 1, SHARING_CALLS))]
     put_back(before)
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
-            prove_route(inner, known, before, exams)
-            return model
+            prove_route(model, known, before, exams)
+            return
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
-    for way in ways_for(inner):
+    for way in ways_for(model):
         if way.attention == NAME_WITH_SIGHT and not isinstance(failure, LostSightError):
             continue
         try:
-            known_routes[key] = find_route(inner, way, before, exams, tuple(dict.fromkeys(failures)))
-            return model
+            known_routes[key] = find_route(model, way, before, exams, tuple(dict.fromkeys(failures)))
+            return
         except ModelNotSupportedError as error:
             failure = error
             failures.append(f"{'with borders in its attention' if way.attention else 'by segment'}: {error}")
-    raise ModelNotSupportedError(f"{type(inner).__name__}: " + "; ".join(dict.fromkeys(failures)))
+    raise ModelNotSupportedError(f"{type(model).__name__}: " + "; ".join(dict.fromkeys(failures)))
 
 
 def ways_for(model: PreTrainedModel) -> Iterator[Way]:
@@ -261,10 +267,8 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
     patch: Patch | None = getattr(inner, STATE, None)
     if patch is None:
         raise PackingError(f"model: expected one that patch_model has patched, {type(inner).__name__} is not")
-    for hook in patch.hooks:
-        hook.remove()
-    for wrapper in patch.wrappers:
-        wrapper.remove()
+    for replaced in patch.replaced:
+        replaced.remove()
     keep_rows_no_longer(inner)
     put_back(patch.before)
     delattr(inner, STATE)
@@ -319,13 +323,19 @@ def is_patched(model: PreTrainedModel) -> bool:
 
 def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
     """Set the attention, wrap what runs by segment, hook the model."""
-    wrappers = [BySegment(model.get_submodule(step.name), step) for step in route.by_segment]
     if route.way.attention:
         register()
         model.set_attn_implementation(route.way.attention)
-    for wrapper in wrappers:
-        wrapper.install()
-    setattr(model, STATE, Patch(route, before, GiveRow(model, route.way).install(), wrappers))
+    steps: list[ReplacedForward] = [BySegment(model.get_submodule(step.name), step) for step in route.by_segment]
+    install_all(steps)
+    around = give_rows(model, route)  # around those: a step may be the inner model itself
+    install_all(around)
+    setattr(model, STATE, Patch(route, before, around + steps))
+
+
+def install_all(replaced: list[ReplacedForward]) -> None:
+    for each in replaced:
+        each.install()
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:

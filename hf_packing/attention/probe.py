@@ -1,6 +1,7 @@
 """A few random documents, run through a model together and alone, with one of them changed at a time."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.feed import Signature
 from hf_packing.attention.row import PackedRow
 from hf_packing.collate import PackingCollator
@@ -48,8 +50,8 @@ Tokens = list[list[int]]
 
 
 class Probe:
-    """Runs a model on a few random documents. No token occurs in two documents, and a document and its replacement
-    differ in every token.
+    """Runs a model on a few random documents. No token but that of a mask occurs in two documents, and a document and
+    its replacement differ in every token.
 
     Args:
         model: of transformers, on any device, in any dtype.
@@ -80,11 +82,18 @@ class Probe:
                 f"model: expected at least {2 * len(self.lengths)} tokens that are not special, got {len(known)}"
             )
         self.documents, self.others = [], []
+        mask = settings.get("mask_token_id")
         for number, length in enumerate(self.lengths):
             own = known[number :: len(self.lengths)]
             tokens = generator.integers(0, len(own), length)
+            others = (tokens + generator.integers(1, len(own), length)) % len(own)
             self.documents.append(own[tokens].tolist())
-            self.others.append(own[(tokens + generator.integers(1, len(own), length)) % len(own)].tolist())
+            self.others.append(own[others].tolist())
+            if isinstance(mask, int) and 0 <= mask < vocabulary:
+                # some models look at the share of what is hidden
+                self.documents[-1][2::5], self.others[-1][1::3] = (
+                    [mask] * n for n in (len(tokens[2::5]), len(tokens[1::3]))
+                )
         self.signature = Signature(model)
 
     @property
@@ -134,7 +143,7 @@ class Probe:
     def logits(self, **inputs: Any) -> Tensor:
         """[tokens, vocabulary], at least float32, of one row."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        with as_it_was(self.model):
+        with as_it_was(*self.model.modules()):
             output = self.model(**{name: value for name, value in given.items() if self.signature.takes(name)})
         return logits_of(self.model, output).flatten(0, 1)
 
@@ -226,19 +235,8 @@ class Probe:
         gradient = torch.cat([each.flatten(0, -2) for each in flat]).float()
         most = max(int(tokens.max()), *(max(document) for document in self.documents))
         by_token = gradient.new_zeros(most + 1, gradient.shape[-1]).index_add_(0, tokens, gradient)
-        return [by_token[sorted(set(document))] for document in self.documents]
-
-
-@contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """What a forward leaves behind in the modules, such as the scale of a rotary embedding, is put back."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            vars(module).update(attributes)
-            module._buffers.update(buffers)
+        owners = Counter(token for document in self.documents for token in set(document))
+        return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hf_packing.attention.by_segment import Ahead, BySegment, Step
-from hf_packing.attention.nested import Fill, Path, TokenAxes, copied, leaves, rebuild, tensors
+from hf_packing.attention.nested import LARGEST, Fill, Path, TokenAxes, copied, leaves, rebuild, tensors
 from hf_packing.attention.row import PackedRow, SharedCall, Sharing
 from hf_packing.errors import PackingError
 
@@ -27,8 +28,8 @@ HALF_TOLERANCE = 0.05
 """In half precision, of a token's root mean square. Rounding may also send single tokens to another expert, so there a
 module is held to differ only if most of the tokens beside borders do."""
 
-LARGEST = 1e30
-"""Masks stand for minus infinity with the smallest float."""
+LONGEST_TABLE = 8192
+"""Learned positions are a few hundred or thousand; a row of many more tokens costs too much to try."""
 
 FAR = 2**20
 """A position beyond the training length of every model, where scaled rotary embeddings have changed their scale."""
@@ -151,7 +152,10 @@ class Search:
         except Exception as error:  # whatever a module raises that was not made for slices: its parent is tried
             self.uncuttable[name] = f"{type(error).__name__}: {error}"
             return None
-        if not step.remembers and not differ(output, local, step.returned, self.row.slices):
+        is_local = not differ(output, local, step.returned, self.row.slices)
+        if is_local and not (
+            step.remembers or self.counts_by_itself(wrapper, given) or self.fails_on_long_rows(wrapper, given)
+        ):
             return None
         for inner in [inner for inner in self.found if inner.startswith(f"{name}.") or inner == name]:
             self.found.pop(inner).remove()
@@ -205,12 +209,20 @@ class Search:
             return False
         module = self.model.get_submodule(frame.name)
         has_tokens = isinstance(frame.output, Tensor) and list(frame.output.shape).count(self.row.tokens) == 1
-        return has_tokens and args[0].is_floating_point() and next(module.parameters(), None) is not None
+        takes_it = args[0].is_floating_point() or isinstance(module, nn.Embedding)
+        return has_tokens and takes_it and next(module.parameters(), None) is not None
 
     def sharing(self, wrapper: BySegment, given: Any) -> Sharing:
         """In which calls segments may go through together: tried on parts of the probe."""
         step, shortest = wrapper.step, min(self.row.lengths)
-        ragged = step.given.most_in_one(given) < 2 and not step.given.counts_in(given) and not step.remembers
+        with RankingTokens(self.row.tokens) as ranking:
+            wrapper.forward(*copied(given)[0], **copied(given)[1])
+        ragged = (
+            not ranking.seen
+            and step.given.most_in_one(given) < 2
+            and not step.given.counts_in(given)
+            and not step.remembers
+        )
         trials: dict[Sharing, list[tuple[int, int]]] = {"ragged": self.row.slices} if ragged else {}
         trials["equal"] = [(start, start + shortest) for start, _ in self.row.slices]
         for sharing, slices in trials.items():
@@ -224,6 +236,46 @@ class Search:
             if not any(differ(one, other) for each in shared for one, other in zip(alone, each, strict=True)):
                 return sharing
         return "none"
+
+    def counts_by_itself(self, wrapper: BySegment, given: Any) -> bool:
+        """Whether a module counts along the row, and what it makes of that changes far from its beginning.
+
+        Such as a temperature of attention that grows with the position, by none in the first 8192.
+        """
+        if is_stack(wrapper.module):
+            return False
+        try:
+            near = wrapper.forward(*copied(given)[0], **copied(given)[1])
+            with CountingFromAfar(self.row.tokens):
+                far = wrapper.forward(*copied(given)[0], **copied(given)[1])
+        except Exception:  # what indexes by its count is no such module
+            return False
+        return differ(near, far, wrapper.step.returned, self.row.slices)
+
+    def fails_on_long_rows(self, wrapper: BySegment, given: Any) -> bool:
+        """Whether a module that makes embeddings of positions fails where a row is longer than they are."""
+        module = wrapper.module
+        if is_stack(module):
+            return False
+        words = getattr(self.model, "get_input_embeddings", lambda: None)()
+        tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m is not words]
+        longest = max(tables, default=0)
+        if not self.row.tokens < longest <= LONGEST_TABLE:
+            return False
+
+        def repeat(path: Path, leaf: Any) -> Any:
+            times = longest // self.row.tokens + 1
+            along = wrapper.step.given.of(path, leaf)
+            if not isinstance(leaf, Tensor):
+                return leaf * times if along else leaf
+            return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
+
+        args, kwargs = rebuild(given, repeat)
+        try:
+            wrapper.forward(*args, **kwargs)
+        except Exception:  # whatever it raises, it is the table's end
+            return True
+        return False
 
     def depends_on_far_positions(self, wrapper: BySegment, given: Any) -> bool:
         """Whether a far position in one segment changes what the module makes of the others.
@@ -255,6 +307,39 @@ class Search:
             return False
         finally:
             wrapper.step.remembers = False
+
+
+class CountingFromAfar(TorchFunctionMode):
+    """Whoever counts as many tokens as the row has counts from a far position on."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result + FAR if function is torch.arange and result.shape == (self.tokens,) else result
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether it is more than a layer: what it makes of positions, its layers are given."""
+    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+
+
+class RankingTokens(TorchFunctionMode):
+    """Notices who picks the best of a row's tokens: which of several equal ones depends on how many there are."""
+
+    NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.seen = False
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self.NAMES:
+            self.seen |= any(self.tokens in tensor.shape[-1:] for tensor in args[:1])
+        return function(*args, **(kwargs or {}))
 
 
 def refuse_sizes_that_depend_on_the_row(output: Any, local: Any, axes: TokenAxes) -> None:

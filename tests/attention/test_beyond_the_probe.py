@@ -1,0 +1,210 @@
+"""What three short documents cannot show: thresholds, long rows, weights of zero, ties, interruptions."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from training_by_hand import batch_of
+
+import hf_packing as hfp
+from hf_packing.attention.as_it_was import as_it_was, with_weights_everywhere
+from hf_packing.attention.nested import TokenAxes, counts
+from hf_packing.attention.survey.tiny import tiny_model
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+THRESHOLDS = {
+    "a temperature that grows with the position": ("llama4_text", "causal", {"floor_scale": 64}),
+    "a window": ("qwen2_moe", "causal", {"sliding_window": 64, "num_experts": 4}),
+    "a window in both directions": ("modernbert", "masked", {"local_attention": 128}),
+    "a chunk": ("llama4_text", "causal", {"attention_chunk_size": 64, "floor_scale": 64}),
+    "an index of the best tokens": ("deepseek_v32", "causal", {"index_topk": 64}),
+    "an index with ties": ("glm_moe_dsa", "causal", {}),
+    "ALiBi in half precision": ("falcon", "causal", {"alibi": True, "multi_query": True}),
+    "ALiBi": ("bloom", "causal", {}),
+    "dynamic rope of several kinds": (
+        "olmo3",
+        "causal",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"sliding_attention": dict(DYNAMIC), "full_attention": dict(DYNAMIC)},
+        },
+    ),
+    "learned positions": ("roberta", "masked", {"max_position_embeddings": 128}),
+    "learned positions in a decoder": ("bart", "causal", {"max_position_embeddings": 128}),
+    "positions given": ("bert", "masked", {"max_position_embeddings": 128}),
+    "a scan by chunks": ("mamba2", "causal", {"chunk_size": 64}),
+}
+
+
+def alone(model, documents):
+    options = {"use_cache": False} if model.config.model_type != "bert" else {}
+    with torch.no_grad():
+        return torch.cat([copy.deepcopy(model)(torch.tensor([tokens]), **options).logits[0] for tokens in documents])
+
+
+def documents_of(lengths):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
+
+
+def packed_logits(model, documents):
+    with torch.no_grad():
+        return model(**{name: value for name, value in batch_of(documents).items() if name != "labels"}).logits[0]
+
+
+@pytest.mark.parametrize("trait", THRESHOLDS)
+def test_documents_longer_than_a_threshold_and_rows_longer_than_positions(trait):
+    model_type, kind, changes = THRESHOLDS[trait]
+    model = tiny_model(model_type, kind, **changes)
+    documents = documents_of([100, 40, 40, 7, 100, 90])
+    expected = alone(model, documents)
+    hfp.patch_model(model)
+    found = packed_logits(model, documents)
+    assert (found - expected).abs().max() <= 1e-4 * max(1, float(expected.abs().max()))
+
+
+def test_what_is_hidden_in_another_document():
+    """ESM scales all embeddings by the share of mask tokens in a row."""
+    model = tiny_model("esm", "masked", token_dropout=True)
+    documents = documents_of([10, 20])
+    documents[0][3] = model.config.mask_token_id
+    expected = alone(model, documents)
+    assert not hfp.check_isolation(model).isolated
+    hfp.patch_model(model)
+    assert torch.allclose(packed_logits(model, documents), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "jamba", "rwkv", "deepseek_v32"])
+def test_projections_that_begin_at_zero(architecture):
+    """They hide a leak until they are trained."""
+    model = tiny_model(architecture, "causal")
+    silent = [
+        p
+        for name, p in model.named_parameters()
+        if name.endswith(("out_proj.weight", "o_proj.weight", "output.weight"))
+    ]
+    assert silent
+    weights = [parameter.detach().clone() for parameter in silent]
+    with torch.no_grad():
+        for parameter in silent:
+            parameter.zero_()
+    hfp.patch_model(model)
+    assert not any(parameter.any() for parameter in silent)
+    with torch.no_grad():
+        for parameter, weight in zip(silent, weights, strict=True):
+            parameter.copy_(weight)
+    documents = documents_of([5, 20, 10])
+    with hfp.unpatch_model(model):
+        expected = alone(model, documents)
+    assert torch.allclose(packed_logits(model, documents), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba"])
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
+    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    first, second = documents_of([10, 20, 5]), documents_of([5, 20, 10])
+    expected = packed_logits(model, second)
+
+    def interrupt(*_):
+        raise interruption
+
+    hook = model.base_model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(interruption):
+        packed_logits(model, first)
+    hook.remove()
+    assert torch.equal(packed_logits(model, second), expected)
+
+
+def test_two_threads():
+    model = hfp.patch_model(tiny_model("jamba", "causal"))
+    work = [documents_of(lengths) for lengths in ([10, 20, 5], [5, 25, 5])]
+    expected = [packed_logits(model, documents) for documents in work]
+
+    def right(number):
+        found = [packed_logits(model, work[number]) for _ in range(10)]
+        return all(torch.allclose(logits, expected[number], atol=1e-5) for logits in found)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(right, (0, 1)))
+
+
+def test_a_forward_called_by_name():
+    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    documents = documents_of([10, 20, 5])
+    batch = {name: value for name, value in batch_of(documents).items() if name != "labels"}
+    with torch.no_grad():
+        assert torch.equal(model.forward(**batch).logits[0], packed_logits(model, documents))
+
+
+def test_a_module_that_was_exchanged():
+    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    model.backbone.layers[0].mixer = torch.nn.Identity()
+    with pytest.raises(hfp.PackingError, match="backbone.layers.0.mixer: expected MambaMixer, .* Identity there"):
+        packed_logits(model, documents_of([3, 4]))
+
+
+def test_logits_to_keep_of_several_rows():
+    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    rows = torch.tensor([[5, 6, 7], [8, 9, 4]])
+    with pytest.raises(hfp.PackingError, match="logits_to_keep: expected none with several packed rows, got 1"):
+        model(rows, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), logits_to_keep=1)
+
+
+def test_a_mask_of_another_length():
+    model = hfp.patch_model(tiny_model("llama", "causal"))
+    with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
+        model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 9))
+
+
+class TestAsItWas:
+    def test_attributes_buffers_and_modules(self):
+        module = torch.nn.Module()
+        module.scale, module.inner = 1, torch.nn.Identity()
+        module.register_buffer("table", torch.zeros(2))
+        inner, table = module.inner, module.table
+        with as_it_was(module):
+            module.scale, module.grown, module.inner = 2, 3, torch.nn.ReLU()
+            module.register_buffer("table", torch.ones(3))
+            module.register_buffer("more", torch.ones(3))
+        assert (module.scale, module.inner, module.table) == (1, inner, table)
+        assert not hasattr(module, "grown")
+        assert not hasattr(module, "more")
+
+    def test_weights_of_zero_are_zero_again(self):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        torch.nn.init.zeros_(model[0].weight)
+        known = model[1].weight.detach().clone()
+        with with_weights_everywhere(model):
+            assert model[0].weight.all()
+        assert not model[0].weight.any()
+        assert torch.equal(model[1].weight, known)
+
+
+def test_what_counts_along_a_row():
+    positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
+    causal = torch.full((41, 41), -torch.inf).triu(1)
+    assert counts(positions, (0,))
+    assert counts(positions[None].expand(3, -1) + 2, (1,))
+    assert counts((slopes * positions).to(torch.bfloat16), (2,))
+    assert counts((causal + slopes * positions).to(torch.bfloat16), (1, 2))
+    assert not counts(torch.zeros(41), (0,))
+    assert not counts(torch.cat([positions[:20], positions[:21]]), (0,))
+    assert not counts(torch.randn(2, 41), (1,))
+    assert not counts(causal, (0, 1))
+    assert not counts(torch.randn(41, 41), (0, 1))
+
+
+def test_axes_of_tokens_are_not_guessed():
+    axes = TokenAxes("Module (name)", 41)
+    assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
+    axes.row = None
+    assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
+    counted = TokenAxes("Module (name)", 41)
+    assert counted.of(("positions",), torch.arange(41)) == (0,)
+    with pytest.raises(hfp.PackingError, match="is there a padding token in a document"):
+        counted.check({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
+    with pytest.raises(hfp.PackingError, match=r"Module \(name\): it has not been seen with other of shape \[1, 41\]"):
+        axes.of(("other",), torch.zeros(1, 41))
