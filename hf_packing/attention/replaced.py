@@ -13,12 +13,12 @@ class ReplacedForward:
         found: Any = vars(module).get("forward")
         while isinstance(found, type(self)):
             found = found.before
-        self.before = found
+        self.before: Any = found
         """What stood in the place of the class's forward, such as a hook of accelerate."""
         self.installed = False
 
     def install(self) -> None:
-        self.module.forward = self
+        self.module.forward = self  # type: ignore[assignment]  # subclasses can be called
         self.installed = True
 
     def remove(self) -> None:
