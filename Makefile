@@ -22,6 +22,8 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/strategies.py
 	$(VENV)/bin/python benchmarks/pack.py
 	$(VENV)/bin/python benchmarks/collate.py
+	$(VENV)/bin/python benchmarks/attention.py
+	$(VENV)/bin/python benchmarks/by_segment.py
 
 clean:
 	rm -rf $(VENV) outputs

@@ -94,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths, to try the script")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(machine("hf-packing", "transformers", "torch"))
@@ -106,8 +107,10 @@ def main() -> None:
         assert all(torch.allclose(sides[name](), expected, atol=1e-4) for name in SIDES)
         seconds = in_turn(sides, arguments.rounds)
         for name in SIDES:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                memory = pool.apply(memory_of, (name, lengths))
+            memory = float("nan")
+            if arguments.memory:
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    memory = pool.apply(memory_of, (name, lengths))
             times = ratio(seconds[name], seconds["by segment"]) if name != "by segment" else ""
             median = statistics.median(seconds[name]) * 1e3
             print(f"{title:10}{name:16}{median:>9.1f}{times:>24}{memory:>10.0f}")

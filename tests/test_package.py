@@ -32,7 +32,7 @@ THIRD_PARTY = {
     "comparison": {"numpy", "tqdm"},
     "dataset": {"numpy", "pyarrow", "datasets"},
     "collate": {"numpy", "torch"},
-    "attention": {"numpy", "torch", "transformers", "flash_attn"},
+    "attention": {"numpy", "torch", "transformers", "flash_attn", "flash_attn_interface", "tqdm"},
 }
 
 

@@ -1,9 +1,25 @@
 """Keep packed documents apart inside a model, and prove it on the model in hand.
 
-borders.py    a model's inputs -> where segments begin and end, once for each forward
-varlen.py     the attention function that transformers calls, and the choice of what runs it
-segments.py   exact attention segment by segment, on any device
-kernels.py    flash-attn, or torch's own variable-length attention, on CUDA
-patch.py      patch_model, unpatch_model
-isolation.py  the probe: change one document, look at the others
+row.py           the packed row that a model works on, and which segments share a call
+borders.py       a model's inputs -> the row, however the caller tells where segments end
+feed.py          the row -> what a model's forward is given
+
+varlen.py        the attention function that transformers calls, and the choice of what runs it
+segments.py      exact attention segment by segment, on any device
+one_node.py      the same as a single operator, for torch.compile
+kernels.py       flash-attn 3 and 2, or torch's own variable-length attention, on CUDA
+
+nested.py        nested arguments: where their tokens are, cutting segments out, joining them again
+by_segment.py    the forward of a module that runs segment by segment
+search.py        which modules have to, by experiment
+replaced.py      what the forwards that are put in place of others share
+give_row.py      the forward of a patched model: reads the row, and makes it the current one
+checkpointing.py keeps the row for layers that run again in the backward pass
+as_it_was.py     puts back what a forward leaves behind
+
+route.py         ways to keep documents apart, and the one that a model has taken
+patch.py         patch_model, unpatch_model
+probe.py         random documents, together and alone
+isolation.py     check_isolation, and the proof
+survey/          the same for every architecture of transformers
 """

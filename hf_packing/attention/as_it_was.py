@@ -38,11 +38,8 @@ def with_weights_everywhere(model: nn.Module) -> Iterator[None]:
 
     A module behind such a projection cannot be seen to leak, and will as soon as it is trained.
     """
-    silent = [
-        parameter
-        for parameter in model.parameters()
-        if parameter.ndim >= 2 and parameter.is_floating_point() and not parameter.is_meta and not parameter.any()
-    ]
+    weights = [p for p in model.parameters() if p.ndim >= 2 and p.numel() and p.is_floating_point() and not p.is_meta]
+    silent = [parameter for parameter in weights if not parameter.any()]
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():

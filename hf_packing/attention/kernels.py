@@ -16,8 +16,18 @@ HEAD_DIM_STEP = 8
 
 
 @cache
+def flash_attn_3_varlen() -> Callable[..., Any] | None:
+    """flash-attn 3's `flash_attn_varlen_func`, for Hopper, or None."""
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func  # type: ignore[no-any-return]
+
+
+@cache
 def flash_attn_varlen() -> Callable[..., Any] | None:
-    """flash-attn's `flash_attn_varlen_func`, or None."""
+    """flash-attn 2's `flash_attn_varlen_func`, or None."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -41,15 +51,26 @@ def runs_flash(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def runs_flash_3(device: torch.device) -> bool:
+    """flash-attn 3 is for compute capability 9 alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def takes_flash_3(query: Tensor, dropout: float) -> bool:
+    return not dropout and flash_attn_3_varlen() is not None and runs_flash_3(query.device)
+
+
 def has_kernel(
     query: Tensor, value: Tensor, *, softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0
 ) -> bool:
-    """Whether a kernel computes this as asked: neither knows sinks, and torch's own no soft caps and no dropout."""
+    """Whether a kernel computes this as asked: none knows sinks, torch's no soft caps, flash-attn 2 alone dropout."""
     head_dims = query.shape[-1], value.shape[-1]
     if query.dtype not in KERNEL_DTYPES or sinks is not None or not runs_flash(query.device):
         return False
     if max(head_dims) > MAX_HEAD_DIM or any(size % HEAD_DIM_STEP for size in head_dims):
         return False
+    if takes_flash_3(query, dropout):
+        return True
     if flash_attn_varlen() is not None:
         return softcap is None or not dropout
     return torch_varlen() is not None and softcap is None and not dropout
@@ -82,7 +103,25 @@ def attend_with_kernel(
     q, k, v = (padded(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
     back = -1 if window is None else window - 1
     sides = (back, 0) if is_causal else (back, back)
-    if (flash := flash_attn_varlen()) is not None:
+    if takes_flash_3(query, dropout):
+        flash_3 = flash_attn_3_varlen()
+        assert flash_3 is not None
+        attended = flash_3(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seq_lens,
+            cu_seqlens_k=cu_seq_lens,
+            max_seqlen_q=max_length,
+            max_seqlen_k=max_length,
+            softmax_scale=scale,
+            causal=is_causal,
+            window_size=sides,
+            softcap=softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        attended = attended[0] if isinstance(attended, tuple) else attended  # earlier ones add the log-sum-exp
+    elif (flash := flash_attn_varlen()) is not None:
         attended = flash(
             q,
             k,

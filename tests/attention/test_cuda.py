@@ -7,20 +7,22 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention import kernels
 from hf_packing.attention.segments import attend_by_segment
+from hf_packing.attention.survey.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS = [130, 1, 64, 300, 17]
 
 
-@pytest.mark.parametrize("backend", ["flash_attn", "torch"])
+@pytest.mark.parametrize("backend", ["flash_attn_3", "flash_attn", "torch"])
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_kernel_is_attention_by_segment(monkeypatch, backend, window, is_causal):
     """In bfloat16 a kernel may differ from float32 no more than plain attention in bfloat16 does, and a little."""
-    if backend == "torch":
-        monkeypatch.setattr(kernels, "flash_attn_varlen", lambda: None)
-    if (kernels.torch_varlen if backend == "torch" else kernels.flash_attn_varlen)() is None:
+    backends = {name: getattr(kernels, f"{name}_varlen") for name in ("flash_attn_3", "flash_attn", "torch")}
+    for other in backends.keys() - {backend}:
+        monkeypatch.setattr(kernels, f"{other}_varlen", lambda: None)
+    if backends[backend]() is None or (backend == "flash_attn_3" and not kernels.runs_flash_3(torch.device("cuda"))):
         pytest.skip(f"no {backend} kernel here")
     torch.manual_seed(0)
     shapes = [(1, heads, sum(LENGTHS), 64) for heads in (8, 2, 2)]
@@ -44,6 +46,14 @@ def test_kernel_is_attention_by_segment(monkeypatch, backend, window, is_causal)
 def test_patched_models(name, dtype):
     model = hfp.patch_model(build(name, dtype).cuda())
     assert hfp.check_isolation(model).isolated
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "jamba", "qwen3_next", "bloom", "bert"])
+def test_models_that_run_by_segment(architecture):
+    kind = "masked" if architecture == "bert" else "causal"
+    for dtype in (torch.bfloat16, torch.float32):
+        model = hfp.patch_model(tiny_model(architecture, kind, dtype).cuda())
+        assert hfp.check_isolation(model).isolated
 
 
 def test_autocast():

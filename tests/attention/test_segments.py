@@ -142,6 +142,45 @@ class TestKernels:
         monkeypatch.setattr(kernels, "flash_attn_varlen", lambda: flash_attn_varlen_func)
         self.call(is_causal=True, window=window, softcap=softcap)
 
+    @pytest.mark.parametrize("softcap", [None, 2.0])
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("is_causal", [True, False])
+    def test_flash_attn_3(self, monkeypatch, is_causal, window, softcap):
+        def flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            seqused_q=None,
+            seqused_k=None,
+            softmax_scale=None,
+            causal=False,
+            qv=None,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            window_size=(-1, -1),
+            attention_chunk=0,
+            softcap=0.0,
+            num_splits=1,
+            pack_gqa=None,
+            deterministic=False,
+            sm_margin=0,
+        ):
+            assert (seqused_q, seqused_k, qv, q_descale, k_descale, v_descale, pack_gqa) == (None,) * 7
+            assert (attention_chunk, num_splits, sm_margin, deterministic) == (0, 1, 0, False)
+            assert (max_seqlen_q, max_seqlen_k, causal) == (5, 5, is_causal)
+            assert cu_seqlens_q is cu_seqlens_k
+            return self.reference(q, k, v, cu_seqlens_q, softmax_scale, window_size, softcap or None), None
+
+        monkeypatch.setattr(kernels, "flash_attn_3_varlen", lambda: flash_attn_varlen_func)
+        monkeypatch.setattr(kernels, "runs_flash_3", lambda _: True)
+        monkeypatch.setattr(kernels, "flash_attn_varlen", lambda: None)
+        self.call(is_causal=is_causal, window=window, softcap=softcap)
+
     def reference(self, query, key, value, borders, scale, sides, softcap=None):
         causal, back = sides[1] == 0, sides[0]
         tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
@@ -165,6 +204,9 @@ class TestKernels:
             (print, {"dtype": torch.float32}, False),
             (print, {"head_dim": 12}, False),
             (print, {"head_dim": 512}, False),
+            ("3", {"softcap": 5.0}, True),
+            ("3", {"dropout": 0.1}, False),
+            ("3", {"sinks": torch.zeros(4)}, False),
         ],
     )
     def test_which_calls_a_kernel_takes(self, monkeypatch, flash, change, expected):
@@ -174,7 +216,9 @@ class TestKernels:
             def __init__(self, dtype=torch.bfloat16, head_dim=64):
                 self.device, self.dtype, self.shape = "a card", dtype, (1, 4, 10, head_dim)
 
-        monkeypatch.setattr(kernels, "flash_attn_varlen", lambda: flash)
+        monkeypatch.setattr(kernels, "flash_attn_varlen", lambda: None if flash == "3" else flash)
+        monkeypatch.setattr(kernels, "flash_attn_3_varlen", lambda: flash if flash == "3" else None)
+        monkeypatch.setattr(kernels, "runs_flash_3", lambda device: device == "a card")
         monkeypatch.setattr(kernels, "torch_varlen", lambda: print)
         monkeypatch.setattr(kernels, "runs_flash", lambda device: device == "a card")
         made = {name: change[name] for name in ("dtype", "head_dim") if name in change}

@@ -77,6 +77,8 @@ def measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
         patch_model(model)
     except ModelNotSupportedError as error:
         return Measured(kind, name, stock=stock, reason=str(error))
+    except Exception as error:  # which is not what patch_model promises
+        return Measured(kind, name, stock=stock, reason=f"patch_model failed, {type(error).__name__}: {error}")
     route = check_isolation(model).route
     assert route is not None
     known = Measured(kind, name, True, stock, route.name, route.modules, route.packed_share)
