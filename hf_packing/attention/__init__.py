@@ -12,14 +12,23 @@ kernels.py       flash-attn 3 and 2, or torch's own variable-length attention, o
 nested.py        nested arguments: where their tokens are, cutting segments out, joining them again
 by_segment.py    the forward of a module that runs segment by segment
 search.py        which modules have to, by experiment
+trials.py        the experiments on rows that the probe does not have: longer, later, padded
+differ.py        whether two outputs of a module are apart by more than rounding
 replaced.py      what the forwards that are put in place of others share
 give_row.py      the forward of a patched model: reads the row, and makes it the current one
 checkpointing.py keeps the row for layers that run again in the backward pass
 as_it_was.py     puts back what a forward leaves behind
 
-route.py         ways to keep documents apart, and the one that a model has taken
-patch.py         patch_model, unpatch_model
+documents.py     random documents for a model
+logits.py        its logits, and how far apart two of them are
 probe.py         random documents, together and alone
-isolation.py     check_isolation, and the proof
+proof.py         they are apart, and each as it is alone
+isolation.py     check_isolation: the same for any setup
+
+route.py         ways to keep documents apart, and the one that a model has taken
+find_route.py    the fastest way that is proven
+twin.py          the same for a model that cannot be run: found on a small one of its kind
+installed.py     puts a route into a model, and takes it out
+patch.py         patch_model, unpatch_model
 survey/          the same for every architecture of transformers
 """

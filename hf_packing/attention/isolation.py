@@ -4,20 +4,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.arrow.packed_rows import IGNORED_LABEL
-from hf_packing.attention.probe import (
-    GRADIENT_LEAK_TOLERANCE,
-    GRADIENT_LENIENCE,
-    Probe,
-    Tokens,
-    unmistakable_lengths,
-)
+from hf_packing.attention.documents import Tokens, unmistakable_lengths
+from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, Probe
+from hf_packing.attention.proof import largest_gradient_leak
 from hf_packing.attention.route import Route, route_of
 from hf_packing.collate import PackingCollator
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import PackingError
 
 
 @dataclass(frozen=True)
@@ -151,54 +147,3 @@ def inner_model(model: Any) -> PreTrainedModel:
         else:
             raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
     return inner
-
-
-def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
-    """Largest gradient in another document, as a share of the largest in the document itself."""
-    leak = 0.0
-    for number, found in enumerate(gradients):
-        own = float(found[number].abs().max())
-        others = max(float(each.abs().max()) for other, each in enumerate(found) if other != number)
-        leak = max(leak, others / own if own else float("inf") if others else 0.0)
-    return leak
-
-
-@dataclass(frozen=True)
-class Alone:
-    """What a probe's documents are alone, under one attention of the unpatched model."""
-
-    logits: list[Tensor]
-    gradients: list[Tensor] | None
-
-
-@dataclass(frozen=True)
-class Exam:
-    """Documents, and what they have to be when they are packed."""
-
-    probe: Probe
-    references: list[Alone]
-    """Under one attention of the unpatched model, or more."""
-
-
-def prove_isolation(exam: Exam) -> None:
-    """Raise ModelNotSupportedError unless packed documents are apart, and as in one of the references."""
-    probe, references = exam.probe, exam.references
-    leak, scale = probe.largest_leak()
-    if not leak <= probe.leak_tolerance * scale:
-        raise ModelNotSupportedError(f"changing one packed document changes the logits of another by {leak:.2g}")
-    if not probe.sees_leaks():
-        raise ModelNotSupportedError("no leak can be seen even with the borders taken away, so nothing is proven")
-    packed = probe.packed(probe.documents)
-    differences = [probe.difference(packed, alone.logits) for alone in references]
-    if difference := min(differences):
-        raise ModelNotSupportedError(f"a document's logits differ by {difference:.2g} between packed and alone")
-    alone = references[differences.index(0)]
-    if alone.gradients is None:
-        return
-    gradients = probe.packed_gradients()
-    leak = largest_gradient_leak(gradients)
-    if not leak <= GRADIENT_LEAK_TOLERANCE:
-        raise ModelNotSupportedError(f"gradients of a packed document reach another, up to {leak:.2g} of its own")
-    own = [found[number] for number, found in enumerate(gradients)]
-    if difference := probe.difference(own, alone.gradients, GRADIENT_LENIENCE):
-        raise ModelNotSupportedError(f"a document's gradients differ by {difference:.2g} between packed and alone")

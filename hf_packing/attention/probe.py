@@ -6,20 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.as_it_was import as_it_was
+from hf_packing.attention.documents import Tokens, find_documents, in_one_row, random_documents, unmistakable_lengths
 from hf_packing.attention.feed import Signature
+from hf_packing.attention.logits import comparable, largest_difference, logits_of, spread
 from hf_packing.attention.row import PackedRow
-from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
-
-DOCUMENT_LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
-"""Tokens of the three documents: all different, and longer than the kernels of convolutions. Their sum is a prime, so
-that no axis of a model is likely to have as many entries; the first sum that none has is taken."""
 
 LEAK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Largest change of a logit, in standard deviations of the logits, that rounding alone may make. Parts of most models
@@ -43,11 +39,6 @@ HALF_MAX, HALF_RMS, ROUTED_HALF_MEDIAN = 0.2, 0.05, 0.05
 where rounding sends single tokens to another expert, the median may be instead. Measured on tiny bfloat16 models of 2
 to 12 layers: rounding 0 to 0.25, 0 to 0.04, 0 to 0.05; a lost window, scale or sink from 0.4, 0.07, 0.07 up."""
 
-LARGEST_LOGIT = 1e30
-"""Some models set logits that must not be chosen to the smallest float."""
-
-Tokens = list[list[int]]
-
 
 class Probe:
     """Runs a model on a few random documents. No token but that of a mask occurs in two documents, and a document and
@@ -67,33 +58,11 @@ class Probe:
         lengths: Sequence[int] | None = None,
         make_batch: Callable[[Tokens], Mapping[str, Any]] | None = None,
     ) -> None:
-        embeddings = model.get_input_embeddings()
-        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.get_text_config().vocab_size
-        settings = vars(model.config) | vars(model.config.get_text_config())
-        special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
-        known = np.array([token for token in range(1, vocabulary) if token not in special])
-        generator = np.random.default_rng(seed)
         self.model = model
         self.make_batch = make_batch or in_one_row
-        self.device = embeddings.weight.device
+        self.device = model.get_input_embeddings().weight.device
         self.lengths = list(lengths or unmistakable_lengths(model))
-        if len(known) < 2 * len(self.lengths):
-            raise PackingError(
-                f"model: expected at least {2 * len(self.lengths)} tokens that are not special, got {len(known)}"
-            )
-        self.documents, self.others = [], []
-        mask = settings.get("mask_token_id")
-        for number, length in enumerate(self.lengths):
-            own = known[number :: len(self.lengths)]
-            tokens = generator.integers(0, len(own), length)
-            others = (tokens + generator.integers(1, len(own), length)) % len(own)
-            self.documents.append(own[tokens].tolist())
-            self.others.append(own[others].tolist())
-            if isinstance(mask, int) and 0 <= mask < vocabulary:
-                # some models look at the share of what is hidden
-                self.documents[-1][2::5], self.others[-1][1::3] = (
-                    [mask] * n for n in (len(tokens[2::5]), len(tokens[1::3]))
-                )
+        self.documents, self.others = random_documents(model, self.lengths, seed)
         self.signature = Signature(model)
 
     @property
@@ -261,68 +230,9 @@ def embedded(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
             hook.remove()
 
 
-def in_one_row(documents: Tokens) -> dict[str, Any]:
-    return PackingCollator()([{"input_ids": tokens} for tokens in documents])
-
-
-def find_documents(documents: Tokens, input_ids: Tensor) -> list[slice]:
-    """Where documents stand in the rows of a batch, laid end to end."""
-    ids = input_ids.flatten()
-    places = []
-    for tokens in documents:
-        starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
-        if len(starts) != 1:
-            raise PackingError(
-                f"collator: expected a batch with each document whole and once, one of {len(tokens)} tokens is there "
-                f"{len(starts)} times"
-            )
-        places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
-    return places
-
-
 def is_embedding(module: nn.Module) -> bool:
     """Output layers may share the weight."""
     return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
-
-
-def unmistakable_lengths(model: nn.Module) -> list[int]:
-    """Lengths of documents that make a row of a length that no parameter, buffer or integer setting has."""
-    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
-    for lengths in DOCUMENT_LENGTHS:
-        if sum(lengths) not in sizes:
-            return list(lengths)
-    raise PackingError(f"model: expected one without axes of {', '.join(str(sum(each)) for each in DOCUMENT_LENGTHS)}")
-
-
-def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
-    """[rows, tokens, vocabulary], at least float32."""
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        logits = getattr(output, "prediction_logits", None)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise PackingError(
-            f"model: expected logits of shape [rows, tokens, vocabulary], {type(model).__name__} has none"
-        )
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def comparable(logits: Tensor) -> Tensor:
-    """bool: which logits are numbers, and no stand-in for minus infinity."""
-    return logits.abs() < LARGEST_LOGIT
-
-
-def largest_difference(left: Tensor, right: Tensor) -> float:
-    """Over all comparable logits; infinity where one is comparable and the other is not."""
-    both = comparable(left) & comparable(right)
-    if not torch.equal(comparable(left), comparable(right)):
-        return math.inf
-    return float((left - right)[both].abs().max()) if both.any() else 0.0
-
-
-def spread(logits: Tensor) -> float:
-    """Standard deviation of the comparable logits."""
-    return float(logits[comparable(logits)].std())
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ convolutions) or counts along the row (positions).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,25 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from hf_packing.attention.by_segment import Ahead, BySegment, Step
-from hf_packing.attention.nested import LARGEST, Fill, Path, TokenAxes, copied, leaves, rebuild, tensors
+from hf_packing.attention.differ import differ
+from hf_packing.attention.nested import Fill, Path, TokenAxes, copied, leaves, tensors
 from hf_packing.attention.row import PackedRow, SharedCall, Sharing
+from hf_packing.attention.trials import (
+    RankingTokens,
+    depends_on_far_positions,
+    differs_on_other_rows,
+    one_by_one,
+)
 from hf_packing.errors import PackingError
-
-TOLERANCE = 1e-4
-"""Largest difference that rounding alone may make in what a module returns, as a share of the largest value."""
-
-HALF_TOLERANCE = 0.05
-"""In half precision, of a token's root mean square. Rounding may also send single tokens to another expert, so there a
-module is held to differ only if most of the tokens beside borders do."""
-
-LONGEST_TABLE = 8192
-"""Learned positions are a few hundred or thousand; a row of many more tokens costs too much to try."""
-
-FAR = 2**20
-"""A position beyond the training length of every model, where scaled rotary embeddings have changed their scale."""
 
 
 @dataclass
@@ -76,6 +69,7 @@ class Search:
     def __init__(self, model: nn.Module, row: PackedRow) -> None:
         self.model = model
         self.row = row
+        self.words = getattr(model, "get_input_embeddings", lambda: None)()
         self.found: dict[str, BySegment] = {}
         self.uncuttable: dict[str, str] = {}
         """Modules that could not be called on slices, with the error."""
@@ -145,17 +139,15 @@ class Search:
         wrapper = BySegment(module, step)
         if not step.given.anywhere_in(given) or not step.returned.most_in_one(output):
             return None
-        step.remembers = self.depends_on_far_positions(wrapper, given)
+        step.remembers = depends_on_far_positions(wrapper, given, self.row)
         try:
-            local = self.by_segment(wrapper, given)
+            local = one_by_one(wrapper, given, self.row)
             refuse_sizes_that_depend_on_the_row(output, local, step.returned)
         except Exception as error:  # whatever a module raises that was not made for slices: its parent is tried
             self.uncuttable[name] = f"{type(error).__name__}: {error}"
             return None
         is_local = not differ(output, local, step.returned, self.row.slices)
-        if is_local and not (
-            step.remembers or self.counts_by_itself(wrapper, given) or self.fails_on_long_rows(wrapper, given)
-        ):
+        if is_local and not step.remembers and not differs_on_other_rows(wrapper, given, self.row, self.words):
             return None
         for inner in [inner for inner in self.found if inner.startswith(f"{name}.") or inner == name]:
             self.found.pop(inner).remove()
@@ -164,9 +156,6 @@ class Search:
         wrapper.install()
         self.found[name] = wrapper
         return local
-
-    def by_segment(self, wrapper: BySegment, given: Any) -> Any:
-        return wrapper.joined(*wrapper.parts(copied(given), self.row.calls["none"], len(self.row.lengths)))
 
     def keep_packed_inside(self, wrapper: BySegment, frame: Frame, local: Any) -> None:
         """Let projections of the module's input, and the one that makes its output, run on the whole row."""
@@ -194,7 +183,7 @@ class Search:
             if path is not None and same and step.returned.of(path, last.output):
                 step.after = last.name.removeprefix(f"{frame.name}."), path
         try:
-            agree = not differ(local, self.by_segment(wrapper, frame.kept), step.returned, self.row.slices)
+            agree = not differ(local, one_by_one(wrapper, frame.kept, self.row), step.returned, self.row.slices)
         except Exception:  # what it does with them in between is not segment by segment
             agree = False
         if not agree:
@@ -237,110 +226,6 @@ class Search:
                 return sharing
         return "none"
 
-    def counts_by_itself(self, wrapper: BySegment, given: Any) -> bool:
-        """Whether a module counts along the row, and what it makes of that changes far from its beginning.
-
-        Such as a temperature of attention that grows with the position, by none in the first 8192.
-        """
-        if is_stack(wrapper.module):
-            return False
-        try:
-            near = wrapper.forward(*copied(given)[0], **copied(given)[1])
-            with CountingFromAfar(self.row.tokens):
-                far = wrapper.forward(*copied(given)[0], **copied(given)[1])
-        except Exception:  # what indexes by its count is no such module
-            return False
-        return differ(near, far, wrapper.step.returned, self.row.slices)
-
-    def fails_on_long_rows(self, wrapper: BySegment, given: Any) -> bool:
-        """Whether a module that makes embeddings of positions fails where a row is longer than they are."""
-        module = wrapper.module
-        if is_stack(module):
-            return False
-        words = getattr(self.model, "get_input_embeddings", lambda: None)()
-        tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m is not words]
-        longest = max(tables, default=0)
-        if not self.row.tokens < longest <= LONGEST_TABLE:
-            return False
-
-        def repeat(path: Path, leaf: Any) -> Any:
-            times = longest // self.row.tokens + 1
-            along = wrapper.step.given.of(path, leaf)
-            if not isinstance(leaf, Tensor):
-                return leaf * times if along else leaf
-            return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
-
-        args, kwargs = rebuild(given, repeat)
-        try:
-            wrapper.forward(*args, **kwargs)
-        except Exception:  # whatever it raises, it is the table's end
-            return True
-        return False
-
-    def depends_on_far_positions(self, wrapper: BySegment, given: Any) -> bool:
-        """Whether a far position in one segment changes what the module makes of the others.
-
-        Rotary embeddings whose scale grows with the longest position do, and may remember it.
-        """
-        if next(wrapper.module.parameters(), None) is not None:
-            return False
-        positions = self.row.position_ids[0].tolist()
-
-        def moved(_: Path, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dtype == torch.bool or not leaf.ndim:
-                return leaf
-            if leaf.shape[-1] != len(positions) or leaf.flatten()[-len(positions) :].tolist() != positions:
-                return leaf
-            far = leaf.clone()
-            far[..., -1] = FAR
-            return far
-
-        elsewhere = rebuild(given, moved)
-        if all(a is b for (_, a), (_, b) in zip(leaves(given), leaves(elsewhere), strict=True)):
-            return False
-        wrapper.step.remembers = True
-        try:
-            return differ(
-                wrapper.fresh(*elsewhere), self.by_segment(wrapper, elsewhere), wrapper.step.returned, self.row.slices
-            )
-        except Exception:  # it takes no such positions, so they do not occur
-            return False
-        finally:
-            wrapper.step.remembers = False
-
-
-class CountingFromAfar(TorchFunctionMode):
-    """Whoever counts as many tokens as the row has counts from a far position on."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result + FAR if function is torch.arange and result.shape == (self.tokens,) else result
-
-
-def is_stack(module: nn.Module) -> bool:
-    """Whether it is more than a layer: what it makes of positions, its layers are given."""
-    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
-
-
-class RankingTokens(TorchFunctionMode):
-    """Notices who picks the best of a row's tokens: which of several equal ones depends on how many there are."""
-
-    NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.seen = False
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in self.NAMES:
-            self.seen |= any(self.tokens in tensor.shape[-1:] for tensor in args[:1])
-        return function(*args, **(kwargs or {}))
-
 
 def refuse_sizes_that_depend_on_the_row(output: Any, local: Any, axes: TokenAxes) -> None:
     for (path, whole), (_, joined) in zip(leaves(output), leaves(local), strict=True):
@@ -348,46 +233,3 @@ def refuse_sizes_that_depend_on_the_row(output: Any, local: Any, axes: TokenAxes
             raise PackingError(
                 f"{axes.where}: it returns a tensor of shape {list(whole.shape)}, which is no axis of tokens"
             )
-
-
-def differ(left: Any, right: Any, axes: TokenAxes | None = None, slices: Sequence[tuple[int, int]] = ()) -> bool:
-    """Whether two outputs are apart by more than rounding.
-
-    Args:
-        left: nested tensors.
-        right: the same nest.
-        axes: of a whole row; tensors without tokens are left out then.
-        slices: the row's segments; half precision is compared beside their borders then.
-    """
-    for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
-        if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
-            continue
-        if one.shape != other.shape:
-            return True
-        if not one.is_floating_point():
-            if not torch.equal(one, other):
-                return True
-        elif one.dtype in (torch.float32, torch.float64) or axes is None:
-            if not close(one, other):
-                return True
-        elif differ_beside_borders(one, other, axes.of(path, one)[0], slices):
-            return True
-    return False
-
-
-def close(left: Tensor, right: Tensor) -> bool:
-    tolerance = TOLERANCE if left.dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
-    numbers = left.abs() < LARGEST
-    if not torch.equal(numbers, right.abs() < LARGEST):
-        return False
-    left, right = left[numbers].double(), right[numbers].double()
-    return not left.numel() or bool((left - right).abs().max() <= tolerance * left.abs().max())
-
-
-def differ_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
-    left, right = (tensor.double().movedim(axis, 0).flatten(1) for tensor in (left, right))
-    apart = (left - right).pow(2).mean(1).sqrt() / left.pow(2).mean(1).sqrt().clamp(min=1e-12)
-    differing = ~(apart <= HALF_TOLERANCE)
-    first = differing[[start for start, _ in slices[1:]]]
-    last = differing[[end - 1 for _, end in slices[:-1]]]
-    return any(float(tokens.double().mean()) > 0.5 for tokens in (first, last))

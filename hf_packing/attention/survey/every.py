@@ -8,7 +8,8 @@ from tqdm import tqdm
 
 from hf_packing.attention.survey.measure import Measured, measure
 from hf_packing.attention.survey.table import KINDS
-from hf_packing.attention.survey.tiny import VARIANTS, architectures
+from hf_packing.attention.survey.sizes import VARIANTS
+from hf_packing.attention.survey.tiny import architectures
 
 
 def all_jobs() -> list[tuple[str, str]]:

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.isolation import check_isolation
+from hf_packing.attention.logits import LARGEST_LOGIT, logits_of
 from hf_packing.attention.patch import patch_model
-from hf_packing.attention.probe import LARGEST_LOGIT, logits_of
-from hf_packing.attention.survey.tiny import VARIANTS, VOCABULARY, tiny_model
+from hf_packing.attention.survey.sizes import VARIANTS, VOCABULARY
+from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import ModelNotSupportedError
 

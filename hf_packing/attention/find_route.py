@@ -1,0 +1,145 @@
+"""Find the fastest way that is proven to keep documents apart in a model, and leave it installed."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_packing.attention.feed import Signature
+from hf_packing.attention.installed import attention_of, install, put_back, take_out
+from hf_packing.attention.probe import Probe
+from hf_packing.attention.proof import Exam, documents_alone, prove_isolation
+from hf_packing.attention.route import WAYS, Route, Way, key_of, known_routes, packed_share
+from hf_packing.attention.row import Sharing
+from hf_packing.attention.search import Search
+from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT, Observed, observe
+from hf_packing.errors import ModelNotSupportedError
+
+SHARING_CALLS = (9, 14, 9, 14)
+"""Tokens of the documents of a second proof, some of which share a call where they may."""
+
+LESS_SHARING: tuple[Sharing, ...] = ("equal", "none")
+"""What is tried where the proof fails: which of several equal scores is the best may depend on what shares the call."""
+
+
+class LostSightError(ModelNotSupportedError):
+    """A window or chunk that only the attention mask knows."""
+
+
+def find_and_prove(model: PreTrainedModel) -> None:
+    """Install a route that is proven, one that is known of the same architecture before all others."""
+    before, key = attention_of(model), key_of(model)
+    exams = [documents_alone(model, Probe(model)), documents_alone(model, Probe(model, 1, SHARING_CALLS))]
+    put_back(before)
+    if (known := known_routes.get(key)) is not None:
+        with suppress(ModelNotSupportedError, AttributeError):
+            prove_route(model, known, before, exams)
+            return
+    failure: ModelNotSupportedError | None = None
+    failures: list[str] = []
+    for way in ways_for(model):
+        if way.attention == NAME_WITH_SIGHT and not isinstance(failure, LostSightError):
+            continue
+        try:
+            known_routes[key] = find_route(model, way, before, exams, tuple(dict.fromkeys(failures)))
+            return
+        except ModelNotSupportedError as error:
+            failure = error
+            failures.append(f"{'with borders in its attention' if way.attention else 'by segment'}: {error}")
+    raise ModelNotSupportedError(f"{type(model).__name__}: " + "; ".join(dict.fromkeys(failures)))
+
+
+def ways_for(model: PreTrainedModel) -> Iterator[Way]:
+    """The ways that differ for this model, the fastest first."""
+    signature = Signature(model)
+    takes_borders = signature.takes("cu_seq_lens_q")
+    takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
+    tried = set()
+    for way in WAYS:
+        if way.attention and not model._can_set_attn_implementation():
+            continue
+        borders, positions = way.feed.borders and takes_borders, way.feed.positions and takes_positions
+        feeds = [replace(way.feed, borders=borders, positions=positions)]
+        if way.feed.mask_of_ones and not takes_positions:
+            feeds.insert(0, replace(feeds[0], mask_of_ones=False))  # without positions nobody looks for documents
+        for feed in feeds:
+            if (own := Way(way.attention, feed)) not in tried:
+                tried.add(own)
+                yield own
+
+
+def find_route(
+    model: PreTrainedModel,
+    way: Way,
+    before: list[tuple[PreTrainedConfig, Any]],
+    exams: list[Exam],
+    tried: tuple[str, ...],
+) -> Route:
+    """The route of one way, installed and proven; or ModelNotSupportedError, and the model as it was."""
+    install(model, Route(way, (), 1.0), before)
+    probe = exams[0].probe
+    search = Search(model, probe.row)
+    try:
+        with probe.quiet():
+            with observe() as observed:
+                steps = tuple(search.run(lambda: probe.packed(probe.documents)))
+            refuse_what_was_observed(way, observed)
+    except ModelNotSupportedError:
+        raise
+    except Exception as error:
+        raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
+    finally:
+        take_out(model)
+    if steps:
+        way = replace(way, feed=replace(way.feed, one_row=True))
+    route = Route(way, steps, packed_share(model, steps), tried)
+    failure = why_not(model, route, before, exams)
+    for most in LESS_SHARING:
+        if failure is not None and any(step.sharing not in (most, "none") for step in steps):
+            route = replace(route, by_segment=tuple(step.sharing_at_most(most) for step in steps))
+            failure = why_not(model, route, before, exams)
+    if failure is None:
+        return route
+    reasons = [str(failure)]
+    if steps:
+        reasons.append(f"by segment ran {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
+    for name, reason in list(search.uncuttable.items())[:2]:
+        kind = type(model.get_submodule(name)).__name__
+        reasons.append(f"{kind} ({name}) cannot run on a segment alone, {reason}")
+    raise ModelNotSupportedError("; ".join(reasons)) from failure
+
+
+def why_not(
+    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
+) -> ModelNotSupportedError | None:
+    """None where the route is proven and installed."""
+    try:
+        prove_route(model, route, before, exams)
+    except ModelNotSupportedError as error:
+        return error
+    return None
+
+
+def prove_route(
+    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
+) -> None:
+    """Install a route, and leave it there only if it is proven."""
+    install(model, route, before)
+    try:
+        for exam in exams:
+            with exam.probe.quiet():
+                prove_isolation(exam)
+    except Exception as error:
+        take_out(model)
+        if isinstance(error, ModelNotSupportedError):
+            raise
+        raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
+
+
+def refuse_what_was_observed(way: Way, observed: Observed) -> None:
+    if way.attention and not observed.calls:
+        raise ModelNotSupportedError("it never called the attention function that was set")
+    if way.attention == NAME and (lost := [sight for sight in observed.sights if sight.window not in observed.windows]):
+        raise LostSightError(f"{' and '.join(sorted(map(str, lost)))} is only in its attention mask")

@@ -1,0 +1,79 @@
+"""Put a route into a model, and take it out again, completely."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_packing.attention.by_segment import BySegment
+from hf_packing.attention.checkpointing import keep_rows_no_longer
+from hf_packing.attention.give_row import give_rows
+from hf_packing.attention.replaced import ReplacedForward
+from hf_packing.attention.route import STATE, Route
+from hf_packing.attention.varlen import register
+
+ATTENTION = "_attn_implementation_internal"
+"""Where a configuration keeps the name of its attention. Put back as it was found: `set_attn_implementation` refuses a
+name whose package is gone, and the None of some inner configurations."""
+
+
+@dataclass
+class Patch:
+    """What keeps documents apart in a model, and what must be undone."""
+
+    route: Route
+    before: list[tuple[PreTrainedConfig, Any]]
+    """Every configuration of the model, with the attention it named."""
+    replaced: list[ReplacedForward]
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    return hasattr(model, STATE)
+
+
+def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
+    """Set the attention, wrap what runs by segment, hook the model."""
+    if route.way.attention:
+        register()
+        model.set_attn_implementation(route.way.attention)
+    steps: list[ReplacedForward] = [BySegment(model.get_submodule(step.name), step) for step in route.by_segment]
+    install_all(steps)
+    around = give_rows(model, route)  # around those: a step may be the inner model itself
+    install_all(around)
+    setattr(model, STATE, Patch(route, before, around + steps))
+
+
+def install_all(replaced: list[ReplacedForward]) -> None:
+    for each in replaced:
+        each.install()
+
+
+def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
+    """Every configuration in a model, nested ones too, with the attention it names."""
+    found = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    configs: dict[int, PreTrainedConfig] = {}
+    while found:
+        config = found.pop()
+        if id(config) not in configs:
+            configs[id(config)] = config
+            inner = [getattr(config, name, None) for name in config.sub_configs]
+            found += [each for each in inner if isinstance(each, PreTrainedConfig)]
+    return [(config, getattr(config, ATTENTION, None)) for config in configs.values()]
+
+
+def put_back(before: list[tuple[PreTrainedConfig, Any]]) -> None:
+    for config, attention in before:
+        setattr(config, ATTENTION, attention)
+
+
+def take_out(model: PreTrainedModel) -> Route:
+    """The model is as it was before; the route that was in it."""
+    patch: Patch = getattr(model, STATE)
+    for replaced in patch.replaced:
+        replaced.remove()
+    keep_rows_no_longer(model)
+    put_back(patch.before)
+    delattr(model, STATE)
+    return patch.route
