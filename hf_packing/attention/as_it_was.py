@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 INNER = ("_buffers", "_modules")
 
@@ -30,6 +31,39 @@ def put_back(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] 
     for name in now.keys() - before.keys() - set(kept):
         del now[name]
     now.update({name: value for name, value in before.items() if name not in kept})
+
+
+class KeptWeights(TorchFunctionMode):
+    """Keeps a copy of a parameter before somebody writes to it, as RWKV does to its weights at its first evaluation.
+
+    Args:
+        model: whose parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.parameters: dict[int, list[nn.Parameter]] = {}
+        """In memory, by storage, which some share."""
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
+                self.parameters.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        self.before: list[tuple[nn.Parameter, Tensor]] = []
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if writes(getattr(function, "__name__", "")) and args and isinstance(args[0], Tensor):
+            written = self.parameters.pop(args[0].untyped_storage().data_ptr(), [])
+            self.before += [(parameter, parameter.detach().clone()) for parameter in written]
+        return function(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for parameter, before in self.before:
+                parameter.copy_(before)
+
+
+def writes(function: str) -> bool:
+    """Whether a function of this name changes its first argument: `div_`, `__idiv__`, `__setitem__`, `data.__set__`."""
+    return function.endswith("_") and (not function.endswith("__") or function.startswith(("__i", "__set")))
 
 
 @contextmanager

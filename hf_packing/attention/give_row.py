@@ -14,6 +14,7 @@ from hf_packing.attention.feed import Signature, in_rows
 from hf_packing.attention.replaced import ReplacedForward
 from hf_packing.attention.route import Route
 from hf_packing.attention.row import PackedRow, working_on
+from hf_packing.attention.sharded import refuse_uneven_gathers
 from hf_packing.attention.varlen import register
 from hf_packing.errors import PackingError
 
@@ -68,12 +69,13 @@ class GiveRow(ReplacedForward):
                 "before"
             )
         for step in self.route.by_segment:
-            if type(self.model.get_submodule(step.name)).__name__ != step.kind:
+            kinds = [cls.__name__ for cls in type(self.model.get_submodule(step.name)).__mro__]
+            if step.kind not in kinds:
                 raise PackingError(
-                    f"{step.name}: expected {step.kind}, which runs by segment, somebody has put "
-                    f"{type(self.model.get_submodule(step.name)).__name__} there; call unpatch_model before, and "
-                    "patch_model after"
+                    f"{step.name}: expected {step.kind}, which runs by segment, somebody has put {kinds[0]} there; "
+                    "call unpatch_model before, and patch_model after"
                 )
+        refuse_uneven_gathers(self.model, self.route.by_segment)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()

@@ -1,5 +1,6 @@
 """patch_model: keep packed documents apart in a model, prove it, or refuse; and undo it all."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -12,12 +13,14 @@ from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.installed import attention_of, install, is_patched, take_out
 from hf_packing.attention.isolation import inner_model
 from hf_packing.attention.route import Route
+from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention.twin import route_of_a_twin
 from hf_packing.errors import PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch_model(model: Model) -> Model:
+def patch_model(model: Model, *, prove: bool = True) -> Model:
     """Make a model keep packed documents apart, proven on the model itself.
 
     Two routes, and what is proven decides between them. `varlen`: its attention goes through `packed_varlen`, which is
@@ -34,6 +37,8 @@ def patch_model(model: Model) -> Model:
     Args:
         model: a causal or masked language model of transformers, on any device, in any dtype; also as PEFT wraps it. It
             is changed in place.
+        prove: False for a model on the meta device, or already sharded: the route is then proven on a small model of
+            the same configuration instead, with as many layers, and a warning says so.
 
     Returns:
         The same model. Patching it again does nothing.
@@ -41,7 +46,7 @@ def patch_model(model: Model) -> Model:
     Raises:
         ModelNotSupportedError: it cannot be shown to keep documents apart; the message says why, and the model is as
             it was before.
-        PackingError: not a PreTrainedModel.
+        PackingError: not a PreTrainedModel; or weights that are elsewhere, and prove is not False.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -55,6 +60,19 @@ def patch_model(model: Model) -> Model:
     inner = inner_model(model)
     if is_patched(inner):
         return model
+    if not prove:
+        install(inner, route_of_a_twin(inner), attention_of(inner))
+        warnings.warn(
+            f"patch_model proved isolation on a small {type(inner).__name__}, not on this one; run check_isolation on "
+            "it once its weights are in memory",
+            stacklevel=2,
+        )
+        return model
+    if (where := where_weights_are(inner)) is not None:
+        raise PackingError(
+            f"model: expected weights in memory, those of {type(inner).__name__} are {where}; call patch_model before "
+            "they are sharded, or with prove=False"
+        )
     with with_weights_everywhere(inner):
         find_and_prove(inner)
     return model

@@ -3,14 +3,14 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.as_it_was import as_it_was
+from hf_packing.attention.as_it_was import KeptWeights, as_it_was
 from hf_packing.attention.documents import Tokens, find_documents, in_one_row, random_documents, unmistakable_lengths
 from hf_packing.attention.feed import Signature
 from hf_packing.attention.logits import comparable, largest_difference, logits_of, spread
@@ -64,6 +64,7 @@ class Probe:
         self.lengths = list(lengths or unmistakable_lengths(model))
         self.documents, self.others = random_documents(model, self.lengths, seed)
         self.signature = Signature(model)
+        self.kept: KeptWeights | None = None
 
     @property
     def row(self) -> PackedRow:
@@ -106,15 +107,26 @@ class Probe:
             with torch.random.fork_rng(devices=devices), torch.no_grad():
                 yield
         finally:
+            if self.kept is not None:
+                self.kept.put_back()
             for module in training:
                 module.training = True
 
     def logits(self, **inputs: Any) -> Tensor:
         """[tokens, vocabulary], at least float32, of one row."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        with as_it_was(*self.model.modules()):
-            output = self.model(**{name: value for name, value in given.items() if self.signature.takes(name)})
+        given = {name: value for name, value in given.items() if self.signature.takes(name)}
+        with as_it_was(*self.model.modules()), self.weights_kept():
+            output = self.model(**given)
         return logits_of(self.model, output).flatten(0, 1)
+
+    def weights_kept(self) -> AbstractContextManager[Any]:
+        """A forward that writes to weights finds them as they were; a backward pass, as the forward has left them."""
+        if self.kept is None:
+            self.kept = KeptWeights(self.model)
+            return self.kept
+        self.kept.put_back()
+        return nullcontext()
 
     def packed(self, documents: Tokens, **options: Any) -> list[Tensor]:
         """Logits of each document, all in one batch."""

@@ -10,7 +10,7 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
 from hf_packing.attention.row import PackedRow, share_if_equal, share_if_similar, working_on
-from hf_packing.attention.survey.sizes import VARIANTS
+from hf_packing.attention.survey.architectures import VARIANTS
 from hf_packing.attention.survey.tiny import tiny_model
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}

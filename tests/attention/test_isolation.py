@@ -7,7 +7,7 @@ import torch
 from tiny_models import SUPPORTED, build
 
 import hf_packing as hfp
-from hf_packing.attention import give_row, probe, varlen
+from hf_packing.attention import documents, give_row, probe, varlen
 from hf_packing.attention.borders import read_row
 from hf_packing.attention.row import PackedRow
 from hf_packing.attention.segments import attend_by_segment
@@ -137,7 +137,7 @@ def test_logits_set_to_minus_infinity_are_left_out():
 
 def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
     run = probe.Probe(build("Llama"))
-    assert tuple(len(tokens) for tokens in run.documents) == probe.DOCUMENT_LENGTHS[0]
+    assert tuple(len(tokens) for tokens in run.documents) == documents.DOCUMENT_LENGTHS[0]
     assert all(
         a != b for old, new in zip(run.documents, run.others, strict=True) for a, b in zip(old, new, strict=True)
     )

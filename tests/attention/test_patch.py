@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
+from hf_packing.attention import as_it_was
 from hf_packing.attention import patch as patch_module
 from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.attention.varlen import NAME
@@ -312,3 +313,45 @@ def test_not_a_model():
     for check in (hfp.patch_model, hfp.check_isolation):
         with pytest.raises(hfp.PackingError, match="model: expected a transformers PreTrainedModel, got Linear"):
             check(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("rescale_every", [1, 2, 0])
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_that_a_forward_rescales_are_put_back(rescale_every, training):
+    model = tiny_model("rwkv", "causal", rescale_every=rescale_every).train(training)
+    before = copy.deepcopy(model.state_dict())
+    hfp.patch_model(model)
+    assert hfp.check_isolation(model).isolated
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    assert model.training is training
+    model.eval()(torch.tensor([[5, 6, 7]]))
+    rescaled = any(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert rescaled is (rescale_every > 0)
+
+
+@pytest.mark.parametrize("write", ["div_", "__idiv__", "__itruediv__", "__setitem__", "__set__", "copy_", "mul_"])
+def test_names_of_functions_that_write(write):
+    assert as_it_was.writes(write)
+    assert not as_it_was.writes(write.strip("_").replace("set", "get"))
+    assert not as_it_was.writes("__getitem__")
+
+
+def test_every_way_to_write_to_a_weight_is_seen():
+    ways = (
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.__setitem__(0, 0.0),
+        lambda weight: weight[0].fill_(0.0),
+        lambda weight: weight.detach().t().__imul__(2),
+        lambda weight: setattr(weight, "data", weight.data * 2),
+        lambda weight: torch.nn.init.zeros_(weight),
+    )
+    for write in ways:
+        module = torch.nn.Linear(3, 3)
+        before = module.weight.detach().clone()
+        with torch.no_grad(), as_it_was.KeptWeights(module) as kept:
+            write(module.weight)
+        assert not torch.equal(module.weight, before)
+        kept.put_back()
+        assert torch.equal(module.weight, before)

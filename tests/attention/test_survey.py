@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
+from hf_packing.attention.sizes import SETTINGS, THRESHOLDS
 from hf_packing.attention.survey.every import all_jobs, measure_every
 from hf_packing.attention.survey.measure import EXACT, Measured, feedings, make_documents, measure
 from hf_packing.attention.survey.table import page, read
-from hf_packing.attention.survey.sizes import SETTINGS, THRESHOLDS
 from hf_packing.attention.survey.tiny import architectures, tiny_config, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "SUPPORTED_MODELS.md"

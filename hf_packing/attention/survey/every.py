@@ -6,9 +6,9 @@ import multiprocessing
 import transformers
 from tqdm import tqdm
 
+from hf_packing.attention.survey.architectures import VARIANTS
 from hf_packing.attention.survey.measure import Measured, measure
 from hf_packing.attention.survey.table import KINDS
-from hf_packing.attention.survey.sizes import VARIANTS
 from hf_packing.attention.survey.tiny import architectures
 
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.logits import LARGEST_LOGIT, logits_of
 from hf_packing.attention.patch import patch_model
-from hf_packing.attention.survey.sizes import VARIANTS, VOCABULARY
+from hf_packing.attention.sizes import VOCABULARY
+from hf_packing.attention.survey.architectures import VARIANTS
 from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import ModelNotSupportedError
