@@ -27,7 +27,7 @@ isolation.py     check_isolation: the same for any setup
 
 route.py         ways to keep documents apart, and the one that a model has taken
 find_route.py    the fastest way that is proven
-twin.py          the same for a model that cannot be run: found on a small one of its kind
+twin.py          the same for a model that cannot be run, or not on long rows: found on a small one of its kind
 sharded.py       models whose weights are elsewhere
 installed.py     puts a route into a model, and takes it out
 patch.py         patch_model, unpatch_model

@@ -29,8 +29,8 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
     Raises:
         PackingError: the vocabulary is too small for it.
     """
-    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    vocabulary = vocabulary or model.config.get_text_config().vocab_size
+    vocabulary = model.config.get_text_config().vocab_size  # some tables have entries beyond, for prompts
+    vocabulary = min(vocabulary, getattr(model.get_input_embeddings(), "num_embeddings", vocabulary))
     settings = vars(model.config) | vars(model.config.get_text_config())
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
     known = np.array([token for token in range(1, vocabulary) if token not in special])

@@ -14,6 +14,9 @@ from hf_packing.errors import PackingError
 
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
+UNDERSTOOD = (*BORDERS, "position_ids", "attention_mask", "use_cache")
+"""What has been read, so that a model that does not take it need not."""
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -47,6 +50,8 @@ class Feed:
                 "position_ids: expected positions that restart at 0 in every segment, since this model counts them by "
                 f"itself, got {given.flatten().tolist()[:8]}..."
             )
+        if forward.takes_types_from_a_table and inputs.get("token_type_ids") is None:
+            inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
             inputs["attention_mask"] = torch.ones(row.rows, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
         if self.borders:
@@ -56,7 +61,7 @@ class Feed:
             if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
                 raise PackingError(f"logits_to_keep: expected none with several packed rows, got {keep}")
             inputs = {name: end_to_end(name, value, row) for name, value in inputs.items()}
-        return {name: value for name, value in inputs.items() if forward.takes(name)}
+        return {name: value for name, value in inputs.items() if name not in UNDERSTOOD or forward.takes(name)}
 
 
 class Signature:
@@ -66,6 +71,9 @@ class Signature:
         parameters = inspect.signature(module.forward).parameters.values()
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        has_a_table = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
+        self.takes_types_from_a_table = has_a_table and self.takes("token_type_ids")
+        """Of BERT's kind: token types that nobody gives are cut from a table as long as the longest document."""
 
     def takes(self, name: str) -> bool:
         return self.takes_any or name in self.names

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_packing.attention.as_it_was import with_weights_everywhere
-from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.installed import attention_of, install, is_patched, take_out
 from hf_packing.attention.isolation import inner_model
 from hf_packing.attention.route import Route
 from hf_packing.attention.sharded import where_weights_are
-from hf_packing.attention.twin import route_of_a_twin
+from hf_packing.attention.twin import find_and_prove_for_long_documents, route_of_a_twin
 from hf_packing.errors import PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -74,7 +73,7 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
             "they are sharded, or with prove=False"
         )
     with with_weights_everywhere(inner):
-        find_and_prove(inner)
+        find_and_prove_for_long_documents(inner)
     return model
 
 

@@ -1,4 +1,4 @@
-"""A small model of the same kind as one that cannot be run here: on the meta device, or sharded over processes."""
+"""A small model of the same kind as one that cannot be run here, or not on rows that are long enough."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_packing.attention.documents import DOCUMENT_LENGTHS
 from hf_packing.attention.find_route import find_and_prove
+from hf_packing.attention.installed import take_out
 from hf_packing.attention.random_weights import randomise
-from hf_packing.attention.route import Route, packed_share, route_of
+from hf_packing.attention.route import Route, key_of, known_routes, packed_share, route_of
 from hf_packing.attention.sizes import SETTINGS, THRESHOLDS
 from hf_packing.errors import ModelNotSupportedError
 
@@ -33,6 +35,31 @@ LARGEST_TOKEN = 7
 
 DTYPES = (torch.float64, torch.float32)
 """In many layers of large random weights roundings grow; kernels of experts do not take float64."""
+
+
+def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
+    """As `find_and_prove`, and where modules do something else from a length on that the probe does not have, such as
+    to look at the 2048 best tokens only, their route is that of a small model in which this length is a short one.
+    """
+    key = key_of(model)
+    is_known = key in known_routes
+    find_and_prove(model)
+    route = route_of(model)
+    if is_known or route is None or not route.by_segment or not changes_beyond_the_probe(model.config):
+        return
+    try:
+        other = route_of_a_twin(model)
+    except ModelNotSupportedError:
+        return
+    if {step.name for step in other.by_segment} != {step.name for step in route.by_segment}:
+        take_out(model)
+        known_routes[key] = other
+        find_and_prove(model)
+
+
+def changes_beyond_the_probe(config: PreTrainedConfig) -> bool:
+    lengths = [getattr(config.get_text_config(), name, None) for name in THRESHOLDS]
+    return any(isinstance(length, int) and length > max(map(max, DOCUMENT_LENGTHS)) for length in lengths)
 
 
 def route_of_a_twin(model: PreTrainedModel) -> Route:

@@ -25,7 +25,7 @@ NAME_WITH_SIGHT = "packed_varlen_sight"
 """The same for models that keep windows or chunks in their mask alone: there the mask is a `Sight`."""
 
 HARMLESS = frozenset(
-    ["cache_position", "deterministic", "ignore_index", "num_items_in_batch", "output_attentions"]
+    ["cache_position", "deterministic", "ignore_index", "labels", "num_items_in_batch", "output_attentions"]
     + ["output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "return_dict"]
     + ["seq_idx", "shift_labels", "use_cache"]
 )

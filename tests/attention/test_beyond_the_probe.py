@@ -9,7 +9,9 @@ from training_by_hand import batch_of
 
 import hf_packing as hfp
 from hf_packing.attention.as_it_was import as_it_was, with_weights_everywhere
+from hf_packing.attention.feed import Feed, Signature
 from hf_packing.attention.nested import TokenAxes, counts
+from hf_packing.attention.row import PackedRow
 from hf_packing.attention.survey.tiny import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -21,6 +23,9 @@ THRESHOLDS = {
     "a chunk": ("llama4_text", "causal", {"attention_chunk_size": 64, "floor_scale": 64}),
     "an index of the best tokens": ("deepseek_v32", "causal", {"index_topk": 64}),
     "an index with ties": ("glm_moe_dsa", "causal", {}),
+    "an index that layers share": ("glm_moe_dsa", "causal", {"index_topk": 64}),
+    "token types of a table": ("convbert", "masked", {"max_position_embeddings": 128}),
+    "token types of a table without attention": ("fnet", "masked", {"max_position_embeddings": 128}),
     "ALiBi in half precision": ("falcon", "causal", {"alibi": True, "multi_query": True}),
     "ALiBi": ("bloom", "causal", {}),
     "dynamic rope of several kinds": (
@@ -52,6 +57,27 @@ def documents_of(lengths):
 def packed_logits(model, documents):
     with torch.no_grad():
         return model(**{name: value for name, value in batch_of(documents).items() if name != "labels"}).logits[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma4", "mamba", "opt", "gpt_oss"])
+def test_what_a_trainer_gives(architecture):
+    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    documents = documents_of([9, 4, 7])
+    batch = batch_of(documents)
+    output = model(**batch, num_items_in_batch=torch.tensor(17))
+    assert torch.equal(output.logits[0], packed_logits(model, documents))
+    loss = torch.nn.functional.cross_entropy(output.logits[0, :-1], batch["labels"][0, 1:], reduction="sum") / 17
+    torch.testing.assert_close(output.loss, loss)
+
+
+def test_an_argument_that_nobody_knows_is_passed_on():
+    class Plain(torch.nn.Module):
+        def forward(self, input_ids):
+            return input_ids
+
+    row = PackedRow.of([2, 3])
+    given = {"input_ids": torch.arange(5)[None], "position_ids": row.position_ids, "labls": 1}
+    assert Feed()(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
 
 
 @pytest.mark.parametrize("trait", THRESHOLDS)

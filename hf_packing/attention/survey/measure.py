@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.logits import LARGEST_LOGIT, logits_of
-from hf_packing.attention.patch import patch_model
+from hf_packing.attention.patch import patch_model, unpatch_model
 from hf_packing.attention.sizes import VOCABULARY
 from hf_packing.attention.survey.architectures import VARIANTS
 from hf_packing.attention.survey.tiny import tiny_model
@@ -102,14 +102,15 @@ def differences(
     """The change, difference and gradient of a patched model; see `Measured`."""
     change = difference = 0.0
     other, first = make_documents(1, [len(documents[0])]), len(documents[0])
+    labels = learns_from_labels(model, documents[-1])
     with torch.no_grad():
-        for before, after in zip(feedings(documents), feedings([*other, *documents[1:]]), strict=True):
+        for before, after in zip(feedings(documents, labels), feedings([*other, *documents[1:]], labels), strict=True):
             packed = logits_of(model, model(**before)).flatten(0, 1)
             difference = max(difference, largest(packed, alone))
             changed = logits_of(model, model(**after)).flatten(0, 1)
             change = max(change, largest(changed[first:], packed[first:]))
     model.zero_grad()
-    torch.autograd.backward(score(logits_of(model, model(**next(feedings(documents))))[0], documents))
+    torch.autograd.backward(score(logits_of(model, model(**next(feedings(documents, False))))[0], documents))
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     scale = max(float(each.abs().max()) for each in gradients.values())
     gradient = max(float((found[name] - each).abs().max()) for name, each in gradients.items()) / scale
@@ -135,12 +136,25 @@ def stock_result(model: PreTrainedModel) -> str:
         return f"not measured: {error}"
 
 
-def feedings(documents: list[list[int]]) -> Iterator[dict[str, Any]]:
+def learns_from_labels(model: PreTrainedModel, tokens: list[int]) -> bool:
+    """Whether labels change nothing but the loss; decoders of some make their input of them, or expect an image."""
+    ids = torch.tensor([tokens])
+    try:
+        with torch.no_grad(), unpatch_model(model):
+            logits = [logits_of(model, model(ids, **labels)) for labels in ({}, {"labels": ids})]
+    except Exception:  # of a hundred kinds
+        return False
+    return torch.equal(*logits)
+
+
+def feedings(documents: list[list[int]], labels: bool) -> Iterator[dict[str, Any]]:
     """All ways to tell a model of packed documents: in one row, and in two where a document ends at half of it."""
     batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
-    del batch["labels"]
+    given = {"labels": batch.pop("labels")}
     ids, positions = batch["input_ids"], batch["position_ids"]
     yield batch
+    if labels:  # as a trainer does
+        yield {**batch, **given, "num_items_in_batch": torch.tensor(len(documents))}
     for name in ("position_ids", "cu_seq_lens_q", "seq_idx"):
         yield {"input_ids": ids, name: batch[name]}
     yield {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
