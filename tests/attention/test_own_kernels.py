@@ -1,0 +1,80 @@
+"""Models whose own kernels know of borders (causal-conv1d, flash-linear-attention) keep their mixers packed.
+
+The kernels are for CUDA. Functions of the same signatures, which go through the reference segment by segment, stand in
+their place.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+import hf_packing as hfp
+from hf_packing.attention.feed import BORDERS
+from hf_packing.attention.survey.tiny import tiny_model
+
+CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+
+
+class Kernel:
+    """A function of transformers, made to honour borders."""
+
+    def __init__(self, monkeypatch, name):
+        self.name, self.reference, self.saw_borders = name, getattr(modeling_qwen3_next, name), 0
+        monkeypatch.setattr(modeling_qwen3_next, name, self)
+
+    def __call__(self, *args, **kwargs):
+        borders, axis = (
+            (borders_of(kwargs.get("seq_idx")), 2) if self.name == CONVOLUTION else (kwargs["cu_seqlens"], 1)
+        )
+        # given borders, the reference refuses
+        kwargs = {name: value for name, value in kwargs.items() if name not in (*BORDERS, "cu_seqlens")}
+        if borders is None or len(borders) <= 2:
+            return self.reference(*args, **kwargs)
+        self.saw_borders += 1
+        parts = []
+        for start, end in pairwise(borders.tolist()):
+            own = [each.narrow(axis, start, end - start) if is_row(each, axis) else each for each in args]
+            named = {n: v.narrow(1, start, end - start) if n in ("g", "beta") else v for n, v in kwargs.items()}
+            parts.append(self.reference(*own, **named))
+        if self.name == CONVOLUTION:
+            return torch.cat(parts, dim=2)
+        return torch.cat([output for output, _ in parts], dim=1), parts[-1][1]
+
+
+def borders_of(seq_idx):
+    if seq_idx is None:
+        return None
+    changes = seq_idx[0].diff().nonzero().flatten() + 1
+    return torch.cat([torch.zeros(1, dtype=torch.long), changes, torch.tensor([seq_idx.shape[1]])])
+
+
+def is_row(value, axis):
+    return isinstance(value, torch.Tensor) and value.ndim == (3 if axis == 2 else 4)
+
+
+def losses_alone(model):
+    alone = [{"input_ids": torch.tensor([d]), "labels": torch.tensor([d]), "use_cache": False} for d in DOCUMENTS]
+    return losses_and_gradients(model, alone)
+
+
+@pytest.mark.parametrize(
+    ("honouring", "by_segment"),
+    [((CONVOLUTION, RULE), {}), ((CONVOLUTION,), {"Qwen3NextGatedDeltaNet": 2}), ((), {"Qwen3NextGatedDeltaNet": 2})],
+)
+def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch, honouring, by_segment):
+    model = tiny_model("qwen3_next", "causal")
+    expected, gradients = losses_alone(model)
+    kernels = [Kernel(monkeypatch, name) for name in honouring]
+    route = hfp.check_isolation(hfp.patch_model(model)).route
+    assert (route.way.attention, route.modules) == ("packed_varlen", by_segment)
+    for kernel in kernels:
+        kernel.saw_borders = 0
+    loss, found = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    if not by_segment:
+        assert [kernel.saw_borders for kernel in kernels] == [2, 2]
+    assert loss == pytest.approx(expected, rel=1e-5)
+    largest = max(float(each.abs().max()) for each in gradients.values())
+    assert all(float((found[name] - gradients[name]).abs().max()) <= 1e-4 * largest for name in gradients)
