@@ -15,22 +15,30 @@ KEPT = ("forward", "training")
 
 
 @contextmanager
-def as_it_was(*modules: nn.Module) -> Iterator[None]:
-    """Attributes, buffers and inner modules of these modules are put back, and new ones taken away."""
+def as_it_was(*modules: nn.Module) -> Iterator[list[str]]:
+    """Attributes, buffers and inner modules of these modules are put back, and new ones taken away.
+
+    Their names are in the list that is yielded, at the end of the block.
+    """
     before = [(module, dict(vars(module)), [dict(vars(module)[name]) for name in INNER]) for module in modules]
+    changed: list[str] = []
     try:
-        yield
+        yield changed
     finally:
         for module, attributes, inner in before:
             for name, known in zip(INNER, inner, strict=True):
-                put_back(vars(module)[name], known)
-            put_back(vars(module), attributes, KEPT)
+                changed += put_back(vars(module)[name], known)
+            changed += put_back(vars(module), attributes, KEPT)
 
 
-def put_back(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] = ()) -> None:
-    for name in now.keys() - before.keys() - set(kept):
+def put_back(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] = ()) -> list[str]:
+    """The names that had to be put back."""
+    added = now.keys() - before.keys() - set(kept)
+    others = [name for name in before if name not in kept and (name not in now or now[name] is not before[name])]
+    for name in added:
         del now[name]
-    now.update({name: value for name, value in before.items() if name not in kept})
+    now.update({name: before[name] for name in others})
+    return [*added, *others]
 
 
 class KeptWeights(TorchFunctionMode):
@@ -66,22 +74,39 @@ def writes(function: str) -> bool:
     return function.endswith("_") and (not function.endswith("__") or function.startswith(("__i", "__set")))
 
 
+SMALL = 0.1
+"""Standard deviation of gates and biases that are zero otherwise."""
+
+SHARE_OF_KERNEL = 0.5
+"""Noise in a kernel, as a share of its root mean square."""
+
+LONGEST_KERNEL = 16
+"""Tokens that a convolution in a language model sees at once; the last axis of its weight."""
+
+
 @contextmanager
 def with_weights_everywhere(model: nn.Module) -> Iterator[None]:
-    """Weights that are all zero, as some projections are before training, are random for the length of the block.
-
-    A module behind such a projection cannot be seen to leak, and will as soon as it is trained.
+    """What may hide a leak before training is random for the length of the block: parameters that are all zero, as some
+    projections and gates are, and kernels of convolutions, which some begin as the identity.
     """
-    weights = [p for p in model.parameters() if p.ndim >= 2 and p.numel() and p.is_floating_point() and not p.is_meta]
-    silent = [parameter for parameter in weights if not parameter.any()]
+    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
+    silent = [parameter for parameter in parameters if not parameter.any()]
+    kernels = [(p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= LONGEST_KERNEL and p.any()]
     generator = torch.Generator().manual_seed(0)
+
+    def noise(parameter: nn.Parameter, scale: float) -> Tensor:
+        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
+
     try:
         with torch.no_grad():
             for parameter in silent:
-                scale = parameter[0].numel() ** -0.5
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else SMALL))
+            for parameter, _ in kernels:
+                parameter.add_(noise(parameter, SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
         yield
     finally:
         with torch.no_grad():
             for parameter in silent:
                 parameter.zero_()
+            for parameter, before in kernels:
+                parameter.copy_(before)

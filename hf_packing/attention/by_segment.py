@@ -163,7 +163,7 @@ class BySegment(ReplacedForward):
     def fresh(self, args: Any, kwargs: Any) -> Any:
         if not self.step.remembers:
             return self.forward(*args, **kwargs)
-        with as_it_was(self.module):
+        with as_it_was(*self.module.modules()):
             return self.forward(*args, **kwargs)
 
 

@@ -1,18 +1,19 @@
 """Gradient checkpointing runs layers again in the backward pass, when the row they worked on is no longer current."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from hf_packing.attention.row import PackedRow, current, working_on
 
-CHECKPOINTING = "_gradient_checkpointing_func"
-"""Where transformers keeps, in every module that can be checkpointed, the function that does it."""
+CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Where transformers keeps, in every module that can be checkpointed, the function that does it; and where torch does,
+in the wrapper that FSDP puts around such a module."""
 
 
 class KeepRow:
-    """transformers' checkpointing function, with the current row kept for the second run."""
+    """A checkpointing function, with the current row kept for the second run."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -33,13 +34,19 @@ class OnRow:
 
 def keep_rows(model: nn.Module) -> None:
     """Wrap the checkpointing functions of all modules that do not have theirs wrapped yet."""
-    for module in model.modules():
-        checkpoint = vars(module).get(CHECKPOINTING)
-        if checkpoint is not None and not isinstance(checkpoint, KeepRow):
-            setattr(module, CHECKPOINTING, KeepRow(checkpoint))
+    for module, name, checkpoint in checkpointing_functions(model):
+        if not isinstance(checkpoint, KeepRow):
+            setattr(module, name, KeepRow(checkpoint))
 
 
 def keep_rows_no_longer(model: nn.Module) -> None:
+    for module, name, checkpoint in checkpointing_functions(model):
+        if isinstance(checkpoint, KeepRow):
+            setattr(module, name, checkpoint.checkpoint)
+
+
+def checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for module in model.modules():
-        if isinstance(checkpoint := vars(module).get(CHECKPOINTING), KeepRow):
-            setattr(module, CHECKPOINTING, checkpoint.checkpoint)
+        for name in CHECKPOINTING:
+            if (checkpoint := vars(module).get(name)) is not None:
+                yield module, name, checkpoint

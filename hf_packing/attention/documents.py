@@ -50,6 +50,11 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
     return documents, others
 
 
+def pad_token_of(model: PreTrainedModel) -> int | None:
+    token = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return token if isinstance(token, int) and token >= 0 else None
+
+
 def in_one_row(documents: Tokens) -> dict[str, Any]:
     return PackingCollator()([{"input_ids": tokens} for tokens in documents])
 

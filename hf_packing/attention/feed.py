@@ -44,11 +44,11 @@ class Feed:
             inputs = {"use_cache": False, **inputs}
         given = inputs.pop("position_ids", None)
         if self.positions:
-            inputs["position_ids"] = row.position_ids if given is None else given
-        elif given is not None and "position_ids" in forward.names and not torch.equal(given, row.position_ids):
+            inputs["position_ids"] = in_every_row(given, row)
+        elif given is not None and not torch.equal(in_every_row(given, row), row.position_ids):
             raise PackingError(
-                "position_ids: expected positions that restart at 0 in every segment, since this model counts them by "
-                f"itself, got {given.flatten().tolist()[:8]}..."
+                "position_ids: expected positions that restart at 0 in every segment, since this model is given none, "
+                f"got {given.flatten().tolist()[:8]}..."
             )
         if forward.takes_types_from_a_table and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
@@ -80,6 +80,13 @@ class Signature:
 
     def by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+def in_every_row(position_ids: Tensor | None, row: PackedRow) -> Tensor:
+    """The positions that were given, for every row; those of the borders where none were."""
+    if position_ids is None:
+        return row.position_ids
+    return position_ids.expand(row.rows, -1) if position_ids.ndim == 2 else position_ids
 
 
 def refuse_caches(inputs: dict[str, Any]) -> None:

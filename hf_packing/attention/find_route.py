@@ -7,10 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_packing.attention.documents import pad_token_of
 from hf_packing.attention.feed import Signature
-from hf_packing.attention.installed import attention_of, install, put_back, take_out
+from hf_packing.attention.installed import attention_of, install, is_patched, put_back, take_out
 from hf_packing.attention.probe import Probe
-from hf_packing.attention.proof import Exam, documents_alone, prove_isolation
+from hf_packing.attention.proof import Exam, documents_alone, prove_isolation, takes_padding_for_tokens
 from hf_packing.attention.route import WAYS, Route, Way, key_of, known_routes, packed_share
 from hf_packing.attention.row import Sharing
 from hf_packing.attention.search import Search
@@ -29,14 +30,45 @@ class LostSightError(ModelNotSupportedError):
 
 
 def find_and_prove(model: PreTrainedModel) -> None:
-    """Install a route that is proven, one that is known of the same architecture before all others."""
-    before, key = attention_of(model), key_of(model)
-    exams = [documents_alone(model, Probe(model)), documents_alone(model, Probe(model, 1, SHARING_CALLS))]
-    put_back(before)
+    """Install a route that is proven, one that is known of the same architecture before all others.
+
+    However it ends otherwise, by an interruption too, the model is as it was before.
+    """
+    before = attention_of(model)
+    try:
+        exams = [documents_alone(model, Probe(model)), documents_alone(model, Probe(model, 1, SHARING_CALLS))]
+        padding = padding_alone(model)
+        put_back(before)
+        route = proven_route(model, before, exams)
+        if padding is not None and takes_padding_for_tokens(padding):
+            take_out(model)
+            install(model, replace(route, refused_token=pad_token_of(model)), before)
+    except BaseException:
+        if is_patched(model):
+            take_out(model)
+        put_back(before)
+        raise
+
+
+def padding_alone(model: PreTrainedModel) -> Exam | None:
+    """Documents with pad tokens inside; None where there is no such token, or a model alone does not take it."""
+    if (token := pad_token_of(model)) is None:
+        return None
+    probe = Probe(model, 2)
+    for document in probe.documents:
+        document[2] = document[-1] = token
+    with suppress(ModelNotSupportedError):
+        return documents_alone(model, probe, gradients=False)
+    return None
+
+
+def proven_route(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]) -> Route:
+    """The fastest that is proven, installed."""
+    key = key_of(model)
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
             prove_route(model, known, before, exams)
-            return
+            return known
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
     for way in ways_for(model):
@@ -44,7 +76,7 @@ def find_and_prove(model: PreTrainedModel) -> None:
             continue
         try:
             known_routes[key] = find_route(model, way, before, exams, tuple(dict.fromkeys(failures)))
-            return
+            return known_routes[key]
         except ModelNotSupportedError as error:
             failure = error
             failures.append(f"{'with borders in its attention' if way.attention else 'by segment'}: {error}")
@@ -131,9 +163,9 @@ def prove_route(
         for exam in exams:
             with exam.probe.quiet():
                 prove_isolation(exam)
-    except Exception as error:
+    except BaseException as error:
         take_out(model)
-        if isinstance(error, ModelNotSupportedError):
+        if isinstance(error, ModelNotSupportedError) or not isinstance(error, Exception):
             raise
         raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.borders import read_row
+from hf_packing.attention.by_segment import BySegment
 from hf_packing.attention.checkpointing import keep_rows
 from hf_packing.attention.feed import Signature, in_rows
 from hf_packing.attention.replaced import ReplacedForward
@@ -29,13 +30,16 @@ class GiveRow(ReplacedForward):
         module: the model, or one inside it that others call directly.
         model: patched.
         route: how.
+        steps: what runs by segment in it.
     """
 
-    def __init__(self, module: nn.Module, model: PreTrainedModel, route: Route) -> None:
+    def __init__(self, module: nn.Module, model: PreTrainedModel, route: Route, steps: list[BySegment]) -> None:
         super().__init__(module)
         self.model = model
         self.route = route
+        self.steps = steps
         self.signature = Signature(module)
+        # Trainer looks at it to see which columns a model takes
         self.__signature__ = inspect.signature(module.forward)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -59,6 +63,11 @@ class GiveRow(ReplacedForward):
         if self.module.training:
             keep_rows(self.model)
         inputs, row = read_row(self.signature.by_name(args, kwargs), self.module.training)
+        refused, ids = self.route.refused_token, inputs.get("input_ids")
+        if refused is not None and ids is not None and bool((ids == refused).any()):
+            raise PackingError(
+                f"input_ids: expected no pad token ({refused}) on this model, which takes it for padding wherever it is"
+            )
         return self.route.way.feed(self.signature, inputs, row), row
 
     def refuse_what_has_changed(self) -> None:
@@ -68,22 +77,32 @@ class GiveRow(ReplacedForward):
                 f"attention: expected {expected!r} on a patched model, somebody has set {found!r}; call unpatch_model "
                 "before"
             )
-        for step in self.route.by_segment:
-            kinds = [cls.__name__ for cls in type(self.model.get_submodule(step.name)).__mro__]
-            if step.kind not in kinds:
+        for wrapper in self.steps:
+            found = without_wrapping(self.model.get_submodule(wrapper.step.name))
+            if found is not wrapper.module:
                 raise PackingError(
-                    f"{step.name}: expected {step.kind}, which runs by segment, somebody has put {kinds[0]} there; "
-                    "call unpatch_model before, and patch_model after"
+                    f"{wrapper.step.name}: expected the {wrapper.step.kind} that runs by segment, somebody has put "
+                    f"another {type(found).__name__} there; call unpatch_model before, and patch_model after"
                 )
         refuse_uneven_gathers(self.model, self.route.by_segment)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        register()
+        register()  # in another process nobody may have
         self.__dict__.update(state)
 
 
-def give_rows(model: PreTrainedModel, route: Route) -> list[ReplacedForward]:
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""Where wrappers keep a module that they only call."""
+
+
+def without_wrapping(module: nn.Module) -> nn.Module:
+    while (inner := next((getattr(module, name) for name in WRAPPED if name in module._modules), None)) is not None:
+        module = inner
+    return module
+
+
+def give_rows(model: PreTrainedModel, route: Route, steps: list[BySegment]) -> list[ReplacedForward]:
     """On the model and on the inner ones, which PEFT and others call without the outer."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = [model, model.base_model, *([decoder] if isinstance(decoder, nn.Module) else [])]
-    return [GiveRow(module, model, route) for module in {id(module): module for module in modules}.values()]
+    return [GiveRow(module, model, route, steps) for module in {id(module): module for module in modules}.values()]

@@ -25,6 +25,11 @@ class Patch:
     before: list[tuple[PreTrainedConfig, Any]]
     """Every configuration of the model, with the attention it named."""
     replaced: list[ReplacedForward]
+    """The latest first."""
+
+    def put_in(self, replaced: ReplacedForward) -> None:
+        self.replaced.insert(0, replaced)
+        replaced.install()
 
 
 def is_patched(model: PreTrainedModel) -> bool:
@@ -32,20 +37,21 @@ def is_patched(model: PreTrainedModel) -> bool:
 
 
 def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
-    """Set the attention, wrap what runs by segment, hook the model."""
-    if route.way.attention:
-        register()
-        model.set_attn_implementation(route.way.attention)
-    steps: list[ReplacedForward] = [BySegment(model.get_submodule(step.name), step) for step in route.by_segment]
-    install_all(steps)
-    around = give_rows(model, route)  # around those: a step may be the inner model itself
-    install_all(around)
-    setattr(model, STATE, Patch(route, before, around + steps))
-
-
-def install_all(replaced: list[ReplacedForward]) -> None:
-    for each in replaced:
-        each.install()
+    """Set the attention, wrap what runs by segment, hook the model: all of it or, where something fails, nothing."""
+    patch = Patch(route, before, [])
+    setattr(model, STATE, patch)
+    try:
+        if route.way.attention:
+            register()
+            model.set_attn_implementation(route.way.attention)
+        steps = [BySegment(model.get_submodule(step.name), step) for step in route.by_segment]
+        for step in steps:
+            patch.put_in(step)
+        for around in give_rows(model, route, steps):  # after those: a step may be the inner model itself
+            patch.put_in(around)
+    except BaseException:
+        take_out(model)
+        raise
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:

@@ -1,4 +1,4 @@
-"""check_isolation, and the proof of patch_model: no document notices another, in logits or in gradients."""
+"""check_isolation: whether packed documents notice each other in a model, in logits or in gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,7 +61,8 @@ def check_isolation(
         IsolationReport.
 
     Raises:
-        PackingError: not a PreTrainedModel, one whose output has no logits, or a collator that cuts documents.
+        PackingError: not a PreTrainedModel, one whose output has no logits, or a collator that cuts documents or
+            fails; and what a patched model refuses of a batch.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -112,7 +113,12 @@ def probe_of_a_setup(model: PreTrainedModel, collator: Collator | None, rows: in
 
     def make_batch(documents: Tokens) -> Mapping[str, Any]:
         packed = [packed_row(documents[start : start + 3]) for start in range(0, len(documents), 3)]
-        return (collator or PackingCollator())(packed)
+        try:
+            return (collator or PackingCollator())(packed)
+        except Exception as error:
+            raise PackingError(
+                f"collator: expected one that takes packed rows, {type(error).__name__}: {error}"
+            ) from error
 
     return Probe(model, seed, lengths, make_batch)
 

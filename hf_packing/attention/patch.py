@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_packing.attention.as_it_was import with_weights_everywhere
 from hf_packing.attention.installed import attention_of, install, is_patched, take_out
@@ -14,6 +15,7 @@ from hf_packing.attention.isolation import inner_model
 from hf_packing.attention.route import Route
 from hf_packing.attention.sharded import where_weights_are
 from hf_packing.attention.twin import find_and_prove_for_long_documents, route_of_a_twin
+from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT
 from hf_packing.errors import PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -59,6 +61,7 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     inner = inner_model(model)
     if is_patched(inner):
         return model
+    refuse_the_configuration_of_another(inner)
     if not prove:
         install(inner, route_of_a_twin(inner), attention_of(inner))
         warnings.warn(
@@ -75,6 +78,16 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     with with_weights_everywhere(inner):
         find_and_prove_for_long_documents(inner)
     return model
+
+
+def refuse_the_configuration_of_another(model: PreTrainedModel) -> None:
+    """What is set in a configuration that models share is set in all of them, and undone in all."""
+    if any(attention in (NAME, NAME_WITH_SIGHT) for _, attention in attention_of(model)):
+        raise PackingError(
+            f"model: expected one with a configuration of its own, that of {type(model).__name__} already has the "
+            f"attention {NAME!r}, as that of a patched model. Build models that are patched from "
+            "copy.deepcopy(config), before any of them is patched"
+        )
 
 
 def unpatch_model(model: Model) -> AbstractContextManager[Model]:

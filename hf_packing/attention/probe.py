@@ -1,6 +1,7 @@
 """A few random documents, run through a model together and alone, with one of them changed at a time."""
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +41,10 @@ where rounding sends single tokens to another expert, the median may be instead.
 to 12 layers: rounding 0 to 0.25, 0 to 0.04, 0 to 0.05; a lost window, scale or sink from 0.4, 0.07, 0.07 up."""
 
 
+one_at_a_time = threading.RLock()
+"""Held while the random state, which all threads share, is another one."""
+
+
 class Probe:
     """Runs a model on a few random documents. No token but that of a mask occurs in two documents, and a document and
     its replacement differ in every token.
@@ -60,7 +65,7 @@ class Probe:
     ) -> None:
         self.model = model
         self.make_batch = make_batch or in_one_row
-        self.device = model.get_input_embeddings().weight.device
+        self.device = device_of_inputs(model)
         self.lengths = list(lengths or unmistakable_lengths(model))
         self.documents, self.others = random_documents(model, self.lengths, seed)
         self.signature = Signature(model)
@@ -104,7 +109,7 @@ class Probe:
         devices = [self.device.index or 0] if self.device.type == "cuda" else []
         self.model.eval()
         try:
-            with torch.random.fork_rng(devices=devices), torch.no_grad():
+            with one_at_a_time, torch.random.fork_rng(devices=devices), torch.no_grad():
                 yield
         finally:
             if self.kept is not None:
@@ -218,6 +223,14 @@ class Probe:
         by_token = gradient.new_zeros(most + 1, gradient.shape[-1]).index_add_(0, tokens, gradient)
         owners = Counter(token for document in self.documents for token in set(document))
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
+
+
+def device_of_inputs(model: PreTrainedModel) -> torch.device:
+    """Where tokens belong: where their embeddings are, or come to when accelerate has offloaded them."""
+    embeddings = model.get_input_embeddings()
+    own: torch.device = embeddings.weight.device
+    hook = getattr(embeddings, "_hf_hook", None)
+    return own if own.type != "meta" or hook is None else torch.device(hook.execution_device)
 
 
 @contextmanager

@@ -66,13 +66,20 @@ def prove_isolation(exam: Exam) -> None:
         raise ModelNotSupportedError(f"a document's gradients differ by {difference:.2g} between packed and alone")
 
 
-def documents_alone(model: PreTrainedModel, probe: Probe) -> Exam:
+def takes_padding_for_tokens(exam: Exam) -> bool:
+    """Whether documents with pad tokens inside are other ones packed than alone, where they may be padding."""
+    with exam.probe.quiet():
+        packed = exam.probe.packed(exam.probe.documents)
+    return all(exam.probe.difference(packed, alone.logits) > 0 for alone in exam.references)
+
+
+def documents_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> Exam:
     """Each document alone, under the model's own attention and, unless that is the user's, under eager."""
     own = model.config._attn_implementation
     attentions = [own]
     if model._can_set_attn_implementation() and (own in PLAIN or "flash" in own):
         attentions = list(dict.fromkeys([REFERENCE, own]))
-    found = [documents_alone_under(attention, model, probe) for attention in attentions]
+    found = [documents_alone_under(attention, model, probe, gradients) for attention in attentions]
     references = [alone for alone in found if isinstance(alone, Alone)]
     if not references:
         name, error = type(model).__name__, found[-1]
@@ -80,12 +87,12 @@ def documents_alone(model: PreTrainedModel, probe: Probe) -> Exam:
     return Exam(probe, references)
 
 
-def documents_alone_under(attention: str, model: PreTrainedModel, probe: Probe) -> Alone | Exception:
+def documents_alone_under(attention: str, model: PreTrainedModel, probe: Probe, gradients: bool) -> Alone | Exception:
     try:
         if attention != model.config._attn_implementation:
             model.set_attn_implementation(attention)
         with probe.quiet():
-            return Alone(probe.alone(use_cache=False), gradients_alone(probe))
+            return Alone(probe.alone(use_cache=False), gradients_alone(probe) if gradients else None)
     except Exception as error:  # whatever a stranger's model raises
         return error
 

@@ -50,6 +50,8 @@ class Route:
     """Share of the model's parameters that see a whole packed row at once."""
     tried: tuple[str, ...] = ()
     """Why faster ways were not taken."""
+    refused_token: int | None = None
+    """What the model alone takes for padding, wherever in a document it is; in a packed row it would not be."""
 
     @property
     def name(self) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.by_segment import Ahead, BySegment, Step
 from hf_packing.attention.differ import differ
 from hf_packing.attention.nested import Fill, Path, TokenAxes, copied, leaves, tensors
@@ -99,12 +101,10 @@ class Search:
                 # the innermost of all hooks: what the forward itself is given and returns
                 hooks.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
                 hooks.append(module.register_forward_hook(self.after(name), prepend=True))
-        dropout = F.dropout
-        F.dropout = lambda tensor, *_, **__: tensor.clone()  # so that what it returns is not what it was given
         try:
-            yield
+            with DropoutOfCopies():
+                yield
         finally:
-            F.dropout = dropout
             for hook in hooks:
                 hook.remove()
 
@@ -139,15 +139,19 @@ class Search:
         wrapper = BySegment(module, step)
         if not step.given.anywhere_in(given) or not step.returned.most_in_one(output):
             return None
-        step.remembers = depends_on_far_positions(wrapper, given, self.row)
+        has_far_effects = step.remembers = depends_on_far_positions(wrapper, given, self.row)
         try:
-            local = one_by_one(wrapper, given, self.row)
+            with as_it_was(*module.modules()) as changed:
+                local = one_by_one(wrapper, given, self.row)
+            if changed and not step.remembers:
+                step.remembers = True
+                local = one_by_one(wrapper, given, self.row)
             refuse_sizes_that_depend_on_the_row(output, local, step.returned)
         except Exception as error:  # whatever a module raises that was not made for slices: its parent is tried
             self.uncuttable[name] = f"{type(error).__name__}: {error}"
             return None
         is_local = not differ(output, local, step.returned, self.row.slices)
-        if is_local and not step.remembers and not differs_on_other_rows(wrapper, given, self.row, self.words):
+        if is_local and not has_far_effects and not differs_on_other_rows(wrapper, given, self.row, self.words):
             return None
         for inner in [inner for inner in self.found if inner.startswith(f"{name}.") or inner == name]:
             self.found.pop(inner).remove()
@@ -225,6 +229,14 @@ class Search:
             if not any(differ(one, other) for each in shared for one, other in zip(alone, each, strict=True)):
                 return sharing
         return "none"
+
+
+class DropoutOfCopies(TorchFunctionMode):
+    """Dropout that is off returns what it was given; here a copy, so that everything returned is new."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.clone() if function is F.dropout else result
 
 
 def refuse_sizes_that_depend_on_the_row(output: Any, local: Any, axes: TokenAxes) -> None:

@@ -7,11 +7,12 @@ VOCABULARY = 128
 THRESHOLDS = dict.fromkeys(
     (
         *("sliding_window", "attention_window_size", "attention_chunk_size", "sliding_window_size", "window_size"),
-        *("index_topk", "block_size"),
+        "index_topk",
     ),
     8,
-)
-"""Settings that change nothing until a document is longer: all of them shorter than the documents of the probe."""
+) | {"block_size": 2}
+"""Settings that change nothing until a document is longer: all of them shorter than the documents of the probe. BigBird
+looks at everything until a document is longer than eleven blocks."""
 
 WIDTHS = {
     64: (

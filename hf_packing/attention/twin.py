@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.documents import DOCUMENT_LENGTHS
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.installed import take_out
+from hf_packing.attention.proof import PLAIN
 from hf_packing.attention.random_weights import randomise
 from hf_packing.attention.route import Route, key_of, known_routes, packed_share, route_of
 from hf_packing.attention.sizes import SETTINGS, THRESHOLDS
@@ -33,6 +33,9 @@ STATE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_h
 
 LARGEST_TOKEN = 7
 
+LONGEST = 8
+"""Tokens, of what a configuration says for each kind of layer."""
+
 DTYPES = (torch.float64, torch.float32)
 """In many layers of large random weights roundings grow; kernels of experts do not take float64."""
 
@@ -51,15 +54,14 @@ def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
         other = route_of_a_twin(model)
     except ModelNotSupportedError:
         return
-    if {step.name for step in other.by_segment} != {step.name for step in route.by_segment}:
-        take_out(model)
-        known_routes[key] = other
-        find_and_prove(model)
+    take_out(model)
+    known_routes[key] = other
+    find_and_prove(model)
 
 
 def changes_beyond_the_probe(config: PreTrainedConfig) -> bool:
-    lengths = [getattr(config.get_text_config(), name, None) for name in THRESHOLDS]
-    return any(isinstance(length, int) and length > max(map(max, DOCUMENT_LENGTHS)) for length in lengths)
+    settings = vars(config.get_text_config())
+    return any(isinstance(settings.get(name), int) and settings[name] > short for name, short in THRESHOLDS.items())
 
 
 def route_of_a_twin(model: PreTrainedModel) -> Route:
@@ -108,6 +110,9 @@ def twin_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         torch.manual_seed(0)
         twin = type(model)._from_config(small, dtype=dtype).eval()
     randomise(twin)
+    own = model.config._attn_implementation
+    if own not in PLAIN and "flash" not in own and own is not None:
+        twin.set_attn_implementation(own)
     return twin
 
 
@@ -117,6 +122,8 @@ def shrunk(config: PreTrainedConfig) -> dict[str, Any]:
     before = dict(settings)
     for name, value in before.items():
         small = (SETTINGS | THRESHOLDS).get(name)
+        if isinstance(value, dict) and value and all(type(each) is int for each in value.values()):
+            settings[name] = {inner: min(each, LONGEST) for inner, each in value.items()}
         if isinstance(value, bool) or not isinstance(value, int):
             continue
         if name.endswith("_token_id"):

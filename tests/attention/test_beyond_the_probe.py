@@ -80,6 +80,96 @@ def test_an_argument_that_nobody_knows_is_passed_on():
     assert Feed()(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
 
 
+def difference(model, documents):
+    """The largest of a logit of a document packed and alone, unpatched."""
+    unpatched = copy.deepcopy(model)
+    hfp.unpatch_model(unpatched)
+    return float((packed_logits(model, documents) - alone(unpatched, documents)).abs().max())
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "recurrent_gemma", "inkling_text", "bamba"])
+def test_convolutions_that_begin_as_the_identity(architecture):
+    model = tiny_model(architecture, "causal")
+    kernels = [parameter for name, parameter in model.named_parameters() if "conv" in name and parameter.ndim == 3]
+    assert kernels
+    with torch.no_grad():
+        for kernel in kernels:
+            kernel.zero_()[..., -1] = 1
+    before = copy.deepcopy(model.state_dict())
+    hfp.patch_model(model)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for kernel in kernels:
+            kernel += 0.3 * torch.randn(kernel.shape, generator=generator)
+    assert difference(model, documents_of([13, 21, 9])) <= 1e-4
+
+
+@pytest.mark.parametrize("architecture", ["minimax", "nemotron_h", "bamba"])
+def test_norms_of_mixers_that_begin_at_zero(architecture):
+    model = tiny_model(architecture, "causal")
+    gates = [
+        p
+        for n, p in model.named_parameters()
+        if p.ndim == 1 and n.endswith(("mixer.norm.weight", "attn.norm.weight", "mamba.norm.weight"))
+    ]
+    assert gates
+    with torch.no_grad():
+        for gate in gates:
+            gate.zero_()
+    hfp.patch_model(model)
+    assert not any(bool(gate.any()) for gate in gates)
+    with torch.no_grad():
+        for gate in gates:
+            gate.fill_(1)
+    assert difference(model, documents_of([13, 21, 9])) <= 1e-4
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("xlm", "causal"), ("flaubert", "masked")])
+def test_a_pad_token_that_a_model_alone_takes_for_padding(model_type, kind):
+    model = hfp.patch_model(tiny_model(model_type, kind))
+    documents = documents_of([5, 9, 7])
+    assert difference(model, documents) <= 1e-4
+    documents[1][4] = model.config.pad_token_id
+    with pytest.raises(hfp.PackingError, match=r"input_ids: expected no pad token \(0\)"):
+        packed_logits(model, documents)
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "causal"), ("roberta", "masked"), ("jamba", "causal")])
+def test_a_pad_token_that_is_a_token_like_others(model_type, kind):
+    model = hfp.patch_model(tiny_model(model_type, kind))
+    documents = documents_of([5, 9, 7])
+    for document in documents:
+        document[-1] = model.config.pad_token_id
+    assert difference(model, documents) <= 1e-4
+
+
+@pytest.mark.parametrize("block_size", [2, 16])
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_a_model_that_changes_itself_for_short_documents(kind, block_size):
+    """BigBird gives up its blocks for good at the first short row."""
+    model = tiny_model("big_bird", kind, attention_type="block_sparse", block_size=block_size)
+    hfp.patch_model(model)
+    assert difference(model, documents_of([200, 21, 40, 150, 100])) <= 1e-4
+
+
+def test_a_scale_of_a_longer_document_is_not_remembered():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = tiny_model("llama", "causal", max_position_embeddings=32, rope_parameters=rope)
+    hfp.patch_model(model)
+    for length in (100, 10):
+        assert difference(model, documents_of([length])) <= 1e-4
+
+
+def test_patching_in_two_threads_leaves_dropout_on():
+    dropout = torch.nn.functional.dropout
+    models = [tiny_model(architecture, "causal") for architecture in ("llama", "mamba", "llama", "jamba")]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(hfp.patch_model, models))
+    assert torch.nn.functional.dropout is dropout
+    assert all(hfp.check_isolation(model).isolated for model in models)
+
+
 @pytest.mark.parametrize("trait", THRESHOLDS)
 def test_documents_longer_than_a_threshold_and_rows_longer_than_positions(trait):
     model_type, kind, changes = THRESHOLDS[trait]
@@ -168,7 +258,18 @@ def test_a_forward_called_by_name():
 def test_a_module_that_was_exchanged():
     model = hfp.patch_model(tiny_model("mamba", "causal"))
     model.backbone.layers[0].mixer = torch.nn.Identity()
-    with pytest.raises(hfp.PackingError, match="backbone.layers.0.mixer: expected MambaMixer, .* Identity there"):
+    with pytest.raises(hfp.PackingError, match="backbone.layers.0.mixer: expected the MambaMixer .* Identity there"):
+        packed_logits(model, documents_of([3, 4]))
+
+
+@pytest.mark.parametrize("architecture", ["pegasus", "jamba", "lfm2"])
+def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
+    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    name = hfp.check_isolation(model).route.by_segment[0].name
+    fresh = copy.deepcopy(model.get_submodule(name))
+    del fresh.forward
+    model.set_submodule(name, fresh)
+    with pytest.raises(hfp.PackingError, match="somebody has put another"):
         packed_logits(model, documents_of([3, 4]))
 
 

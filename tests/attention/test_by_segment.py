@@ -9,7 +9,15 @@ import transformers
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.row import PackedRow, share_if_equal, share_if_similar, working_on
+from hf_packing.attention.row import (
+    CALL_OVERHEAD,
+    MAX_PADDING,
+    PackedRow,
+    current,
+    share_if_equal,
+    share_if_similar,
+    working_on,
+)
 from hf_packing.attention.survey.architectures import VARIANTS
 from hf_packing.attention.survey.tiny import tiny_model
 
@@ -240,9 +248,30 @@ class TestSharing:
             for call in calls:
                 assert max(lengths[i] for i in call) <= 4 * min(lengths[i] for i in call)
 
+    @pytest.mark.parametrize("seed", range(60))
+    def test_segments_of_similar_length_share_calls_at_the_least_cost(self, seed):
+        """Against all ways to cut up to seven sorted segments."""
+        generator = torch.Generator().manual_seed(seed)
+        number = int(torch.randint(1, 8, (), generator=generator))
+        lengths = torch.randint(1, 10 ** (1 + seed % 3), (number,), generator=generator).tolist()
+
+        def cost(calls):
+            if any(max(call) > MAX_PADDING * min(call) for call in calls):
+                return float("inf")
+            return sum(max(call) * (CALL_OVERHEAD + len(call)) for call in calls)
+
+        def cuts(rest):
+            yield [rest]
+            for end in range(1, len(rest)):
+                yield from ([rest[:end], *others] for others in cuts(rest[end:]))
+
+        found = [[lengths[segment] for segment in call] for call in share_if_similar(lengths)]
+        assert cost(found) == min(map(cost, cuts(sorted(lengths))))
+
     def test_a_row_is_what_runs_inside(self):
         row = PackedRow.of([2, 3])
         assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
         assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
         with working_on(row):
-            pass
+            assert current.get() is row
+        assert current.get() is None

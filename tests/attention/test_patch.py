@@ -3,10 +3,16 @@
 import copy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from tiny_models import SIZES, SUPPORTED, build
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -14,7 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
 from hf_packing.attention import as_it_was
-from hf_packing.attention import patch as patch_module
+from hf_packing.attention.checkpointing import KeepRow
+from hf_packing.attention.installed import attention_of
 from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.attention.varlen import NAME
 
@@ -108,11 +115,6 @@ def test_gradient_checkpointing(name):
     assert all(torch.allclose(gradient, expected[1][name], atol=1e-12) for name, gradient in gradients.items())
 
 
-def test_bfloat16():
-    model = hfp.patch_model(build("Llama", torch.bfloat16))
-    assert hfp.check_isolation(model).isolated
-
-
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "GptOss"])
 def test_half_precision(name):
     """Where rounding sends a token to another expert, its logits differ; that is no leak."""
@@ -161,7 +163,9 @@ def test_attention_set_by_somebody_else_is_noticed():
         model(**batch_of(DOCUMENTS))
 
 
-def test_an_attention_of_the_users_own_is_not_replaced():
+@pytest.mark.filterwarnings("ignore:patch_model proved isolation on a small")
+@pytest.mark.parametrize("prove", [True, False])
+def test_an_attention_of_the_users_own_is_not_replaced(prove):
     def twice(module, query, key, value, attention_mask, **kwargs):
         return sdpa_attention_forward(module, 2 * query, key, value, attention_mask, **kwargs)
 
@@ -169,11 +173,62 @@ def test_an_attention_of_the_users_own_is_not_replaced():
     AttentionMaskInterface.register("twice", sdpa_mask)
     model = build("Llama")
     model.set_attn_implementation("twice")
-    hfp.patch_model(model)
+    hfp.patch_model(model, prove=prove)
     assert model.config._attn_implementation == "twice"
     route = hfp.check_isolation(model).route
     assert route.modules == {"LlamaAttention": 2}
     assert "a document's logits differ" in route.tried[0]
+
+
+def test_models_that_share_a_configuration():
+    config = build("Llama").config
+    first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    hfp.patch_model(first)
+    with pytest.raises(hfp.PackingError, match=r"configuration of its own, .*copy.deepcopy\(config\)"):
+        hfp.patch_model(second)
+    hfp.unpatch_model(first)
+    assert config._attn_implementation == "sdpa"
+    hfp.patch_model(second)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "jamba", "lfm2", "qwen3_next", "bart"])
+def test_positions_of_one_row_for_all(architecture):
+    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    ids, positions = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]), torch.tensor([[0, 1, 2, 0, 1]])
+    expected = model(input_ids=ids, position_ids=positions.expand(2, -1)).logits
+    assert torch.equal(model(input_ids=ids, position_ids=positions).logits, expected)
+
+
+def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
+    model = hfp.patch_model(tiny_model("bart", "causal"))
+    with pytest.raises(hfp.PackingError, match=r"position_ids: expected positions that restart at 0"):
+        model(
+            input_ids=torch.tensor([[5, 6, 7, 8]]),
+            position_ids=torch.tensor([[5, 6, 5, 6]]),
+            cu_seq_lens_q=torch.tensor([0, 2, 4]),
+        )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "jamba", "mamba"])
+@pytest.mark.parametrize("implementation", CheckpointImpl)
+def test_the_checkpointing_that_fsdp_uses(architecture, implementation):
+    model = hfp.patch_model(tiny_model(architecture, "causal")).train()
+    expected, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    layers = model.base_model.layers
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=implementation),
+        check_fn=lambda module: any(module is layer for layer in layers),
+    )
+    if implementation is CheckpointImpl.REENTRANT:
+        model.enable_input_require_grads()
+    loss, found = losses_and_gradients(model, [batch_of(DOCUMENTS)])
+    assert loss == pytest.approx(expected, rel=1e-6)
+    found = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in found.items()}
+    assert found.keys() == gradients.keys()
+    assert all(torch.allclose(found[name], gradients[name], atol=1e-5) for name in gradients)
+    hfp.unpatch_model(model)
+    assert all(not isinstance(vars(m).get("checkpoint_fn"), KeepRow) for m in model.modules())
 
 
 class TestUndone:
@@ -248,9 +303,9 @@ class TestUndone:
         model = build(
             "Dbrx", **sizes, attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, ffn_config=experts
         )
-        before = patch_module.attention_of(model)
+        before = attention_of(model)
         hfp.unpatch_model(hfp.patch_model(model))
-        assert patch_module.attention_of(model) == before
+        assert attention_of(model) == before
         assert None in [attention for _, attention in before]
 
     def test_saved_models_know_nothing_of_it(self, tmp_path):

@@ -5,13 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate
 import fsdp_process
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import FSDPModule
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
+from hf_packing.attention.route import packed_share, route_of
 from hf_packing.attention.sharded import refuse_uneven_gathers
 from hf_packing.attention.survey.tiny import tiny_model
 
@@ -77,6 +80,46 @@ def test_a_model_on_meta_is_refused_where_it_has_to_be_proven():
         hfp.patch_model(model)
 
 
+@pytest.mark.parametrize("how", ["FSDP", "ZeRO-3"])
+def test_a_sharded_model_is_refused_where_it_has_to_be_proven(how):
+    model = tiny_model("llama", "causal")
+    if how == "FSDP":
+        layer = model.model.layers[0]
+        layer.__class__ = type("FSDPLayer", (FSDPModule, type(layer)), {})
+    else:
+        model.lm_head.weight.ds_id = 7
+    with pytest.raises(hfp.PackingError, match=r"LlamaForCausalLM are sharded over processes.*prove=False"):
+        hfp.patch_model(model)
+
+
+def test_an_offloaded_model_is_proven():
+    model = accelerate.cpu_offload(tiny_model("jamba", "causal"), execution_device="cpu")
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("LlamaForCausalLM", {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}),
+        ("LlamaForCausalLM", {"vocab_size": 128256, "eos_token_id": 128001, "bos_token_id": 128000}),
+        ("Qwen3MoeForCausalLM", {"num_experts": 128, "moe_intermediate_size": 768, "num_hidden_layers": 6}),
+        ("JambaForCausalLM", {"hidden_size": 1024, "num_hidden_layers": 8}),
+        ("Mamba2ForCausalLM", {"hidden_size": 1024, "num_heads": 32, "num_hidden_layers": 6}),
+    ],
+)
+def test_configurations_of_large_models(architecture, sizes):
+    cls = getattr(transformers, architecture)
+    with torch.device("meta"):
+        model = cls(cls.config_class(**{"num_hidden_layers": 4, **sizes}))
+    with pytest.warns(UserWarning, match=ON_A_SMALL_ONE):
+        hfp.patch_model(model, prove=False)
+    route = route_of(model)
+    assert route.packed_share == packed_share(model, route.by_segment)
+    mixers = [name for name, module in model.named_modules() if type(module).__name__.endswith("Mixer")]
+    assert [step.name for step in route.by_segment] == mixers
+
+
 def test_no_small_model_can_be_built():
     model = on_meta(tiny_model("llama", "causal"))
     model.config.rope_parameters = {"rope_type": "no such type", "rope_theta": 1.0}
@@ -139,5 +182,19 @@ def test_zero_3_inside_a_module_that_runs_by_segment_is_refused(monkeypatch):
     with pytest.raises(hfp.PackingError, match=r"set_z3_leaf_modules\(model, \[JambaMambaMixer\]\)"):
         refuse_uneven_gathers(model, steps)
     for step in steps:
-        model.get_submodule(step.name)._z3_leaf = True
+        model.get_submodule(step.name.rpartition(".")[0])._z3_leaf = True
     refuse_uneven_gathers(model, steps)
+
+
+def test_zero_3_of_what_stays_packed_inside(monkeypatch):
+    model = hfp.patch_model(tiny_model("jamba", "causal"))
+    steps = hfp.check_isolation(model).route.by_segment
+    assert all(step.packed_inside() == ["in_proj", "out_proj"] for step in steps)
+    for step in steps:
+        model.get_submodule(step.name).in_proj.weight.ds_id = 0
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    refuse_uneven_gathers(model, steps)
+    model.get_submodule(steps[0].name).conv1d.weight.ds_id = 0
+    with pytest.raises(hfp.PackingError, match="it gathers Conv1d"):
+        refuse_uneven_gathers(model, steps)

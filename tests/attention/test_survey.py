@@ -78,7 +78,7 @@ def test_a_figure_that_is_missing_is_not_exact():
 
 def test_documents_are_longer_than_what_models_look_at():
     assert max(map(len, make_documents(0, (5, 19)))) > max(THRESHOLDS.values())
-    assert len(list(feedings(make_documents(0, (5, 6, 3, 8))))) == 6
+    assert len(list(feedings(make_documents(0, (5, 6, 3, 8)), labels=True))) == 7
 
 
 def test_tiny_models():

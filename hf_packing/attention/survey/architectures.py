@@ -23,6 +23,7 @@ OF_A_TYPE: dict[str, dict[str, Any]] = {
     "deepseek_v2": FOUR_HEADS | {"topk_method": "greedy"},
     "deepseek_v3": FOUR_HEADS,
     "deepseek_v32": FOUR_HEADS,
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "distilbert": {"hidden_dim": 96},
     "dots1": {"max_window_layers": 2},
     "esm": {"token_dropout": False, "position_embedding_type": "rotary"},

@@ -138,10 +138,12 @@ def stock_result(model: PreTrainedModel) -> str:
 
 def learns_from_labels(model: PreTrainedModel, tokens: list[int]) -> bool:
     """Whether labels change nothing but the loss; decoders of some make their input of them, or expect an image."""
-    ids = torch.tensor([tokens])
+    model, ids = copy.deepcopy(model), torch.tensor([tokens])  # rotary scales remember long documents
+    unpatch_model(model)
+    masked = ids.masked_fill(torch.arange(len(tokens)) < 2, -100)
     try:
-        with torch.no_grad(), unpatch_model(model):
-            logits = [logits_of(model, model(ids, **labels)) for labels in ({}, {"labels": ids})]
+        with torch.no_grad():
+            logits = [logits_of(model, model(ids, **labels)) for labels in ({}, {"labels": masked})]
     except Exception:  # of a hundred kinds
         return False
     return torch.equal(*logits)

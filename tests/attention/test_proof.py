@@ -1,0 +1,147 @@
+"""What the proof of patch_model and check_isolation would not let pass: faults put into models on purpose."""
+
+import pytest
+import torch
+from tiny_models import build
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_packing as hfp
+from hf_packing.attention import varlen
+from hf_packing.attention.installed import attention_of, is_patched
+from hf_packing.attention.probe import Probe
+from hf_packing.attention.search import Search
+from hf_packing.attention.survey.tiny import tiny_model
+
+
+class OtherGradient(torch.autograd.Function):
+    """Returns what it is given; its gradient is another one."""
+
+    @staticmethod
+    def forward(context, hidden, change):
+        context.change = change
+        return hidden.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return context.change(gradient), None
+
+
+def with_gradient(model, change):
+    """The model, with a last norm whose output has another gradient."""
+    norm = model.model.norm
+    forward = norm.forward
+    norm.forward = lambda hidden: OtherGradient.apply(forward(hidden), change)
+    return model
+
+
+def from_the_next_token(gradient):
+    return gradient + 0.5 * gradient.roll(1, dims=1)
+
+
+def larger_in_long_rows(gradient):
+    return gradient * (1.5 if gradient.shape[1] > 30 else 1.0)
+
+
+def test_gradients_that_cross_borders_are_refused():
+    with pytest.raises(hfp.ModelNotSupportedError, match="gradients of a packed document reach another"):
+        hfp.patch_model(with_gradient(build("Llama"), from_the_next_token))
+
+
+def test_check_isolation_sees_gradients_that_cross_borders():
+    model = with_gradient(build("Llama", use_cache=False), from_the_next_token)
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert report.max_leak < 1e-4
+    assert report.max_gradient_leak > 1e-3
+    assert "gradients of one document reach another" in report.reason
+
+
+def test_gradients_that_are_not_those_of_documents_alone_are_refused():
+    with pytest.raises(hfp.ModelNotSupportedError, match="a document's gradients differ by"):
+        hfp.patch_model(with_gradient(build("Llama"), larger_in_long_rows))
+
+
+def test_a_scale_that_is_one_percent_off_is_no_route(monkeypatch):
+    exact = varlen.attend_by_segment
+
+    def off(query, *args, **kwargs):
+        return exact(query * 1.01, *args, **kwargs)
+
+    monkeypatch.setattr(varlen, "attend_by_segment", off)
+    route = hfp.check_isolation(hfp.patch_model(build("Llama"))).route
+    assert route.name == "segments"
+    assert "a document's logits differ by" in route.tried[0]
+
+
+def test_the_attention_written_out_is_a_reference_beside_the_models_own(monkeypatch):
+    """Others have had gaps: transformers 5.17 lets "sdpa" ignore Gemma 2's soft cap."""
+    model = build("Llama", attn_implementation="sdpa")
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS,
+        "sdpa",
+        lambda module, query, *args, **kwargs: own(module, query * 0.9, *args, **kwargs),
+    )
+    assert hfp.check_isolation(hfp.patch_model(model)).route.name == "varlen"
+
+
+def test_a_model_that_does_not_look_at_its_tokens():
+    model = build("Llama")
+
+    def forget(_, __, output):
+        output.logits = torch.arange(output.logits[0].numel()).view_as(output.logits).float()
+
+    model.register_forward_hook(forget)
+    with pytest.raises(hfp.PackingError, match="expected logits that depend on input_ids"):
+        hfp.check_isolation(model)
+
+
+class Convolution(torch.nn.Module):
+    """Every token sees three; outside a segment there are zeros, as in padding of zeros."""
+
+    def __init__(self, width, ahead):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(width, width, 3)
+        self.sides = (2 - ahead, ahead)
+
+    def forward(self, hidden):
+        return self.conv(torch.nn.functional.pad(hidden.transpose(1, 2), self.sides)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("ahead", "sharing"), [(0, "ragged"), (1, "equal"), (2, "equal")])
+def test_segments_share_a_padded_call_only_where_padding_is_not_looked_at(ahead, sharing):
+    model = build("Llama")
+    model.model.layers[0].mlp = Convolution(model.config.hidden_size, ahead)
+    route = hfp.check_isolation(hfp.patch_model(model)).route
+    assert [step.sharing for step in route.by_segment] == [sharing]
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [(Probe, "alone"), (Probe, "gradients_alone"), (Search, "run"), (Probe, "sees_leaks"), (Probe, "packed_gradients")],
+)
+@pytest.mark.parametrize("architecture", ["llama", "jamba"])
+def test_an_interruption_leaves_the_model_as_it_was(monkeypatch, where, name, architecture):
+    model = tiny_model(architecture, "causal")
+    before, hooks = attention_of(model), [dict(vars(module)) for module in model.modules()]
+    monkeypatch.setattr(where, name, stop)
+    with pytest.raises(KeyboardInterrupt):
+        hfp.patch_model(model)
+    assert not is_patched(model)
+    assert attention_of(model) == before
+    assert [dict(vars(module)) for module in model.modules()] == hooks
+    monkeypatch.undo()
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
+
+
+def test_a_refused_model_keeps_its_attention():
+    model = tiny_model("mra", "masked")
+    before = attention_of(model)
+    with pytest.raises(hfp.ModelNotSupportedError):
+        hfp.patch_model(model)
+    assert attention_of(model) == before
+    assert not is_patched(model)
