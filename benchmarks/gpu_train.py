@@ -3,8 +3,9 @@
 python benchmarks/gpu_train.py
 
 Documents have lengths of a lognormal distribution, or of a file of integers (--lengths). Every step of every side has
-the same number of tokens in memory: padded rows of documents, packed rows under sdpa with the mask that transformers
-makes, packed rows patched, and rows that are one document of full length each, which waste nothing.
+at most the same number of tokens in memory: padded rows of documents, packed rows under sdpa with the mask that
+transformers makes, packed rows patched, and, wasting nothing, rows that are one document each: of the full length of a
+row, and of the mean length of the documents, where attention has as little to do as in packed rows.
 """
 
 import argparse
@@ -20,8 +21,6 @@ from measure import in_turn, machine, ratio
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
-
-SIDES = ("padding", "sdpa with mask", "ours", "ideal")
 
 
 @dataclass
@@ -92,10 +91,18 @@ def masked_steps(lengths: np.ndarray, arguments: argparse.Namespace) -> Iterator
 
 
 def ideal_steps(_: np.ndarray, arguments: argparse.Namespace) -> Iterator[Step]:
-    """Rows of one document each, as long as the mean segment of the packed rows, without any padding."""
-    mean = int(read_lengths(arguments).mean())
+    """Rows of one document each, of exactly the full length."""
+    return equal_steps(arguments.row, arguments)
+
+
+def ideal_steps_of_mean_length(lengths: np.ndarray, arguments: argparse.Namespace) -> Iterator[Step]:
+    """Rows of one document each, as long as documents are on average."""
+    return equal_steps(int(lengths.mean()), arguments)
+
+
+def equal_steps(length: int, arguments: argparse.Namespace) -> Iterator[Step]:
     while True:
-        ids = torch.tensor(documents(np.full(arguments.tokens // mean, mean), arguments))
+        ids = torch.tensor(documents(np.full(arguments.tokens // length, length), arguments))
         yield Step({"input_ids": ids, "labels": ids}, ids.numel())
 
 
@@ -137,14 +144,15 @@ def main() -> None:
         "sdpa with mask": masked_steps,
         "ours": packed_steps,
         "ideal": ideal_steps,
+        "ideal, mean length": ideal_steps_of_mean_length,
     }
     print(machine("hf-packing", "transformers", "torch"))
     print(torch.cuda.get_device_name() if device == "cuda" else "no card: the CPU, to try the script")
     runs = {}
-    for name in SIDES:
+    for name, make_steps in makers.items():
         model = new_model(arguments, device)
         runs[name] = Training(
-            hfp.patch_model(model) if name == "ours" else model, makers[name](lengths, arguments), device
+            hfp.patch_model(model) if name == "ours" else model, make_steps(lengths, arguments), device
         )
     size = sum(parameter.numel() for parameter in runs["ours"].model.parameters())
     print(
@@ -154,14 +162,14 @@ def main() -> None:
         run.step()
         run.real.clear()
     seconds = in_turn({name: run.step for name, run in runs.items()}, arguments.steps)
-    print(f"\n{'':16}{'real tokens/s':>15}{'of a step':>12}{'peak GiB':>10}   ideal is so many times as fast")
+    print(f"\n{'':20}{'real tokens/s':>15}{'of a step':>12}{'peak GiB':>10}   ideal is so many times as fast")
     for name, run in runs.items():
         speed, full = sum(run.real) / sum(seconds[name]), statistics.mean(run.real) / arguments.tokens
         each = [
             [taken / real for taken, real in zip(seconds[side], runs[side].real, strict=True)]
             for side in (name, "ideal")
         ]
-        print(f"{name:16}{speed:>15,.0f}{full:>12.0%}{run.memory:>10.1f}   {ratio(*each)}")
+        print(f"{name:20}{speed:>15,.0f}{full:>12.0%}{run.memory:>10.1f}   {ratio(*each)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One of the processes of test_sharded: a model on the meta device, patched, sharded by FSDP2, filled, and called.
 
 python fsdp_process.py RANK PROCESSES FILE ARCHITECTURE {outside,inside}: the weights of a tiny model are in FILE.
-Prints "RANK loss" of this process's own documents, of which each process has other ones and another number.
+Prints rank, loss and whether the model is isolated; each process has other documents, and another number of them.
 """
 
 import sys

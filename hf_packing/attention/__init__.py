@@ -19,6 +19,7 @@ give_row.py      the forward of a patched model: reads the row, and makes it the
 checkpointing.py keeps the row for layers that run again in the backward pass
 as_it_was.py     puts back what a forward leaves behind
 
+inner.py         the model inside what PEFT, DDP or torch.compile made of it
 documents.py     random documents for a model
 logits.py        its logits, and how far apart two of them are
 probe.py         random documents, together and alone

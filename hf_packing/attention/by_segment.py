@@ -104,7 +104,7 @@ class BySegment(ReplacedForward):
         if step.returned.row is not None:
             step.returned.anywhere_in(self.forward(*args, **kwargs))
         step.given.check((args, kwargs), row.tokens)
-        return self.joined(*self.parts((args, kwargs), row.calls[step.sharing], len(row.lengths)))
+        return self.joined(*self.parts((args, kwargs), row.calls(step.sharing), len(row.lengths)))
 
     def parts(
         self, given: tuple[Any, Any], calls: list[SharedCall], number: int, fill: Fill | None = None

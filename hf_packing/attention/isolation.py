@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.arrow.packed_rows import IGNORED_LABEL
 from hf_packing.attention.documents import Tokens, unmistakable_lengths
+from hf_packing.attention.inner import inner_model
 from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, Probe
 from hf_packing.attention.proof import largest_gradient_leak
 from hf_packing.attention.route import Route, route_of
@@ -89,7 +89,7 @@ def check_isolation(
             return IsolationReport(False, float("nan"), reason, route=route)
         try:
             gradient_leak = largest_gradient_leak(probe.packed_gradients())
-        except RuntimeError:  # a model for inference only
+        except (RuntimeError, AssertionError):  # a model for inference only
             gradient_leak = float("nan")
         leaks, reaches = leak > probe.leak_tolerance * scale, gradient_leak > GRADIENT_LEAK_TOLERANCE
         if not leaks and not reaches:
@@ -134,22 +134,3 @@ def packed_row(documents: Tokens) -> dict[str, list[int]]:
     positions = [position for document in documents for position in range(len(document))]
     lengths = [len(document) for document in documents]
     return {"input_ids": tokens, "labels": labels, "position_ids": positions, "seq_lengths": lengths}
-
-
-def inner_model(model: Any) -> PreTrainedModel:
-    """The model of transformers inside what PEFT, DDP or torch.compile made of it."""
-    inner = model
-    while not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):
-            if getattr(inner.active_peft_config, "is_prompt_learning", False):
-                raise PackingError(
-                    "model: expected a PEFT method that adds no tokens, "
-                    f"got {inner.active_peft_config.peft_type.value}: "
-                    "a packed row would get a single prompt"
-                )
-            inner = inner.get_base_model()
-        elif isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
-            inner = wrapped
-        else:
-            raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
-    return inner

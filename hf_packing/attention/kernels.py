@@ -103,40 +103,24 @@ def attend_with_kernel(
     q, k, v = (padded(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
     back = -1 if window is None else window - 1
     sides = (back, 0) if is_causal else (back, back)
+    flash = {
+        "cu_seqlens_q": cu_seq_lens,
+        "cu_seqlens_k": cu_seq_lens,
+        "max_seqlen_q": max_length,
+        "max_seqlen_k": max_length,
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "window_size": sides,
+        "softcap": softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     if takes_flash_3(query, dropout):
         flash_3 = flash_attn_3_varlen()
         assert flash_3 is not None
-        attended = flash_3(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seq_lens,
-            cu_seqlens_k=cu_seq_lens,
-            max_seqlen_q=max_length,
-            max_seqlen_k=max_length,
-            softmax_scale=scale,
-            causal=is_causal,
-            window_size=sides,
-            softcap=softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+        attended = flash_3(q, k, v, **flash)
         attended = attended[0] if isinstance(attended, tuple) else attended  # earlier ones add the log-sum-exp
-    elif (flash := flash_attn_varlen()) is not None:
-        attended = flash(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seq_lens,
-            cu_seqlens_k=cu_seq_lens,
-            max_seqlen_q=max_length,
-            max_seqlen_k=max_length,
-            dropout_p=dropout,
-            softmax_scale=scale,
-            causal=is_causal,
-            window_size=sides,
-            softcap=softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+    elif (flash_2 := flash_attn_varlen()) is not None:
+        attended = flash_2(q, k, v, dropout_p=dropout, **flash)
     else:
         varlen = torch_varlen()
         assert varlen is not None

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_packing.attention.nested import LARGEST
 from hf_packing.errors import PackingError
-
-LARGEST_LOGIT = 1e30
-"""Some models set logits that must not be chosen to the smallest float."""
 
 
 def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
@@ -27,7 +25,7 @@ def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
 
 def comparable(logits: Tensor) -> Tensor:
     """bool: which logits are numbers, and no stand-in for minus infinity."""
-    return logits.abs() < LARGEST_LOGIT
+    return logits.abs() < LARGEST
 
 
 def largest_difference(left: Tensor, right: Tensor) -> float:

@@ -1,6 +1,6 @@
 """Tensors in nested arguments: which of their axes are tokens, cutting segments out of them, and joining them again."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
             yield from leaves(item, (*path, number))
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         for name, item in value.items():
             yield from leaves(item, (*path, name))
     else:
@@ -99,7 +99,7 @@ class TokenAxes:
         return self.known[key]
 
     def anywhere_in(self, value: Any) -> bool:
-        return len([path for path, leaf in leaves(value) if self.of(path, leaf)]) > 0
+        return len([path for path, leaf in leaves(value) if self.of(path, leaf)]) > 0  # of all: they are learned
 
     def most_in_one(self, value: Any) -> int:
         return max((len(self.of(path, leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor)), default=0)

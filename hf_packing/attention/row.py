@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -79,10 +79,15 @@ class PackedRow:
         repeated = torch.repeat_interleave(numbers, self.cu_seq_lens.diff(), output_size=self.rows * self.tokens)
         return repeated.view(self.rows, -1)
 
+    def calls(self, sharing: Sharing) -> list["SharedCall"]:
+        """What all segments need, kept for the next module."""
+        if sharing not in self.known_calls:
+            self.known_calls[sharing] = self.calls_for(sharing, self.slices)
+        return self.known_calls[sharing]
+
     @cached_property
-    def calls(self) -> dict[Sharing, list["SharedCall"]]:
-        """For each way of sharing, the calls that all segments need."""
-        return {sharing: self.calls_for(sharing, self.slices) for sharing in get_args(Sharing)}
+    def known_calls(self) -> dict[Sharing, list["SharedCall"]]:
+        return {}
 
     def calls_for(self, sharing: Sharing, slices: Sequence[tuple[int, int]]) -> list["SharedCall"]:
         lengths = [end - start for start, end in slices]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.by_segment import Ahead, BySegment, Step
@@ -68,10 +69,10 @@ class Search:
         row: a packed row of a length that no axis of the model has.
     """
 
-    def __init__(self, model: nn.Module, row: PackedRow) -> None:
+    def __init__(self, model: PreTrainedModel, row: PackedRow) -> None:
         self.model = model
         self.row = row
-        self.words = getattr(model, "get_input_embeddings", lambda: None)()
+        self.words = model.get_input_embeddings()
         self.found: dict[str, BySegment] = {}
         self.uncuttable: dict[str, str] = {}
         """Modules that could not be called on slices, with the error."""

@@ -34,7 +34,7 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh")
+    return hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor"
 
 
 def refuse_uneven_gathers(model: nn.Module, steps: Sequence[Step]) -> None:

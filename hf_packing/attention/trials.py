@@ -20,7 +20,7 @@ FAR = 2**20
 
 def one_by_one(wrapper: BySegment, given: Any, row: PackedRow) -> Any:
     """What a module returns when it is called once for each segment."""
-    return wrapper.joined(*wrapper.parts(copied(given), row.calls["none"], len(row.lengths)))
+    return wrapper.joined(*wrapper.parts(copied(given), row.calls("none"), len(row.lengths)))
 
 
 def differs_on_other_rows(wrapper: BySegment, given: Any, row: PackedRow, words: nn.Module | None) -> bool:

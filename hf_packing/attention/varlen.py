@@ -37,7 +37,6 @@ class Observed:
     """What was asked of `packed_varlen` while somebody watched."""
 
     calls: int = 0
-    causal: set[bool] = field(default_factory=set)
     windows: set[int] = field(default_factory=set)
     """Windows that layers handed to the attention function."""
     sights: set["Sight"] = field(default_factory=set)
@@ -118,7 +117,6 @@ def packed_varlen(
         is_causal = bool(getattr(module, "is_causal", True))
     if (observed := observer()) is not None:
         observed.calls += 1
-        observed.causal.add(is_causal)
         observed.windows |= {sliding_window} if sliding_window is not None else set()
     chunk = None
     if isinstance(attention_mask, Sight):

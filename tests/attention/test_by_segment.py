@@ -210,7 +210,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
         assert torch.allclose(model(**packed(documents)).logits[0], expected, atol=1e-4)
 
 
-def test_an_argument_that_was_not_there_when_it_was_patched():
+def test_a_cache_is_refused():
     model = hfp.patch_model(model_of("attention and a state")[0])
     with pytest.raises(
         hfp.PackingError, match="past_key_values: expected none on a model that runs segment by segment"
@@ -219,6 +219,17 @@ def test_an_argument_that_was_not_there_when_it_was_patched():
             **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
             past_key_values=transformers.DynamicCache(),
         )
+
+
+def test_an_argument_that_was_not_there_when_it_was_patched():
+    model = hfp.patch_model(model_of("attention and a state")[0])
+    name = hfp.check_isolation(model).route.by_segment[0].name
+    mixer = model.get_submodule(name)
+    with (
+        working_on(PackedRow.of([2, 3])),
+        pytest.raises(hfp.PackingError, match=f"{name}.*has not been seen with 1.gate of shape"),
+    ):
+        mixer(hidden_states=torch.zeros(1, 5, 64), gate=torch.zeros(1, 5))
 
 
 def test_labels_that_would_be_predicted_from_the_row_before():

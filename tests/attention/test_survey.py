@@ -11,7 +11,7 @@ import transformers
 from hf_packing.attention.sizes import SETTINGS, THRESHOLDS
 from hf_packing.attention.survey.every import all_jobs, measure_every
 from hf_packing.attention.survey.measure import EXACT, Measured, feedings, make_documents, measure
-from hf_packing.attention.survey.table import page, read
+from hf_packing.attention.survey.table import KINDS, page
 from hf_packing.attention.survey.tiny import architectures, tiny_config, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "SUPPORTED_MODELS.md"
@@ -24,6 +24,20 @@ SAMPLE = [
     *(("causal", name) for name in ("glm_moe_dsa", "prophetnet", "qwen3_next", "xlnet", "llama with dynamic rope")),
     *(("masked", name) for name in ("bert", "deberta-v2", "fnet", "modernbert", "mra", "roberta")),
 ]
+
+
+def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """Route and modules by kind and architecture, from a page; the route of refused ones is empty."""
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    kind = ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            kind = next((kind for kind, title in KINDS.items() if title.lower() in line.lower()), "")
+        elif line.startswith("| ") and not line.startswith("| ---") and not line.startswith("| architecture"):
+            entries = line.strip("| ").split(" | ")
+            if len(entries) > 2:
+                found[kind, entries[0]] = (entries[2], entries[3].strip()) if len(entries) > 3 else ("", "")
+    return found
 
 
 def told() -> tuple[dict, bool]:
@@ -54,8 +68,9 @@ def test_all_of_the_page():
 
 def test_the_page_has_every_architecture():
     rows, is_current = told()
-    if is_current:
-        assert all(job in rows or f"| {job[1]} |" in PAGE.read_text() for job in all_jobs())
+    if not is_current:
+        pytest.skip(f"the page is of another transformers than {transformers.__version__}")
+    assert all(job in rows or f"| {job[1]} |" in PAGE.read_text() for job in all_jobs())
 
 
 def test_a_page_is_read_as_it_was_written():

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.logits import LARGEST_LOGIT, logits_of
+from hf_packing.attention.logits import comparable, logits_of
 from hf_packing.attention.patch import patch_model, unpatch_model
 from hf_packing.attention.sizes import VOCABULARY
 from hf_packing.attention.survey.architectures import VARIANTS
@@ -188,5 +188,4 @@ def score(logits: Tensor, documents: list[list[int]]) -> Tensor:
 
 
 def largest(one: Tensor, other: Tensor) -> float:
-    comparable = (one.abs() < LARGEST_LOGIT) & (other.abs() < LARGEST_LOGIT)
-    return float((one - other)[comparable].abs().max())
+    return float((one - other)[comparable(one) & comparable(other)].abs().max())

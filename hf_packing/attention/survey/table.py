@@ -67,17 +67,3 @@ def one_line(text: str, longest: int) -> str:
 
 def row(items: Sequence[str]) -> str:
     return f"| {' | '.join(items)} |"
-
-
-def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """Route and modules by kind and architecture, from a page; the route of refused ones is empty."""
-    found: dict[tuple[str, str], tuple[str, str]] = {}
-    kind = ""
-    for line in text.splitlines():
-        if line.startswith("#"):
-            kind = next((kind for kind, title in KINDS.items() if title.lower() in line.lower()), "")
-        elif line.startswith("| ") and not line.startswith("| ---") and not line.startswith("| architecture"):
-            entries = line.strip("| ").split(" | ")
-            if len(entries) > 2:
-                found[kind, entries[0]] = (entries[2], entries[3].strip()) if len(entries) > 3 else ("", "")
-    return found

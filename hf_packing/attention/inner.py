@@ -1,0 +1,27 @@
+"""The model of transformers inside what others have made of it."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_packing.errors import PackingError
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """The model of transformers inside what PEFT, DDP or torch.compile made of it."""
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):
+            if getattr(inner.active_peft_config, "is_prompt_learning", False):
+                raise PackingError(
+                    "model: expected a PEFT method that adds no tokens, "
+                    f"got {inner.active_peft_config.peft_type.value}: "
+                    "a packed row would get a single prompt"
+                )
+            inner = inner.get_base_model()
+        elif isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+            inner = wrapped
+        else:
+            raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
+    return inner
