@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,10 +58,6 @@ class Step:
     def of(cls, name: str, module: nn.Module, row: int) -> "Step":
         where = f"{type(module).__name__} ({name})"
         return cls(name, type(module).__name__, TokenAxes(where, row), TokenAxes(where, row), TokenAxes(where, row))
-
-    def sharing_at_most(self, most: Sharing) -> "Step":
-        order: tuple[Sharing, ...] = ("none", "equal", "ragged")
-        return replace(self, sharing=min(self.sharing, most, key=order.index))
 
     def learned(self) -> None:
         for axes in (self.given, self.returned, self.between):

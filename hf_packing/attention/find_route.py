@@ -13,16 +13,12 @@ from hf_packing.attention.installed import attention_of, install, is_patched, pu
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.proof import Exam, documents_alone, prove_isolation, takes_padding_for_tokens
 from hf_packing.attention.route import WAYS, Route, Way, key_of, known_routes, packed_share
-from hf_packing.attention.row import Sharing
 from hf_packing.attention.search import Search
 from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT, Observed, observe
 from hf_packing.errors import ModelNotSupportedError
 
 SHARING_CALLS = (9, 14, 9, 14)
 """Tokens of the documents of a second proof, some of which share a call where they may."""
-
-LESS_SHARING: tuple[Sharing, ...] = ("equal", "none")
-"""What is tried where the proof fails: which of several equal scores is the best may depend on what shares the call."""
 
 
 class LostSightError(ModelNotSupportedError):
@@ -127,13 +123,11 @@ def find_route(
     if steps:
         way = replace(way, feed=replace(way.feed, one_row=True))
     route = Route(way, steps, packed_share(model, steps), tried)
-    failure = why_not(model, route, before, exams)
-    for most in LESS_SHARING:
-        if failure is not None and any(step.sharing not in (most, "none") for step in steps):
-            route = replace(route, by_segment=tuple(step.sharing_at_most(most) for step in steps))
-            failure = why_not(model, route, before, exams)
-    if failure is None:
+    try:
+        prove_route(model, route, before, exams)
         return route
+    except ModelNotSupportedError as error:
+        failure = error
     reasons = [str(failure)]
     if steps:
         reasons.append(f"by segment ran {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
@@ -141,17 +135,6 @@ def find_route(
         kind = type(model.get_submodule(name)).__name__
         reasons.append(f"{kind} ({name}) cannot run on a segment alone, {reason}")
     raise ModelNotSupportedError("; ".join(reasons)) from failure
-
-
-def why_not(
-    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
-) -> ModelNotSupportedError | None:
-    """None where the route is proven and installed."""
-    try:
-        prove_route(model, route, before, exams)
-    except ModelNotSupportedError as error:
-        return error
-    return None
 
 
 def prove_route(
