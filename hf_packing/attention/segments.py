@@ -43,7 +43,7 @@ def attend_by_segment(
     queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     outputs: list[Tensor] = [query] * len(lengths)
     for length, segments in same_length.items():
-        q, k, v = (torch.cat([parts[segment] for segment in segments]) for parts in (queries, keys, values))
+        q, k, v = (cat([parts[segment] for segment in segments], 0) for parts in (queries, keys, values))
         mask = None if window is None or window >= length else window_mask(length, window, is_causal, query.device)
         if softcap is None and sinks is None:
             causal = is_causal and mask is None
@@ -55,7 +55,12 @@ def attend_by_segment(
             attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
         for segment, output in zip(segments, torch.split(attended, 1), strict=True):
             outputs[segment] = output
-    return torch.cat(outputs, dim=2)
+    return cat(outputs, 2)
+
+
+def cat(parts: list[Tensor], dim: int) -> Tensor:
+    """torch.cat copies a single tensor too."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
