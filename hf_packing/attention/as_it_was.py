@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-INNER = ("_buffers", "_modules")
+INNER = (
+    *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+"""Dictionaries that are changed in place. transformers hooks its layers when hidden states are asked for."""
 
 KEPT = ("forward", "training")
 """What others may set on purpose while a forward runs."""
@@ -16,7 +20,7 @@ KEPT = ("forward", "training")
 
 @contextmanager
 def as_it_was(*modules: nn.Module) -> Iterator[list[str]]:
-    """Attributes, buffers and inner modules of these modules are put back, and new ones taken away.
+    """Attributes, buffers, hooks and inner modules of these modules are put back, and new ones taken away.
 
     Their names are in the list that is yielded, at the end of the block.
     """

@@ -130,8 +130,9 @@ class BySegment(ReplacedForward):
         made: dict[str, Tensor] = {}
         arguments = dict(leaves(given)) if self.step.ahead else {}
         for inner in self.step.ahead:
-            source = made[inner.source] if isinstance(inner.source, str) else arguments[inner.source]
-            made[inner.name] = self.module.get_submodule(inner.name)(source)
+            source = made.get(inner.source) if isinstance(inner.source, str) else arguments.get(inner.source)
+            if isinstance(source, Tensor):  # tokens are not given where embeddings are
+                made[inner.name] = self.module.get_submodule(inner.name)(source)
         return made
 
     @contextmanager

@@ -112,7 +112,7 @@ def find_route(
     try:
         with probe.quiet():
             with observe() as observed:
-                steps = tuple(search.run(lambda: probe.packed(probe.documents)))
+                steps = tuple(search.run(lambda **options: probe.packed(probe.documents, **options)))
             refuse_what_was_observed(way, observed)
     except ModelNotSupportedError:
         raise

@@ -70,7 +70,7 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
             stacklevel=2,
         )
         return model
-    if (where := where_weights_are(inner)) is not None:
+    if (where := where_weights_are(model)) is not None:
         raise PackingError(
             f"model: expected weights in memory, those of {type(inner).__name__} are {where}; call patch_model before "
             "they are sharded, or with prove=False"

@@ -133,11 +133,14 @@ class Probe:
         self.kept.put_back()
         return nullcontext()
 
-    def packed(self, documents: Tokens, **options: Any) -> list[Tensor]:
-        """Logits of each document, all in one batch."""
+    def packed(self, documents: Tokens, embedded: bool = False, **options: Any) -> list[Tensor]:
+        """Logits of each document, all in one batch; of tokens, or of their embeddings."""
         batch = {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
+        places = find_documents(documents, batch["input_ids"])
+        if embedded:
+            batch["inputs_embeds"] = self.model.get_input_embeddings()(batch.pop("input_ids").to(self.device))
         logits = self.logits(**batch, **options)
-        return [logits[place] for place in find_documents(documents, batch["input_ids"])]
+        return [logits[place] for place in places]
 
     def alone(self, **options: Any) -> list[Tensor]:
         """Logits of each document, one row each, with nothing but input_ids."""

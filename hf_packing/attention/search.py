@@ -7,7 +7,7 @@ convolutions) or counts along the row (positions).
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,9 @@ def noise(scale: float) -> Fill:
 
 PADDINGS = (noise(1.0), noise(10.0))
 
+OTHER_CALLS = ({"embedded": True}, {"output_hidden_states": True})
+"""Other arguments and outputs of modules, of which it has to be known where tokens are."""
+
 
 class Search:
     """Watches one forward of a model on a packed row. Every module is tried on slices as soon as it has returned, the
@@ -79,13 +82,17 @@ class Search:
         self.trying = False
         self.frames: list[Frame] = []
 
-    def run(self, forward: Callable[[], Any]) -> list[Step]:
-        """What is known of the modules that have to run by segment. `forward` gives the packed row to the model."""
+    def run(self, forward: Callable[..., Any]) -> list[Step]:
+        """What is known of the modules that have to run by segment. `forward` gives the packed row to the model,
+        in the ways of OTHER_CALLS too."""
         try:
             with self.watching():
                 forward()
             # once more, for the arguments of modules that were wrapped at their second call
             forward()
+            for options in OTHER_CALLS if self.found else ():
+                with suppress(Exception):  # what a model cannot be asked for need not be known
+                    forward(**options)
         finally:
             for wrapper in self.found.values():
                 wrapper.remove()

@@ -231,6 +231,29 @@ def test_the_checkpointing_that_fsdp_uses(architecture, implementation):
     assert all(not isinstance(vars(m).get("checkpoint_fn"), KeepRow) for m in model.modules())
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        *((name, "causal") for name in ("llama", "jamba", "bart", "mamba", "xlm")),
+        ("bert", "masked"),
+        ("roberta", "masked"),
+    ],
+)
+def test_embeddings_given_and_hidden_states_asked_for(architecture, kind):
+    model = tiny_model(architecture, kind)
+    options = {"use_cache": False} if kind == "causal" else {}
+    states = len(model(torch.tensor([[9, 8, 7]]), output_hidden_states=True, **options).hidden_states)
+    hfp.patch_model(model)
+    batch = {name: value for name, value in batch_of(DOCUMENTS).items() if name != "labels"}
+    expected = model(**batch).logits
+    output = model(**batch, output_hidden_states=True)
+    assert len(output.hidden_states) == states
+    assert all(each.shape[1] == batch["input_ids"].shape[1] for each in output.hidden_states)
+    torch.testing.assert_close(output.logits, expected)
+    embeddings = model.get_input_embeddings()(batch.pop("input_ids"))
+    torch.testing.assert_close(model(**batch, inputs_embeds=embeddings).logits, expected)
+
+
 class TestUndone:
     def test_completely(self):
         model, ids = build("Llama").eval(), torch.tensor([[5, 6, 7, 8]])
