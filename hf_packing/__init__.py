@@ -11,10 +11,13 @@ __version__ = "0.1.0"
 HOME_OF = {
     "BestFit": "strategies.counting",
     "Bucket": "strategies.buckets",
+    "BucketBatches": "sampling.bucket_batches",
     "BucketByLength": "strategies.buckets",
     "ComparedStrategy": "comparison",
     "Comparison": "comparison",
     "DealtShard": "planning.deal",
+    "EpochPlan": "sampling.epoch_plan",
+    "EpochSummary": "training.summary",
     "FirstCome": "strategies.in_order",
     "FixedLength": "strategies.in_order",
     "IsolationReport": "attention.isolation",
@@ -29,13 +32,18 @@ HOME_OF = {
     "PackingPlan": "planning.plan",
     "PatternTable": "planning.table",
     "ShortestPackFirst": "strategies.counting",
+    "TokenBudget": "sampling.token_budget",
+    "attach": "training.attach",
     "check_isolation": "attention.isolation",
     "compare": "comparison",
+    "compute_loss": "training.losses",
+    "evaluation_loss": "training.evaluation",
     "pack": "dataset",
     "patch_model": "attention.patch",
     "patched": "attention.patch",
     "plan_counts": "strategies.planning",
     "plan_packing": "strategies.planning",
+    "prepare_dataloader": "training.loop",
     "unpack": "dataset",
     "unpatch_model": "attention.patch",
 }
@@ -51,18 +59,29 @@ if TYPE_CHECKING:
     from hf_packing.planning.metrics import PackingMetrics
     from hf_packing.planning.plan import PackingPlan
     from hf_packing.planning.table import PatternTable
+    from hf_packing.sampling.bucket_batches import BucketBatches
+    from hf_packing.sampling.epoch_plan import EpochPlan
+    from hf_packing.sampling.token_budget import TokenBudget
     from hf_packing.strategies.buckets import Bucket, BucketByLength
     from hf_packing.strategies.counting import BestFit, NonNegativeLeastSquares, Optimal, ShortestPackFirst
     from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
     from hf_packing.strategies.planning import plan_counts, plan_packing
+    from hf_packing.training.attach import attach
+    from hf_packing.training.evaluation import evaluation_loss
+    from hf_packing.training.loop import prepare_dataloader
+    from hf_packing.training.losses import compute_loss
+    from hf_packing.training.summary import EpochSummary
 
 __all__ = [
     "BestFit",
     "Bucket",
+    "BucketBatches",
     "BucketByLength",
     "ComparedStrategy",
     "Comparison",
     "DealtShard",
+    "EpochPlan",
+    "EpochSummary",
     "FirstCome",
     "FixedLength",
     "IsolationReport",
@@ -77,13 +96,18 @@ __all__ = [
     "PackingPlan",
     "PatternTable",
     "ShortestPackFirst",
+    "TokenBudget",
+    "attach",
     "check_isolation",
     "compare",
+    "compute_loss",
+    "evaluation_loss",
     "pack",
     "patch_model",
     "patched",
     "plan_counts",
     "plan_packing",
+    "prepare_dataloader",
     "unpack",
     "unpatch_model",
 ]

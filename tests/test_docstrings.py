@@ -20,6 +20,8 @@ WITHOUT_EXAMPLE = {
     "ComparedStrategy",
     "Comparison",
     "DealtShard",
+    "EpochPlan",
+    "EpochSummary",
     "IsolationReport",
     "PackingMetrics",
     "PackingError",

@@ -19,7 +19,9 @@ FLOORS = [
     ["arrow"],
     ["strategies", "cache", "comparison", "dataset"],
     ["collate"],
+    ["sampling"],
     ["attention"],
+    ["training"],
 ]
 """From the ground up; a module imports from its own floor and from those below."""
 
@@ -32,6 +34,8 @@ THIRD_PARTY = {
     "comparison": {"numpy", "tqdm"},
     "dataset": {"numpy", "pyarrow", "datasets"},
     "collate": {"numpy", "torch"},
+    "sampling": {"numpy", "pyarrow", "datasets", "torch"},
+    "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
     "attention": {"numpy", "torch", "transformers", "flash_attn", "flash_attn_interface", "tqdm"},
 }
 

@@ -1,0 +1,87 @@
+"""What TokenBudget and BucketBatches have in common: a pure function from sizes to the micro-batches of an epoch."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import check_whole_number
+from hf_packing.planning.scramble import derive_key
+from hf_packing.sampling.epoch_plan import EpochPlan
+from hf_packing.sampling.pieces import Cut
+from hf_packing.sampling.sizes import RowSizes
+
+MAX_RANKS = 2**20
+
+
+@dataclass(frozen=True)
+class Batching(ABC):
+    """How rows share micro-batches."""
+
+    seed: int = field(default=0, kw_only=True)
+
+    @abstractmethod
+    def cut(self, sizes: RowSizes) -> Cut:
+        """Rows as this batching takes them, what is longer than a micro-batch cut."""
+
+    @abstractmethod
+    def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:
+        """Micro-batches of every rank, the same in every epoch."""
+
+    @abstractmethod
+    def plan_cut(self, cut: Cut, epoch: int, world_size: int, accumulation: int) -> EpochPlan:
+        """The micro-batches for rows that were cut to fit."""
+
+    def plan_epoch(self, sizes: RowSizes, *, epoch: int = 0, world_size: int = 1, accumulation: int = 1) -> EpochPlan:
+        """The micro-batches of all ranks in one epoch.
+
+        Args:
+            sizes: of all rows, as `sizes_of(dataset)` returns them.
+            epoch: from 0.
+            world_size: ranks.
+            accumulation: steps between two updates of the optimiser.
+
+        Returns:
+            EpochPlan; for the same arguments always the same, on any machine.
+
+        Raises:
+            PackingError: fewer rows than ranks, a row longer than a micro-batch, or no buckets where there must be.
+        """
+        check_whole_number("epoch", epoch, minimum=0)
+        check_whole_number("world_size", world_size, maximum=MAX_RANKS)
+        check_whole_number("accumulation", accumulation)
+        cut = self.cut(sizes)
+        check_enough_rows(cut, world_size)
+        return self.plan_cut(cut, epoch, world_size, accumulation)
+
+    def settle(self, **values: Any) -> None:
+        """Set fields of the frozen instance to their checked values."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def epoch_seed(self, epoch: int) -> int:
+        """A seed for each epoch."""
+        return int(derive_key(self.seed, f"epoch {epoch}")) >> 1
+
+
+def check_enough_rows(cut: Cut, world_size: int) -> None:
+    if len(cut.kept) < world_size:
+        raise PackingError(
+            f"dataset: expected at least one row for each of {world_size} ranks, got {len(cut.kept)} rows with tokens"
+        )
+
+
+def left_out(cut: Cut) -> Any:
+    """int64: rows, or pieces, that no micro-batch has."""
+    return np.setdiff1d(np.arange(len(cut.sizes)), cut.kept, assume_unique=True)
+
+
+def check_batching(batching: Any) -> Batching:
+    if not isinstance(batching, Batching):
+        hint = (
+            f"; did you forget its arguments, as in {batching.__name__}(16384)?" if isinstance(batching, type) else ""
+        )
+        raise PackingError(f"batching: expected TokenBudget(...) or BucketBatches(...), got {batching!r}{hint}")
+    return batching

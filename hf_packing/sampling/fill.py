@@ -1,0 +1,139 @@
+"""Rows -> exactly as many micro-batches as wanted, none over the budget, fresh for every seed.
+
+Rows come nearly in the order of their lengths, the longest first, and each goes where it fits best. Nearly, so that
+what shares a micro-batch is new in every epoch; the shortest still come last and fill the gaps, so that this costs next
+to nothing against the exact order.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+
+import numpy as np
+
+from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.shuffle import random_order
+
+NEARLY = (0.25, 0.05, 0.0)
+"""How far rows may be from the order of their lengths, as a share of their length: the first with which all fit."""
+SLACK, FEW = 100, 20
+"""One micro-batch in so many may be opened beyond the fewest, so that not every epoch needs the exact order; and none
+where the fewest are this few."""
+SHARED_BY, STEPS_TO_LEVEL = 8, 4
+"""What is missing in one micro-batch is shared by so many, and by all of so many steps."""
+LOOSE = 0.95
+"""Micro-batches that are no fuller than this need no packing: rows are dealt to them evenly."""
+
+
+def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
+    """Micro-batches that hold all rows in every epoch: best-fit decreasing, and a little more.
+
+    Args:
+        tokens: integers [rows], from 1 to max_tokens.
+        max_tokens: the budget.
+    """
+    fewest = len(best_fit(longest_first(np.arange(len(tokens)), tokens), tokens, max_tokens))
+    return fewest + min(fewest // FEW, -(-fewest // SLACK))
+
+
+def fill(tokens: IntArray, max_tokens: int, micro_batches: int, together: int, seed: int) -> list[IntArray]:
+    """Rows in micro-batches of at most max_tokens.
+
+    Args:
+        tokens: integers [rows], from 1 to max_tokens; at least as many rows as micro-batches.
+        max_tokens: the budget.
+        micro_batches: how many to make, at least `fewest_micro_batches`.
+        together: how many run at the same time.
+        seed: of the rows that meet.
+
+    Returns:
+        The rows of each micro-batch, int64.
+    """
+    if tokens.sum() < LOOSE * max_tokens * micro_batches:
+        groups = deal_evenly(nearly_longest_first(tokens, NEARLY[0], seed), tokens, micro_batches)
+        if max(int(tokens[group].sum()) for group in groups) <= max_tokens:
+            return groups
+    for nearly in NEARLY:
+        groups = best_fit(nearly_longest_first(tokens, nearly, seed), tokens, max_tokens)
+        if len(groups) <= micro_batches:
+            break
+    return divide(groups, tokens, max_tokens, micro_batches - len(groups), together)
+
+
+def longest_first(rows: IntArray, tokens: IntArray) -> IntArray:
+    return rows[np.argsort(-tokens[rows], kind="stable")]
+
+
+def nearly_longest_first(tokens: IntArray, nearly: float, seed: int) -> IntArray:
+    """Rows by length, each taken for up to so much shorter; among equals the order is random."""
+    rows = random_order(len(tokens), seed, "rows that meet")
+    chance = np.arange(len(tokens)) / len(tokens)
+    return rows[np.argsort(-tokens[rows] * (1 - nearly * chance), kind="stable")]
+
+
+def best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> list[IntArray]:
+    """Row after row, each to the micro-batch with the least room that holds it."""
+    filled: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            number, room = len(filled), max_tokens
+            filled.append([])
+        else:
+            room = rooms[place]
+            number = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        filled[number].append(row)
+        room -= length
+        if room in with_room:
+            with_room[room].append(number)
+        elif room:
+            with_room[room] = [number]
+            insort(rooms, room)
+    return [np.array(group, dtype=np.int64) for group in filled]
+
+
+def divide(groups: list[IntArray], tokens: IntArray, max_tokens: int, more: int, together: int) -> list[IntArray]:
+    """So many more micro-batches from the same rows.
+
+    Those with the shortest rows give all their rows up, which are dealt again, the longest first, each to the
+    micro-batch with the fewest tokens. So many take part that each loses little and that they fill whole steps.
+    """
+    if not more:
+        return groups
+    shortest = np.argsort([int((tokens[group] ** 2).sum()) for group in groups], kind="stable")
+    wanted = -(-max(SHARED_BY * more, STEPS_TO_LEVEL * together) // together) * together
+    given_up = min(wanted - more, len(groups))
+    rows = np.concatenate([groups[number] for number in shortest[:given_up]])
+    dealt = deal_evenly(longest_first(rows, tokens), tokens, given_up + more)
+    if max(int(tokens[group].sum()) for group in dealt) > max_tokens or not all(map(len, dealt)):
+        return divide_fullest(groups, tokens, more)
+    return [groups[number] for number in shortest[given_up:]] + dealt
+
+
+def deal_evenly(rows: IntArray, tokens: IntArray, micro_batches: int) -> list[IntArray]:
+    """Row after row, each to the micro-batch with the fewest tokens."""
+    dealt: list[list[int]] = [[] for _ in range(micro_batches)]
+    heap = [(0, number) for number in range(micro_batches)]
+    for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
+        least, number = heap[0]
+        dealt[number].append(row)
+        heapq.heapreplace(heap, (least + length, number))
+    return [np.array(group, dtype=np.int64) for group in dealt]
+
+
+def divide_fullest(groups: list[IntArray], tokens: IntArray, more: int) -> list[IntArray]:
+    """Again and again, the micro-batch with the most tokens among those with two rows or more becomes two."""
+    divided = list(groups)
+    fullest = [(-int(tokens[group].sum()), number) for number, group in enumerate(groups) if len(group) > 1]
+    heapq.heapify(fullest)
+    for _ in range(more):
+        _, number = heapq.heappop(fullest)
+        divided[number], other = deal_evenly(longest_first(divided[number], tokens), tokens, 2)
+        divided.append(other)
+        for place in (number, len(divided) - 1):
+            if len(divided[place]) > 1:
+                heapq.heappush(fullest, (-int(tokens[divided[place]].sum()), place))
+    return divided

@@ -1,0 +1,63 @@
+"""The rows of a dataset as a sampler asks for them: whole, as pieces, or as copies whose labels are masked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from hf_packing.arrow.columns import INPUT_IDS, LABELS
+from hf_packing.arrow.packed_rows import IGNORED_LABEL, SEQ_LENGTHS
+from hf_packing.collate import LOSS_MASKS
+from hf_packing.sampling.sampler import RankBatchSampler
+
+READ = (INPUT_IDS, LABELS, SEQ_LENGTHS, *LOSS_MASKS, "attention_mask")
+
+Row = dict[str, Any]
+
+
+class SampledRows(torch.utils.data.Dataset[Row]):
+    """A map-style dataset whose indices are those of the sampler's micro-batches.
+
+    An index below zero, ~i, is row i with all labels masked. Accelerate tells a dataset which epoch begins wherever it
+    does not find the sampler, so the epoch is passed on.
+    """
+
+    def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            dataset = dataset.with_format("numpy", columns=[name for name in READ if name in dataset.column_names])
+        self.dataset = dataset
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler.cut.sizes)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        known = [~index if index < 0 else index for index in indices]
+        pieces = self.sampler.cut.pieces
+        numbers = known if pieces is None else pieces.document[known].tolist()
+        read = getattr(self.dataset, "__getitems__", None)
+        rows = read(numbers) if read else [self.dataset[number] for number in numbers]
+        if pieces is not None:
+            starts, lengths = pieces.start[known].tolist(), pieces.length[known].tolist()
+            rows = [
+                {name: row[name][start : start + length] for name in READ if name in row}
+                for row, start, length in zip(rows, starts, lengths, strict=True)
+            ]
+        return [masked(row) if index < 0 else with_labels(row) for index, row in zip(indices, rows, strict=True)]
+
+
+def with_labels(row: Row) -> Row:
+    return row if LABELS in row else {**row, LABELS: row[INPUT_IDS]}
+
+
+def masked(row: Row) -> Row:
+    """The row, with nothing in it to train on."""
+    return {**row, LABELS: np.full(len(row[INPUT_IDS]), IGNORED_LABEL)}

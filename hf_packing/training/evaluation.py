@@ -1,0 +1,83 @@
+"""The mean loss over the trainable tokens of a dataset: the same at any batch size and on any number of ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from datasets.utils import tqdm
+from torch import nn
+
+from hf_packing.errors import PackingError
+from hf_packing.sampling.in_order import InOrder
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
+from hf_packing.training.losses import exact_type, predicts_next, trainable_per_document, weighted_loss, weights_of
+from hf_packing.training.ranks import check_accelerator, data_rank
+from hf_packing.training.rows_loader import rows_loader
+
+
+class TokenMean:
+    """A mean over tokens that are seen batch by batch, on several ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros(2, dtype=exact_type(device), device=device)
+
+    def add(self, summed_loss: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.total += torch.stack([summed_loss.detach().to(self.total), tokens.to(self.total)])
+
+    def over_ranks(self, accelerator: Accelerator) -> float:
+        """The mean; all ranks must ask for it.
+
+        Raises:
+            PackingError: there is no trainable token.
+        """
+        summed_loss, tokens = accelerator.reduce(self.total, reduction="sum").tolist()
+        if not tokens:
+            raise PackingError("dataset: expected a label to evaluate on, all are -100")
+        return float(summed_loss / tokens)
+
+
+def summed_loss(logits: torch.Tensor, batch: Mapping[str, Any], shift: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of a packed batch, summed over its trainable tokens, and how many those are."""
+    total = weighted_loss(logits, batch["labels"], weights_of(batch, "token"), shift)
+    return total, trainable_per_document(batch).sum()
+
+
+def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *, rows_per_batch: int = 1) -> float:
+    """The mean loss over all trainable tokens of a dataset, for a loop of one's own; `attach` does this for a Trainer.
+
+    Args:
+        accelerator: of the loop.
+        model: a causal or masked language model of transformers, patched, as accelerate has wrapped it.
+        dataset: map-style, packed or of documents.
+        rows_per_batch: rows that are given to the model at once; it changes nothing but speed and memory.
+
+    Returns:
+        The same number on all ranks. Its exponential is the perplexity.
+
+    Raises:
+        PackingError: fewer rows than ranks, or no trainable token.
+
+    Example:
+        >>> import accelerate, datasets, hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8, 9]]})
+        >>> round(hfp.evaluation_loss(accelerate.Accelerator(cpu=True), model, documents))
+        5
+    """
+    check_accelerator(accelerator)
+    rank, world_size = data_rank(accelerator)
+    sampler = RankBatchSampler(InOrder(rows_per_batch), sizes_of(dataset), world_size, rank)
+    mean, shift = TokenMean(accelerator.device), predicts_next(model)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in tqdm(rows_loader(dataset, sampler), desc="Evaluating", disable=not accelerator.is_main_process):
+            batch = send_to_device(batch, accelerator.device)
+            outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+            mean.add(*summed_loss(outputs.logits, batch, shift))
+    model.train(was_training)
+    return mean.over_ranks(accelerator)

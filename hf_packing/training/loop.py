@@ -1,0 +1,163 @@
+"""Batches for a loop of one's own: the right ones on every rank, with their share in the loss of a whole step."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import check_whole_number
+from hf_packing.sampling.batching import Batching, check_batching
+from hf_packing.sampling.epoch_plan import EpochPlan
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
+from hf_packing.training.losses import Loss, check_loss, exact_type, items_in, with_share
+from hf_packing.training.model_cost import with_cost_of
+from hf_packing.training.ranks import check_accelerator, data_rank
+from hf_packing.training.rows_loader import rows_loader
+
+Batch = dict[str, Any]
+
+
+class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate has no types
+    """Batches of one rank, on its device; made by `prepare_dataloader`.
+
+    Iterating over it is one epoch, and the next iteration the next one. Its state is (epoch, step):
+    `accelerator.save_state` saves it, and after `accelerator.load_state` the next iteration goes on at that step,
+    without reading what comes before.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, loader: DataLoader[Batch], sampler: RankBatchSampler, loss: Loss
+    ) -> None:
+        self.accelerator = accelerator
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batches = sampler
+        self.loss = loss
+        self.gradient_state = GradientState()
+        self.epoch = 0
+        """Which epoch the next iteration is about."""
+        self.step = 0
+        """Batches of this epoch that were yielded."""
+        self.begin_at = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The batches of all ranks in this epoch."""
+        self.batches.set_epoch(self.epoch)
+        return self.batches.plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch; without it the loader counts them itself."""
+        if epoch != self.epoch:
+            self.epoch, self.step, self.begin_at = check_whole_number("epoch", epoch, minimum=0), 0, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.batches.set_epoch(self.epoch)
+        self.batches.first_step = self.step = self.begin_at
+        self.begin_at = 0
+        self.begin()
+        try:
+            batches = iter(self.loader)
+            while together := list(islice(batches, self.batches.accumulation)):
+                together = [send_to_device(batch, self.accelerator.device) for batch in together]
+                items = self.items(together)
+                for batch in together:
+                    self.step += 1
+                    self.end_of_dataloader = self.step == len(self)
+                    yield with_share(batch, self.loss, items)
+            self.epoch, self.step = self.epoch + 1, 0
+        finally:
+            self.batches.first_step = 0
+            self.end()
+
+    def items(self, batches: list[Batch]) -> torch.Tensor:
+        """What the losses of these batches are divided by, so that accelerate's averages make them a mean of all."""
+        here = torch.stack([items_in(batch, self.loss) for batch in batches]).sum()
+        everywhere = self.accelerator.reduce(here, reduction="sum").clamp(min=1)
+        averaged_over = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
+        share: torch.Tensor = everywhere.to(exact_type(everywhere.device)) / averaged_over
+        return share
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: the epoch, the batches yielded of it, and what decides which batches those are.
+
+        Raises:
+            PackingError: between two updates of the optimiser, where no checkpoint has the gradients of the first.
+        """
+        if self.step % self.batches.accumulation and self.step != len(self):
+            raise PackingError(
+                f"step: expected a checkpoint after {self.batches.accumulation} accumulated batches, got one after "
+                f"{self.step % self.batches.accumulation}"
+            )
+        done = self.step == len(self)
+        return {"epoch": self.epoch + done, "step": 0 if done else self.step, **self.batches.what_decides()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            PackingError: the state of other batches: another dataset, batching or accumulation, or in the middle of an
+                epoch another number of ranks.
+        """
+        self.batches.check_same(state, whole_epochs=not state["step"])
+        self.epoch, self.step, self.begin_at = state["epoch"], state["step"], state["step"]
+
+
+def prepare_dataloader(
+    accelerator: Accelerator,
+    dataset: Any,
+    batching: Batching,
+    *,
+    loss: Loss = "token",
+    model: nn.Module | None = None,
+    **options: Any,
+) -> PackedLoader:
+    """Batches of this rank for a loop of one's own, ready to be given to the model.
+
+    With loss="token", `model(**batch).loss` is right for every split into ranks and accumulated steps, wherever models
+    take `num_items_in_batch`; `compute_loss(model, batch)` is right for all models and for both losses. The loop
+    is the usual one: `accelerator.accumulate(model)`, `accelerator.backward(loss)`.
+
+    Args:
+        accelerator: of the loop; its gradient_accumulation_steps count.
+        dataset: map-style, packed or of documents.
+        batching: TokenBudget or BucketBatches.
+        loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each one's mean.
+        model: for the ratio that attention is balanced by; patch_model is not called here.
+        options: further arguments of torch's DataLoader, such as num_workers.
+
+    Returns:
+        PackedLoader: len(loader) batches an epoch, on every rank and in every epoch.
+
+    Raises:
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism; no map-style dataset; fewer rows
+            than ranks; a row longer than a batch.
+
+    Example:
+        >>> import accelerate, datasets, hf_packing as hfp
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8, 9]]})
+        >>> loader = hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), documents, hfp.TokenBudget(5))
+        >>> len(loader), sorted(batch["input_ids"].shape[1] for batch in loader)
+        (2, [4, 5])
+    """
+    check_accelerator(accelerator)
+    check_loss(loss)
+    batching = with_cost_of(check_batching(batching), model)
+    rank, world_size = data_rank(accelerator)
+    sampler = RankBatchSampler(batching, sizes_of(dataset), world_size, rank, accelerator.gradient_accumulation_steps)
+    pinned = {"pin_memory": accelerator.device.type == "cuda"}
+    loader = PackedLoader(accelerator, rows_loader(dataset, sampler, **(pinned | options)), sampler, loss)
+    accelerator.register_for_checkpointing(loader)
+    return loader

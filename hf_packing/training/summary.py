@@ -1,0 +1,77 @@
+"""Steps, documents and tokens of an epoch: what packing changes for whoever trains."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_packing.sampling.sampler import RankBatchSampler
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """What the first epoch is made of, over all ranks; print it."""
+
+    optimiser_steps: int
+    micro_batches: int
+    """Of each rank."""
+    world_size: int
+    documents: int
+    """Packed ones count as their segments."""
+    tokens: int
+    documents_per_step: float
+    """Mean over the steps of the optimiser."""
+    tokens_per_step: float
+    largest_micro_batch: int
+    """Tokens."""
+    token_utilisation: float
+    """Mean over largest across the ranks that work at the same time, averaged: 1 where none waits for another."""
+    attention_utilisation: float
+    """The same for the sum of squared segment lengths."""
+    copies: int
+    """Rows with masked labels, which make up for what does not divide evenly."""
+    left_out: int
+    """Rows that are empty, or too long and dropped."""
+    lost_tokens: int
+    """Of dropped and truncated documents."""
+    unpacked_documents_per_step: int | None = None
+    """What the same arguments would give without packing."""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.optimiser_steps:,} optimiser steps per epoch of {self.documents_per_step:,.1f} documents, "
+            f"{self.tokens_per_step:,.0f} tokens; {self.micro_batches:,} micro-batches on each of {self.world_size} "
+            f"ranks, the largest of {self.largest_micro_batch:,} tokens\n"
+            f"ranks busy while the busiest works: {self.token_utilisation:.1%} by tokens, "
+            f"{self.attention_utilisation:.1%} by attention\n"
+            f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"
+        )
+        if self.unpacked_documents_per_step is None:
+            return text
+        return (
+            f"{text}\nunpacked: {self.unpacked_documents_per_step:,} documents per optimiser step "
+            f"({-(-self.documents // self.unpacked_documents_per_step):,} steps); "
+            f"match_documents_per_step={self.unpacked_documents_per_step} keeps that schedule"
+        )
+
+
+def summary_of(sampler: RankBatchSampler, unpacked_documents_per_step: int | None = None) -> EpochSummary:
+    """The summary of the sampler's current epoch."""
+    plan, cut = sampler.plan, sampler.cut
+    updates = -(-plan.num_steps // sampler.accumulation)
+    tokens, documents = int(cut.sizes.tokens[cut.kept].sum()), int(cut.sizes.segments[cut.kept].sum())
+    return EpochSummary(
+        optimiser_steps=updates,
+        micro_batches=plan.num_steps,
+        world_size=sampler.world_size,
+        documents=documents,
+        tokens=tokens,
+        documents_per_step=documents / updates,
+        tokens_per_step=tokens / updates,
+        largest_micro_batch=plan.largest(cut.sizes),
+        token_utilisation=plan.utilisation(cut.sizes.tokens),
+        attention_utilisation=plan.utilisation(cut.sizes.squares),
+        copies=plan.num_copies,
+        left_out=len(np.asarray(plan.left_out)),
+        lost_tokens=cut.lost_tokens,
+        unpacked_documents_per_step=unpacked_documents_per_step,
+    )

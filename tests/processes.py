@@ -1,0 +1,52 @@
+"""Running training_process.py on one or more processes, and reading what they wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import training_process
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+IN_THE_FAMILY = Path(__file__).parent
+
+
+def run(folder, ranks=1, fails=False, **settings):
+    """Train in processes of their own; the folder is made where it does not exist."""
+    unknown = settings.keys() - training_process.SETTINGS.keys()
+    assert not unknown, unknown
+    folder.mkdir(exist_ok=True)
+    arguments = [str(IN_THE_FAMILY / "training_process.py"), str(folder), json.dumps(settings)]
+    known = {"PYTHONPATH": os.pathsep.join(map(str, [IN_THE_FAMILY])), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
+    start = [sys.executable, *(TORCHRUN + [str(ranks)] if ranks > 1 else []), *arguments]
+    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+def read(folder, kind, rank):
+    return [json.loads(line) for line in (folder / f"{kind}-{rank}.jsonl").read_text().splitlines()]
+
+
+def losses(folder, rank=0):
+    """By step of the optimiser; the latest where a step was trained twice."""
+    return {line["step"]: line["loss"] for line in read(folder, "losses", rank)}
+
+
+def epochs_seen(folder, ranks):
+    """For each epoch, how often each document was trained on, over all ranks, and the order of the first rank."""
+    counts, orders = {}, {}
+    for rank in range(ranks):
+        for line in read(folder, "seen", rank):
+            documents = [tuple(tokens) for tokens, trained in line["documents"] if trained]
+            counts.setdefault(line["epoch"], Counter()).update(documents)
+            if rank == 0:
+                orders.setdefault(line["epoch"], []).extend(documents)
+    return counts, orders
+
+
+def steps_of(folder, rank):
+    return [line["step"] for line in read(folder, "seen", rank)]

@@ -1,0 +1,128 @@
+"""BucketBatches: one bucket a step on every rank, constant tokens, every row once."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
+
+BUCKETS = np.array([8, 16, 32])
+
+
+def full_rows(counts):
+    """Rows that fill their buckets, so many of each."""
+    bucket = np.repeat(BUCKETS, counts)
+    return sizes_of_packs(bucket, np.arange(len(bucket) + 1), bucket)
+
+
+@settings(max_examples=300)
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    world_size=st.integers(1, 64),
+    tokens=st.sampled_from([32, 64, 128]),
+    order=st.sampled_from(["random", "short_to_long"]),
+    seed=st.integers(0, 9),
+)
+def test_every_row_once_and_constant_tokens(counts, world_size, tokens, order, seed):
+    sizes = full_rows(counts)
+    batches = hfp.BucketBatches(tokens, order=order, seed=seed)
+    if len(sizes) < world_size:
+        with pytest.raises(PackingError, match=f"at least one row for each of {world_size} ranks"):
+            batches.plan_epoch(sizes, world_size=world_size)
+        return
+    plans = [batches.plan_epoch(sizes, epoch=epoch, world_size=world_size) for epoch in range(3)]
+    for plan in plans:
+        assert sorted(plan.rows[plan.rows >= 0].tolist()) == list(range(len(sizes)))
+        assert plan.num_steps == plans[0].num_steps
+        assert set(plan.per_micro_batch(sizes.tokens).ravel().tolist()) == {tokens}
+    assert len(sizes) < 40 or not np.array_equal(plans[0].rows, plans[1].rows)
+
+
+def largest_bucket(plan, sizes):
+    """int [steps, ranks]: the largest bucket of each micro-batch's rows."""
+    known = np.where(plan.rows < 0, ~plan.rows, plan.rows)
+    return np.maximum.reduceat(sizes.bucket[known], plan.offsets[:-1]).reshape(-1, plan.world_size)
+
+
+def test_rows_of_one_bucket_on_every_rank():
+    """Where counts divide evenly, no row leaves its bucket."""
+    sizes = full_rows([64, 32, 16])
+    plan = hfp.BucketBatches(64).plan_epoch(sizes, world_size=4)
+    known = np.where(plan.rows < 0, ~plan.rows, plan.rows)
+    smallest = np.minimum.reduceat(sizes.bucket[known], plan.offsets[:-1]).reshape(-1, 4)
+    largest = largest_bucket(plan, sizes)
+    assert np.array_equal(smallest, largest)
+    assert (largest == largest[:, :1]).all()
+    assert plan.num_copies == 0
+    assert np.array_equal(plan.step_bucket, largest[:, 0])
+    assert set(largest[:, 0].tolist()) == {8, 16, 32}
+
+
+def test_leftovers_move_to_the_next_larger_bucket():
+    sizes = full_rows([10, 3, 1])
+    batches = hfp.BucketBatches(32)
+    first, second, third = batches.buckets(batches.cut(sizes), world_size=2)
+    assert (first.steps, first.left, first.joined) == (1, 2, 2)
+    assert (second.taken_over, second.steps, second.left) == (1, 1, 0)
+    assert (third.taken_over, third.steps) == (0, 1)
+    plan = batches.plan_epoch(sizes, world_size=2)
+    assert plan.num_steps == 3
+    assert plan.num_copies == 1
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 4])
+def test_short_to_long_in_cycles(cycles):
+    sizes = full_rows([64, 32, 16])
+    plan = hfp.BucketBatches(32, order="short_to_long", cycles=cycles).plan_epoch(sizes, world_size=2)
+    buckets = largest_bucket(plan, sizes)[:, 0]
+    ways = np.split(buckets, np.flatnonzero(np.diff(buckets) < 0) + 1)
+    assert len(ways) == cycles
+    assert all(set(way.tolist()) == {8, 16, 32} for way in ways)
+
+
+def test_random_order_mixes_buckets():
+    sizes = full_rows([640, 320, 160])
+    buckets = largest_bucket(hfp.BucketBatches(32).plan_epoch(sizes), sizes)[:, 0]
+    changes = np.count_nonzero(np.diff(buckets))
+    assert changes > len(buckets) / 2
+
+
+def test_attention_is_level_across_ranks(rng):
+    lengths = np.clip(rng.lognormal(6, 1.2, 20_000), 1, 16384).astype(int)
+    plan = hfp.plan_packing(lengths, hfp.Bucket())
+    sizes = sizes_of_packs(plan.segment_length, plan.pack_offsets, plan.pack_capacity)
+    epoch = hfp.BucketBatches(16384).plan_epoch(sizes, world_size=8)
+    assert epoch.utilisation(sizes.tokens) > 0.99
+    assert epoch.utilisation(sizes.squares) > 0.98
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens_per_batch": 0}, "tokens_per_batch: expected an integer from 1"),
+        ({"tokens_per_batch": 8, "order": "long"}, "order: expected one of random, short_to_long, got 'long'"),
+        ({"tokens_per_batch": 8, "cycles": 2}, "cycles: expected 1 with order='random', got 2"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(PackingError, match=message):
+        hfp.BucketBatches(**arguments)
+
+
+def test_a_bucket_larger_than_the_batch():
+    with pytest.raises(PackingError, match="at least the largest bucket, 32 tokens, got 16"):
+        hfp.BucketBatches(16).plan_epoch(full_rows([4, 4, 4]))
+
+
+def test_rows_without_buckets():
+    with pytest.raises(PackingError, match="expected a column 'bucket'.*TokenBudget takes rows without"):
+        hfp.BucketBatches(16).plan_epoch(sizes_of_documents(np.array([3, 4])))
+
+
+def test_a_row_longer_than_its_bucket():
+    sizes = sizes_of_packs(np.array([8, 9]), np.arange(3), np.array([8, 8]))
+    with pytest.raises(PackingError, match="row 1 has 9 in a bucket of 8"):
+        hfp.BucketBatches(16).plan_epoch(sizes)

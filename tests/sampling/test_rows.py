@@ -1,0 +1,145 @@
+"""Sizes without reading a token, and rows as a sampler asks for them."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sizes import sizes_of
+
+DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
+
+
+@pytest.fixture
+def documents():
+    return datasets.Dataset.from_dict({"input_ids": DOCUMENTS, "name": list("abcd")})
+
+
+class Plain(torch.utils.data.Dataset):
+    """Map-style, with nothing but what torch asks for."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_sizes_of_documents(documents):
+    sizes = sizes_of(documents)
+    assert sizes.tokens.tolist() == [3, 1, 0, 5]
+    assert sizes.squares.tolist() == [9, 1, 0, 25]
+    assert sizes.segments.tolist() == [1, 1, 0, 1]
+    assert not sizes.packed
+
+
+@pytest.mark.parametrize("change", [lambda d: d, lambda d: d.select([1, 0]), lambda d: d.shuffle(seed=1)])
+@pytest.mark.parametrize("strategy", [hfp.BestFit(4, seed=None), hfp.Bucket((4, 8), seed=1)])
+def test_sizes_of_packed_rows(documents, strategy, change):
+    with pytest.warns(UserWarning, match="skips 1 documents without a token"):
+        packed = change(hfp.pack(documents.remove_columns("name"), strategy))
+    sizes = sizes_of(packed)
+    rows = packed.with_format(None)["seq_lengths"][:]
+    assert sizes.tokens.tolist() == [sum(row) for row in rows]
+    assert sizes.squares.tolist() == [sum(length**2 for length in row) for row in rows]
+    assert sizes.segments.tolist() == [len(row) for row in rows]
+    assert sizes.packed
+    assert (sizes.bucket is None) == (strategy == hfp.BestFit(4, seed=None))
+    if sizes.bucket is not None:
+        assert sizes.bucket.tolist() == packed["bucket"][:]
+
+
+def test_other_map_style_datasets_are_read_once(documents):
+    plain = Plain([{"input_ids": row} for row in DOCUMENTS])
+    assert sizes_of(plain).fingerprint == sizes_of(documents).fingerprint
+    transformed = documents.with_transform(lambda rows: {"input_ids": [row * 2 for row in rows["input_ids"]]})
+    assert sizes_of(transformed).tokens.tolist() == [6, 2, 0, 10]
+    packed = Plain([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1], "bucket": 4}])
+    assert sizes_of(packed).squares.tolist() == [5]
+    assert sizes_of(packed).bucket.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"text": ["a"]}, "expected a column 'seq_lengths' or 'input_ids', got columns text"),
+        ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths' beside 'position_ids'"),
+        ({"input_ids": ["text"]}, "column 'input_ids': expected lists of integers, got string"),
+    ],
+)
+def test_datasets_without_lengths(rows, message):
+    with pytest.raises(PackingError, match=message):
+        sizes_of(datasets.Dataset.from_dict(rows))
+
+
+def test_an_iterable_dataset(documents):
+    with pytest.raises(PackingError, match="expected a map-style dataset, whose length is known, got IterableDataset"):
+        sizes_of(documents.to_iterable_dataset())
+
+
+def sampled(dataset, budget, **ranks):
+    return SampledRows(dataset, RankBatchSampler(budget, sizes_of(dataset), **ranks))
+
+
+def test_copies_have_nothing_to_train_on(documents):
+    rows = sampled(documents, hfp.TokenBudget(8))
+    row, copy = rows.__getitems__([3, ~0])
+    assert row["labels"].tolist() == [9, 10, 11, 12, 13]
+    assert copy["input_ids"].tolist() == [5, 6, 7]
+    assert copy["labels"].tolist() == [-100] * 3
+    assert rows[0]["labels"].tolist() == [5, 6, 7]
+
+
+def test_labels_of_the_dataset_stay(documents):
+    rows = sampled(documents.map(lambda row: {"labels": [-100] * len(row["input_ids"])}), hfp.TokenBudget(8))
+    assert rows[0]["labels"].tolist() == [-100] * 3
+
+
+@pytest.mark.parametrize("kind", ["arrow", "plain"])
+def test_pieces_of_long_documents(documents, kind):
+    dataset = documents if kind == "arrow" else Plain([{"input_ids": row, "name": 1} for row in DOCUMENTS])
+    rows = sampled(dataset, hfp.TokenBudget(2, overflow="split"))
+    pieces = [np.asarray(rows[index]["input_ids"]).tolist() for index in range(len(rows))]
+    assert sorted(pieces) == [[5, 6], [7], [8], [9, 10], [11, 12], [13]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_through_a_data_loader(documents, workers):
+    sampler = RankBatchSampler(hfp.TokenBudget(5), sizes_of(documents))
+    loader = torch.utils.data.DataLoader(
+        SampledRows(documents, sampler), batch_sampler=sampler, collate_fn=hfp.PackingCollator(), num_workers=workers
+    )
+    assert len(loader) == 2
+    assert sorted(token for batch in loader for token in batch["input_ids"][0].tolist()) == list(range(5, 14))
+
+
+def test_the_first_steps_are_skipped_without_being_read():
+    class Unreadable(Plain):
+        def __getitem__(self, index):
+            raise AssertionError(f"row {index} was read")
+
+    sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 1000))
+    sampler = RankBatchSampler(hfp.TokenBudget(4), sizes)
+    everything = list(sampler)
+    sampler.first_step = 400
+    assert list(sampler) == everything[400:]
+    sampler.set_epoch(1)
+    sampler.first_step = 0
+    assert list(sampler) != everything
+
+
+def test_what_decides_is_compared():
+    sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 10))
+    sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
+    sampler.check_same(sampler.what_decides())
+    sampler.check_same(sampler.what_decides() | {"world_size": 3}, whole_epochs=True)
+    for name, value in {"world_size": 3, "accumulation": 2, "dataset": "other", "batching": "other"}.items():
+        with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
+            sampler.check_same(sampler.what_decides() | {name: value})

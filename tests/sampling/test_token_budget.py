@@ -1,0 +1,194 @@
+"""TokenBudget: law 7 for any ranks, accumulation and epoch; a hard cap; work that is level across ranks."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
+
+
+@settings(max_examples=400)
+@given(
+    lengths=LENGTHS,
+    world_size=st.integers(1, 64),
+    accumulation=st.integers(1, 8),
+    max_tokens=st.integers(40, 200),
+    seed=st.integers(0, 9),
+    balance=st.sampled_from(["attention", "tokens"]),
+)
+def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_tokens, seed, balance):
+    lengths = np.array(lengths)
+    sizes = sizes_of_documents(lengths)
+    budget = hfp.TokenBudget(max_tokens, balance=balance, seed=seed)
+    wanted = dict.fromkeys(np.flatnonzero(lengths).tolist(), 1)
+    if len(wanted) < world_size:
+        with pytest.raises(PackingError, match=f"at least one row for each of {world_size} ranks"):
+            budget.plan_epoch(sizes, world_size=world_size)
+        return
+    plans = [
+        budget.plan_epoch(sizes, epoch=epoch, world_size=world_size, accumulation=accumulation) for epoch in range(3)
+    ]
+    assert len({plan.num_steps for plan in plans}) == 1
+    for epoch, plan in enumerate(plans):
+        batches = [list(plan.micro_batches(rank)) for rank in range(world_size)]
+        assert {len(of_rank) for of_rank in batches} == {plan.num_steps}
+        assert all(batch for of_rank in batches for batch in of_rank)
+        rows = [row for of_rank in batches for batch in of_rank for row in batch]
+        assert Counter(row for row in rows if row >= 0) == wanted
+        assert plan.num_copies == sum(row < 0 for row in rows) < world_size
+        assert plan.largest(sizes) <= max_tokens
+        assert plan.left_out.tolist() == np.flatnonzero(lengths == 0).tolist()
+        again = budget.plan_epoch(sizes, epoch=epoch, world_size=world_size, accumulation=accumulation)
+        assert np.array_equal(again.rows, plan.rows)
+        assert np.array_equal(again.offsets, plan.offsets)
+
+
+@given(lengths=LENGTHS, world_size=st.integers(1, 8), max_tokens=st.integers(40, 200))
+def test_copies_only_where_no_micro_batch_can_be_divided(lengths, world_size, max_tokens):
+    sizes = sizes_of_documents(np.array(lengths))
+    if np.count_nonzero(lengths) < world_size:
+        return
+    plan = hfp.TokenBudget(max_tokens).plan_epoch(sizes, world_size=world_size)
+    if plan.num_copies:
+        assert np.diff(plan.offsets).max() == 1
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=30, max_size=150),
+    world_size=st.integers(1, 4),
+    accumulation=st.integers(1, 4),
+    documents=st.integers(16, 40),
+)
+def test_documents_per_step(lengths, world_size, accumulation, documents):
+    sizes = sizes_of_documents(np.array(lengths))
+    budget = hfp.TokenBudget(2000, documents_per_step=documents)
+    plan = budget.plan_epoch(sizes, world_size=world_size, accumulation=accumulation)
+    assert plan.num_steps == accumulation * max(1, round(len(lengths) / documents))
+    assert sorted(plan.rows.tolist()) == list(range(len(lengths)))
+
+
+def lognormal(documents, rng, longest=16384):
+    return np.clip(rng.lognormal(6, 1.2, documents), 1, longest).astype(int)
+
+
+@pytest.fixture
+def sizes(rng):
+    return sizes_of_documents(lognormal(20_000, rng))
+
+
+def test_no_rank_waits(sizes):
+    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8)
+    assert plan.utilisation(sizes.tokens) > 0.99
+    assert plan.utilisation(sizes.squares) > 0.98
+
+
+def test_that_utilisation_would_show_packs_dealt_at_random(sizes, rng):
+    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8)
+    number = rng.permutation(len(plan.offsets) - 1)
+    parts = [plan.rows[plan.offsets[n] : plan.offsets[n + 1]] for n in number]
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+    shuffled = replace(plan, rows=np.concatenate(parts), offsets=offsets)
+    assert shuffled.utilisation(sizes.squares) < 0.5
+
+
+def test_accumulated_work_is_level_too(sizes):
+    """What is left of the difference is evened out over the steps between two updates."""
+    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8, accumulation=4)
+    work = plan.per_micro_batch(sizes.squares)[: plan.num_steps // 4 * 4]
+    together = work.reshape(-1, 4, 8).sum(1)
+    assert (together.mean(1) / together.max(1)).mean() > plan.utilisation(sizes.squares)
+
+
+def test_no_rank_has_the_costliest_more_often(sizes):
+    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8)
+    costliest = np.bincount(plan.per_micro_batch(sizes.squares).argmax(1), minlength=8)
+    assert costliest.max() < 2.5 * costliest.mean()
+
+
+def pairs(plan):
+    batches = np.split(plan.rows, plan.offsets[1:-1])
+    return {(a, b) for batch in batches for a in batch.tolist() for b in batch.tolist() if a < b}
+
+
+@pytest.mark.parametrize("documents", [300, 5000])
+def test_what_meets_is_new_in_every_epoch(documents, rng):
+    sizes = sizes_of_documents(lognormal(documents, rng, longest=4096))
+    budget = hfp.TokenBudget(8192)
+    first, second = (pairs(budget.plan_epoch(sizes, epoch=epoch)) for epoch in range(2))
+    assert len(first & second) < 0.2 * len(first)
+
+
+def test_micro_batches_are_nearly_as_few_as_best_fit_needs(sizes):
+    plan = hfp.TokenBudget(16384).plan_epoch(sizes)
+    best = hfp.plan_packing(sizes.tokens, hfp.BestFit(16384))
+    assert plan.num_steps <= 1.01 * best.num_packs + 1
+
+
+def test_packed_rows_share_micro_batches_by_their_tokens_and_attention():
+    sizes = sizes_of_packs(np.array([4, 4, 8, 2, 2, 2, 2]), np.array([0, 2, 3, 7]))
+    assert sizes.tokens.tolist() == [8, 8, 8]
+    assert sizes.squares.tolist() == [32, 64, 16]
+    plan = hfp.TokenBudget(16).plan_epoch(sizes)
+    assert plan.num_steps == 2
+    assert plan.num_copies == 0
+
+
+@pytest.mark.parametrize(
+    ("overflow", "kept", "lost"), [("drop", [3, 2], 9), ("truncate", [3, 2, 4], 5), ("split", [3, 2, 4, 4, 1], 0)]
+)
+def test_overflow(overflow, kept, lost):
+    budget = hfp.TokenBudget(4, overflow=overflow)
+    sizes = sizes_of_documents(np.array([3, 9, 2]))
+    cut = budget.cut(sizes)
+    assert sorted(cut.sizes.tokens[cut.kept]) == sorted(kept)
+    assert cut.lost_tokens == lost
+    plan = budget.plan_epoch(sizes)
+    assert plan.left_out.tolist() == ([1] if overflow == "drop" else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens: expected an integer from 1 to 2147483647, got 0"),
+        ({"max_tokens": 2.5}, "max_tokens: expected an integer from 1 to 2147483647, got 2.5"),
+        ({"max_tokens": 8, "balance": "none"}, "balance: expected one of attention, tokens, got 'none'"),
+        ({"max_tokens": 8, "overflow": "cut"}, "overflow: expected one of split, truncate, drop, error, got 'cut'"),
+        ({"max_tokens": 8, "linear_cost": -1}, "linear_cost: expected a number of at least 0, or None, got -1"),
+        ({"max_tokens": 8, "documents_per_step": 0}, "documents_per_step: expected an integer from 1"),
+        ({"max_tokens": 8, "seed": -1}, "seed: expected an integer from 0"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(PackingError, match=message):
+        hfp.TokenBudget(**arguments)
+
+
+def test_a_document_longer_than_the_budget_is_named():
+    with pytest.raises(PackingError, match="max_tokens: row 1 has 9 tokens, more than the 4 of a micro-batch"):
+        hfp.TokenBudget(4).plan_epoch(sizes_of_documents(np.array([3, 9, 2])))
+
+
+def test_packed_rows_are_not_cut():
+    sizes = sizes_of_packs(np.array([4, 5]), np.array([0, 2]))
+    with pytest.raises(PackingError, match="pack rows of at most max_tokens, or overflow='drop'"):
+        hfp.TokenBudget(8, overflow="split").plan_epoch(sizes)
+
+
+def test_too_many_documents_per_step():
+    sizes = sizes_of_documents(np.full(100, 10))
+    with pytest.raises(PackingError, match="50 do not fit into 2 x 2 micro-batches of 100 tokens; accumulate 3 steps"):
+        hfp.TokenBudget(100, documents_per_step=50).plan_epoch(sizes, world_size=2, accumulation=2)
+
+
+def test_too_few_documents_per_step():
+    sizes = sizes_of_documents(np.full(10, 10))
+    with pytest.raises(PackingError, match="3 are too few for 2 x 2 micro-batches"):
+        hfp.TokenBudget(100, documents_per_step=3).plan_epoch(sizes, world_size=2, accumulation=2)

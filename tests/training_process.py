@@ -1,0 +1,193 @@
+"""One of the processes of the training tests: documents of the seed, trained on with attached or prepared batches.
+
+    torchrun --nproc-per-node 2 training_process.py FOLDER '{"through": "trainer", ...}'
+
+Settings are those of SETTINGS. Every process writes what it saw into FOLDER/seen-RANK.jsonl, one line for each
+micro-batch, and its losses into FOLDER/losses-RANK.jsonl, one line for each step of the optimiser.
+"""
+
+import json
+import os
+import signal
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from accelerate import Accelerator
+from tiny_models import build
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
+
+SETTINGS = {
+    "through": "trainer",
+    "loss": "token",
+    "documents": 45,
+    "packed": 0,
+    "max_tokens": 64,
+    "documents_per_step": None,
+    "accumulation": 1,
+    "epochs": 3,
+    "dtype": "float32",
+    "resume": False,
+    "kill_at": 0,
+    "save_steps": 0,
+    "optimiser": "adamw_torch",
+    "eval_batch_sizes": [],
+}
+LEARNING_RATE = 1e-3
+
+
+def documents(number):
+    """Uneven lengths, the first third of each not trained on; the very last one has nothing to train on."""
+    rng = np.random.default_rng(7)
+    rows = [rng.integers(3, 99, n).tolist() for n in np.clip(rng.lognormal(2.5, 0.8, number), 2, 48).astype(int)]
+    labels = [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]
+    labels[-1] = [-100] * len(rows[-1])
+    return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def tokenizer():
+    vocabulary = {f"<{i}>": i for i in range(128)}
+    known = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    return PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<0>", eos_token="<2>")
+
+
+def segments(batch):
+    """Documents of a micro-batch that are trained on, as lists of tokens."""
+    borders = batch["cu_seq_lens_q"].tolist()
+    labels = batch["labels" if "labels" in batch else "targets"][0]
+    ids = batch["input_ids"][0].tolist()
+    return [[ids[a:b], bool((labels[a:b] != -100).any())] for a, b in pairwise(borders)]
+
+
+class Log:
+    def __init__(self, folder, rank):
+        self.folder, self.rank = folder, rank
+
+    def write(self, kind, **line):
+        with (self.folder / f"{kind}-{self.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+class Recorder(TrainerCallback):
+    def __init__(self, log, folder, settings):
+        self.log, self.folder, self.settings = log, folder, settings
+
+    def on_log(self, _, state, __, logs=None, **___):
+        if "loss" in logs:
+            self.log.write("losses", step=state.global_step, loss=logs["loss"])
+
+    def on_pre_optimizer_step(self, _, state, __, model=None, **___):
+        if state.global_step == 0 and self.settings["optimiser"] == "sgd":
+            save_gradients(model, self.folder)
+
+    def on_save(self, _, state, __, **___):
+        if state.global_step == self.settings["kill_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_gradients(model, folder):
+    torch.save({name: p.grad.clone() for name, p in model.named_parameters()}, folder / "gradients.pt")
+
+
+def through_trainer(settings, folder, data, model):
+    kind, arguments = (SFTTrainer, SFTConfig) if settings["through"] == "sft" else (Trainer, TrainingArguments)
+    more = {"processing_class": tokenizer()} if kind is SFTTrainer else {}
+    args = arguments(
+        output_dir=str(folder / "checkpoints"),
+        num_train_epochs=settings["epochs"],
+        gradient_accumulation_steps=settings["accumulation"],
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="steps" if settings["save_steps"] else "no",
+        save_steps=settings["save_steps"] or 500,
+        optim=settings["optimiser"],
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        seed=3,
+        **({"max_length": None} if kind is SFTTrainer else {}),
+    )
+    trainer = kind(model, args, train_dataset=data, **more)
+    log = Log(folder, trainer.args.process_index)
+    trainer.add_callback(Recorder(log, folder, settings))
+    hfp.attach(
+        trainer,
+        hfp.TokenBudget(settings["max_tokens"]),
+        loss=settings["loss"],
+        match_documents_per_step=settings["documents_per_step"],
+    )
+    step = trainer.training_step
+
+    def recorded(model, inputs, *args):
+        state = trainer.state
+        log.write("seen", epoch=int(state.epoch or 0), step=state.global_step, documents=segments(inputs))
+        return step(model, inputs, *args)
+
+    trainer.training_step = recorded
+    trainer.train(resume_from_checkpoint=settings["resume"] or None)
+    for size in settings["eval_batch_sizes"]:
+        trainer.args.per_device_eval_batch_size = size
+        log.write("evaluated", rows=size, loss=trainer.evaluate(data)["eval_loss"])
+
+
+def through_loop(settings, folder, data, model):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
+    log = Log(folder, accelerator.process_index)
+    budget = hfp.TokenBudget(settings["max_tokens"], documents_per_step=settings["documents_per_step"])
+    loader = hfp.prepare_dataloader(accelerator, data, budget, loss=settings["loss"], model=model)
+    kind = torch.optim.SGD if settings["optimiser"] == "sgd" else torch.optim.AdamW
+    model, optimiser = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))
+    step = 0
+    if settings["resume"]:
+        accelerator.load_state(str(folder / "state"))
+        step = int((folder / "state" / "step").read_text())
+    for epoch in range(loader.epoch, settings["epochs"]):
+        total = 0.0
+        for batch in loader:
+            log.write("seen", epoch=epoch, step=step, documents=segments(batch))
+            with accelerator.accumulate(model):
+                loss = hfp.compute_loss(model, batch)
+                accelerator.backward(loss)
+                total += accelerator.reduce(loss.detach(), reduction="mean").item() / settings["accumulation"]
+                if accelerator.sync_gradients:
+                    if step == 0 and settings["optimiser"] == "sgd":
+                        save_gradients(accelerator.unwrap_model(model), folder)
+                    step += 1
+                    log.write("losses", step=step, loss=total)
+                    total = 0.0
+                optimiser.step()
+                optimiser.zero_grad()
+            if accelerator.sync_gradients and settings["save_steps"] and step % settings["save_steps"] == 0:
+                accelerator.save_state(str(folder / "state"))
+                (folder / "state" / "step").write_text(str(step))
+                accelerator.wait_for_everyone()
+                if step == settings["kill_at"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    for size in settings["eval_batch_sizes"]:
+        loss = hfp.evaluation_loss(accelerator, model, data, rows_per_batch=size)
+        log.write("evaluated", rows=size, loss=loss)
+
+
+def main():
+    torch.set_num_threads(1)
+    folder, settings = Path(sys.argv[1]), SETTINGS | json.loads(sys.argv[2])
+    data = documents(settings["documents"])
+    if settings["packed"]:
+        data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
+    model = hfp.patch_model(build("Llama", getattr(torch, settings["dtype"])))
+    (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
+
+
+if __name__ == "__main__":
+    main()
