@@ -1,9 +1,11 @@
-"""Supervised fine-tuning on packed rows with the stock SFTTrainer; prompts are masked.
+"""Supervised fine-tuning on packed rows with SFTTrainer; prompts are masked.
 
     python recipes/sft.py --data chat.jsonl --model Qwen/Qwen3-0.6B --output_dir outputs/sft
+    accelerate launch --config_file recipes/configs/fsdp2.yaml recipes/sft.py --config recipes/configs/sft.yaml
 
 The data is a .json or .jsonl file (also .gz) or a dataset's name, with `messages`, or with `prompt` and `completion`,
-as text (joined by a line break) or as messages. All fields of TRL's SFTConfig are flags as well.
+as text (joined by a line break) or as messages. All fields of TRL's SFTConfig are flags as well, and all flags may
+stand in a YAML file, `--config`.
 """
 
 import sys
@@ -13,8 +15,8 @@ from pathlib import Path
 
 import datasets
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer, TrlParser
 
 import hf_packing as hfp
 
@@ -25,13 +27,39 @@ CHATML = (
 )
 
 
+STRATEGIES = {
+    "best_fit": hfp.BestFit,
+    "optimal": hfp.Optimal,
+    "multipack": hfp.Multipack,
+    "first_come": hfp.FirstCome,
+    "bucket": lambda longest: hfp.Bucket([longest // 8, longest // 4, longest // 2, longest]),
+}
+
+
 @dataclass
 class Arguments:
     """What SFTConfig does not know."""
 
     data: str = field(metadata={"help": "a .json or .jsonl file (also .gz), or a dataset's name"})
     model: str = field(metadata={"help": "name or folder of a causal language model and its tokenizer"})
+    strategy: str = field(
+        default="none",
+        metadata={
+            "help": "how documents become rows, once and for all; none packs them while training, anew in every epoch",
+            "choices": ["none", *STRATEGIES],
+        },
+    )
     pack_length: int = field(default=4096, metadata={"help": "tokens a packed row holds"})
+    max_tokens: int | None = field(
+        default=None, metadata={"help": "tokens of a micro-batch on each process; pack_length where it is not given"}
+    )
+    loss: str = field(
+        default="token",
+        metadata={"help": "mean over tokens, or over documents of their means", "choices": ["token", "sequence"]},
+    )
+    match_documents_per_step: int | None = field(
+        default=None, metadata={"help": "documents in a step of the optimiser, to keep an unpacked schedule"}
+    )
 
 
 def turns(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
@@ -65,35 +93,54 @@ def tokenise(row: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
     return {"input_ids": input_ids, "labels": labels}
 
 
-def main() -> None:
-    here = [] if torch.accelerator.is_available() else ["--use_cpu", "True", "--bf16", "False"]
-    parser = HfArgumentParser((Arguments, SFTConfig))
-    arguments, config = parser.parse_args_into_dataclasses([*here, *sys.argv[1:]])
-    if config.packing:
-        sys.exit("--packing: expected False, since rows are packed here and TRL would pack them again")
-    config.padding_free, config.max_length = True, None
-    if Path(arguments.data).suffix and not Path(arguments.data).exists():
-        sys.exit(f"--data: expected a file or a dataset's name, got {arguments.data!r}, which does not exist")
-    if Path(arguments.data).is_file():
-        rows = datasets.load_dataset("json", data_files=arguments.data, split="train")
+def read(data: str) -> datasets.Dataset:
+    if Path(data).suffix and not Path(data).exists():
+        sys.exit(f"--data: expected a file or a dataset's name, got {data!r}, which does not exist")
+    if Path(data).is_file():
+        rows = datasets.load_dataset("json", data_files=data, split="train")
     else:
-        rows = datasets.load_dataset(arguments.data, split="train")
+        rows = datasets.load_dataset(data, split="train")
     if not {"messages", "completion"} & set(rows.column_names):
         sys.exit(f"--data: expected messages, or prompt and completion, got columns {', '.join(rows.column_names)}")
+    return rows
 
+
+def packed(
+    documents: datasets.Dataset, arguments: Arguments
+) -> tuple[datasets.Dataset, hfp.TokenBudget | hfp.BucketBatches]:
+    """The rows to train on, and how they share micro-batches."""
+    tokens = arguments.max_tokens or arguments.pack_length
+    if arguments.strategy == "none":
+        return documents, hfp.TokenBudget(tokens, overflow="truncate")
+    rows = hfp.pack(documents, STRATEGIES[arguments.strategy](arguments.pack_length))
+    return rows, hfp.BucketBatches(tokens) if arguments.strategy == "bucket" else hfp.TokenBudget(tokens)
+
+
+def main() -> None:
+    here = [] if torch.accelerator.is_available() else ["--use_cpu", "True", "--bf16", "False"]
+    arguments, config = TrlParser((Arguments, SFTConfig)).parse_args_and_config([*here, *sys.argv[1:]])
+    if config.packing:
+        sys.exit("--packing: expected False, since rows are packed here and TRL would pack them again")
+    config.max_length = None
+
+    with config.main_process_first(desc="reading"):
+        documents = read(arguments.data)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(config.device)
-    documents = rows.map(
-        tokenise, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names, desc="Tokenising"
+    with config.main_process_first(desc="tokenising and packing"):
+        documents = documents.map(
+            tokenise, fn_kwargs={"tokenizer": tokenizer}, remove_columns=documents.column_names, desc="Tokenising"
+        )
+        rows, batching = packed(documents, arguments)
+
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    trainer = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+    summary = hfp.attach(
+        trainer, batching, loss=arguments.loss, match_documents_per_step=arguments.match_documents_per_step
     )
-
-    packed = hfp.pack(documents, hfp.BestFit(arguments.pack_length))
-    hfp.patch_model(model)
-
-    print(f"{len(documents):,} documents in {len(packed):,} rows of at most {arguments.pack_length:,} tokens")
-    trainer = SFTTrainer(model=model, args=config, train_dataset=packed, processing_class=tokenizer)
+    if trainer.is_world_process_zero():
+        print(f"{len(documents):,} documents in {len(rows):,} rows\n{summary}")
     trainer.train()
     trainer.save_model()
 

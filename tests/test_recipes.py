@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 from datasets import load_from_disk
+from nbclient import NotebookClient
 from tiny_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 import hf_packing as hfp
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+CONFIGS = RECIPES / "configs"
 
 
 @pytest.fixture(autouse=True)
@@ -172,11 +176,6 @@ def test_arguments_that_do_not_fit(tmp_path, tiny_model):
     assert "--tokenizer: expected one beside --data with input_ids" in said("quickstart.py", {"input_ids": [1]})
 
 
-def test_three_lines_of_hf_packing_in_sft():
-    lines = [line for line in (RECIPES / "sft.py").read_text().splitlines() if "hfp" in line]
-    assert len(lines) == 3
-
-
 def test_sft_on_chats(tiny_model, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": "Hi" * n}, {"role": "assistant", "content": "Ho" * n}] * (1 + n % 2)}
@@ -193,14 +192,89 @@ def test_sft_on_real_problems(shared_data, tiny_model, tmp_path):
     assert "7,473 documents in" in said
 
 
+@pytest.mark.parametrize("strategy", ["best_fit", "bucket"])
+def test_sft_from_a_yaml_file(tiny_model, tmp_path, strategy):
+    rows = [{"prompt": "What?" * (n % 7 + 1), "completion": "That." * (n % 9 + 1)} for n in range(60)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        "data": str(tmp_path / "prompts.jsonl"),
+        "model": str(tiny_model),
+        "strategy": strategy,
+        "pack_length": 128,
+        "loss": "sequence",
+        "output_dir": str(tmp_path / "output"),
+        "max_steps": 1,
+        "gradient_accumulation_steps": 2,
+        "report_to": "none",
+    }
+    (tmp_path / "sft.yaml").write_text("\n".join(f"{name}: {value}" for name, value in settings.items()))
+    said = run("sft.py", "--config", tmp_path / "sft.yaml")
+    assert "60 documents in" in said
+    assert "the largest of 128 tokens" in said or "the largest of 12" in said
+
+
 def sft(data, model, folder, pack_length):
     said = run(
         *("sft.py", "--data", data, "--model", model, "--pack_length", pack_length, "--output_dir", folder / "output"),
-        *("--max_steps", 2, "--per_device_train_batch_size", 1, "--logging_steps", 1, "--report_to", "none"),
+        *("--max_steps", 2, "--logging_steps", 1, "--report_to", "none"),
     )
     assert "'loss'" in said
+    assert "ranks busy while the busiest works" in said
     assert (folder / "output" / "model.safetensors").is_file()
     return said
+
+
+def on_two_processes(recipe, *arguments):
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(CONFIGS / "cpu.yaml")]
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += [str(RECIPES / recipe), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=threads, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_bucket_pre_training_on_two_processes(text_file, tiny_model):
+    said = on_two_processes(
+        *("pretrain_bucket.py", "--data", text_file, "--tokenizer", tiny_model, "--model", tiny_model),
+        *("--buckets", 64, 128, 256, 512, "--tokens-per-batch", 512, "--steps", 0),
+    )
+    assert "steps on 2 processes, the same bucket on all of them at every step: True" in said
+    table = said.split("speed\n", 1)[1].split("\nspeed:")[0].splitlines()
+    rows = {int(bucket): int(rows) for bucket, _, rows, *_ in map(str.split, table)}
+    assert len(rows) >= 3
+    assert all(each == 512 // bucket for bucket, each in rows.items())
+
+
+def test_a_loop_that_stops_and_goes_on(text_file, tiny_model, tmp_path):
+    options = ("--data", text_file, "--model", tiny_model, "--max-tokens", 512, "--output", tmp_path, "--save-every", 2)
+    whole = on_two_processes("accelerate_loop.py", *options, "--loss", "sequence")
+    on_two_processes("accelerate_loop.py", *options, "--loss", "sequence", "--steps", 5)
+    rest = on_two_processes("accelerate_loop.py", *options, "--loss", "sequence", "--resume")
+    assert "going on in epoch 0 after 4 of" in rest
+    assert rest.split("evaluation loss ")[1] == whole.split("evaluation loss ")[1]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["cpu", "ddp", "fsdp2", "zero3"])
+def test_accelerate_knows_the_configurations(name):
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert config.distributed_type.value == {"fsdp2": "FSDP", "zero3": "DEEPSPEED"}.get(name, "MULTI_GPU")
+    assert config.use_cpu == (name == "cpu")
+    if name == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+    if name == "zero3":
+        assert config.deepspeed_config["zero_stage"] == 3
+
+
+def test_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(RECIPES))
+    book = nbformat.read(RECIPES / "quickstart.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in book.cells)
+    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
+    assert "isolated: no" in printed
+    assert "isolated: yes" in printed
+    assert "ranks busy while the busiest works" in printed
 
 
 def test_prompts_are_masked(tiny_model):

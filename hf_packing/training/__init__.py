@@ -7,6 +7,7 @@ rows_loader.py  a DataLoader of one rank, from a sampler
 loop.py         prepare_dataloader: batches for a loop of one's own
 evaluation.py   the mean loss over the tokens of a dataset
 refusals.py     trainers whose batches or losses are their own
+trl_head.py     the log-probabilities of SFTTrainer's fused head
 trainer.py      what attach changes in a trainer
 progress.py     what a checkpoint says of batches, and refusing another run's
 summary.py      steps, documents and tokens of an epoch

@@ -81,6 +81,7 @@ def attach(
         loss=loss,
         collator=PackingCollator(),
         loss_of_trainer=loss_of_trainer,
+        loss_replaced=replaced,
     )
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     kind = type(trainer)

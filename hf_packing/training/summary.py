@@ -39,8 +39,9 @@ class EpochSummary:
     def __str__(self) -> str:
         text = (
             f"{self.optimiser_steps:,} optimiser steps per epoch of {self.documents_per_step:,.1f} documents, "
-            f"{self.tokens_per_step:,.0f} tokens; {self.micro_batches:,} micro-batches on each of {self.world_size} "
-            f"ranks, the largest of {self.largest_micro_batch:,} tokens\n"
+            f"{self.tokens_per_step:,.0f} tokens\n"
+            f"{self.world_size} x {self.micro_batches:,} micro-batches (ranks x steps), the largest of "
+            f"{self.largest_micro_batch:,} tokens\n"
             f"ranks busy while the busiest works: {self.token_utilisation:.1%} by tokens, "
             f"{self.attention_utilisation:.1%} by attention\n"
             f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"

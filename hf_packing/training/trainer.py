@@ -1,7 +1,7 @@
 """What attach changes in a trainer: where batches come from, what losses are divided by, what evaluation means."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -23,6 +23,7 @@ from hf_packing.training.evaluation import TokenMean, summed_loss
 from hf_packing.training.losses import Loss, items_in, predicts_next, router_loss, weighted_loss, weights_of
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.rows_loader import rows_loader
+from hf_packing.training.trl_head import summed_log_probs, weighed
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Attached:
     collator: PackingCollator
     loss_of_trainer: bool
     """Whether the trainer's own compute_loss stays, and is only told what to divide by."""
+    loss_replaced: bool
+    """Whether a compute_loss_func or label smoothing makes the loss."""
     evaluated: TokenMean | None = None
     """The mean of the evaluation that is running."""
 
@@ -130,9 +133,13 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         outputs = None
         if self.attached.loss_of_trainer:
             tokens = items_in(inputs, "token")
-            loss = super().compute_loss(model, inputs, return_outputs)
+            with summed_log_probs(model) as summed:
+                loss = super().compute_loss(model, inputs, return_outputs)
             loss, outputs = loss if return_outputs else (loss, None)
-            total = loss.double() * tokens if tokens else torch.zeros_like(loss)
+            if summed and getattr(self.args, "loss_type", None) == "nll" and not self.attached.loss_replaced:
+                total = -summed[0]
+            else:
+                total = loss * tokens if tokens else torch.zeros_like(loss)
         else:
             outputs = model(**without_labels(inputs))
             total, tokens = summed_loss(outputs.logits, inputs, predicts_next(model))
@@ -159,27 +166,3 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
 def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name != "labels"}
-
-
-@contextmanager
-def weighed(model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
-    """Within it, the log-probabilities of TRL's fused head are weighed as the documents they are of.
-
-    SFTTrainer sums them and divides by num_items_in_batch, which get_batch_samples counts in documents.
-    """
-    weights = weights_of(inputs, "sequence")[:, 1:]
-
-    def weigh(_: nn.Module, __: Any, outputs: Any) -> Any:
-        if getattr(outputs, "log_probs", None) is None or outputs.log_probs.shape != weights.shape:
-            raise PackingError(
-                "loss: expected log_probs [1, tokens - 1] of TRL's fused head for loss='sequence', this version of TRL "
-                f"returned {type(outputs).__name__}; loss='token' does not need them"
-            )
-        outputs.log_probs = outputs.log_probs * weights.to(outputs.log_probs)
-        return outputs
-
-    handle = model.register_forward_hook(weigh)
-    try:
-        yield
-    finally:
-        handle.remove()

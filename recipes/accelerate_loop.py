@@ -1,0 +1,96 @@
+"""A training loop of one's own: token budget, the right loss, evaluation, checkpoints that go on where they stopped.
+
+    torchrun --nproc-per-node 2 recipes/accelerate_loop.py --accumulation 2
+    torchrun --nproc-per-node 2 recipes/accelerate_loop.py --accumulation 2 --resume
+
+Without --data the documents are the functions of the Python standard library, and the model is a small Llama from
+scratch. They are packed while training, anew in every epoch.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from documents import load_tokenizer, read_documents, tokenise
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_packing as hfp
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a .jsonl, .json, .parquet, .csv or .txt file, or a dataset's name")
+    parser.add_argument("--tokenizer", help="name or folder; default: a byte-level BPE trained on the documents")
+    parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="of a micro-batch on each process")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--loss", choices=["token", "sequence"], default="token")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=0, help="stop after so many micro-batches; 0 for all epochs")
+    parser.add_argument("--save-every", type=int, default=50, help="steps of the optimiser between checkpoints")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--output", type=Path, default=Path("outputs/accelerate_loop"))
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    return parser.parse_args()
+
+
+def new_model(arguments: argparse.Namespace, vocabulary: int) -> PreTrainedModel:
+    """The same on every process."""
+    set_seed(0)
+    if arguments.model:
+        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **sizes))
+
+
+def main() -> None:
+    arguments = parse()
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=arguments.accumulation
+    )
+    with accelerator.main_process_first():
+        texts = read_documents(arguments.data)
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
+        documents = tokenise(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
+
+    model = hfp.patch_model(new_model(arguments, len(tokenizer)).to(accelerator.device))
+    budget = hfp.TokenBudget(arguments.max_tokens, overflow="truncate")
+    loader = hfp.prepare_dataloader(accelerator, documents["train"], budget, loss=arguments.loss, model=model)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    model, optimiser = accelerator.prepare(model, optimiser)
+    if arguments.resume:
+        accelerator.load_state(arguments.output / "state")
+        accelerator.print(f"going on in epoch {loader.epoch} after {loader.step} of {len(loader)} micro-batches")
+
+    steps = updates = 0
+    for epoch in range(loader.epoch, arguments.epochs):
+        model.train()
+        progress = tqdm(loader, desc=f"Epoch {epoch}", initial=loader.step, disable=not accelerator.is_main_process)
+        for batch in progress:
+            with accelerator.accumulate(model):
+                loss = hfp.compute_loss(model, batch)
+                accelerator.backward(loss)
+                optimiser.step()
+                optimiser.zero_grad()
+            steps += 1
+            updates += accelerator.sync_gradients
+            if accelerator.sync_gradients and updates % arguments.save_every == 0:
+                accelerator.save_state(arguments.output / "state")
+            if steps == arguments.steps:
+                break
+        loss = hfp.evaluation_loss(accelerator, model, documents["test"], rows_per_batch=8)
+        accelerator.print(f"epoch {epoch}: {updates} updates, evaluation loss {loss:.4f}")
+        if steps == arguments.steps:
+            break
+    accelerator.unwrap_model(model).save_pretrained(
+        arguments.output / "model",
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(model),
+    )
+
+
+if __name__ == "__main__":
+    main()

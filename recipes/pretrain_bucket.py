@@ -1,0 +1,140 @@
+"""Pre-training on buckets: short documents in short rows, every process in the same bucket, constant tokens per step.
+
+    python recipes/pretrain_bucket.py
+    torchrun --nproc-per-node 2 recipes/pretrain_bucket.py
+    accelerate launch --config_file recipes/configs/ddp.yaml recipes/pretrain_bucket.py --data text.jsonl \
+        --tokenizer gpt2 --buckets 2048 4096 8192 16384 --tokens-per-batch 16384
+
+Without --data the documents are the functions of the Python standard library, and the model is a small Llama from
+scratch. Prints the tokens of every step over all processes, and the speed of every bucket (arXiv 2407.07495, Table 2).
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from documents import load_tokenizer, read_documents, tokenise
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_packing as hfp
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a .jsonl, .json, .parquet, .csv or .txt file, or a dataset's name")
+    parser.add_argument("--tokenizer", help="name or folder; default: a byte-level BPE trained on the documents")
+    parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
+    parser.add_argument("--buckets", type=int, nargs="+", default=[256, 512, 1024, 2048], help="tokens a row may hold")
+    parser.add_argument("--tokens-per-batch", type=int, default=2048, help="of a micro-batch on each process")
+    parser.add_argument("--order", choices=["random", "short_to_long"], default="random")
+    parser.add_argument("--cycles", type=int, default=1, help="ways from short to long in an epoch")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=100, help="micro-batches to train on; 0 for a whole epoch")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    return parser.parse_args()
+
+
+def new_model(arguments: argparse.Namespace, vocabulary: int) -> PreTrainedModel:
+    """The same on every process."""
+    set_seed(0)
+    if arguments.model:
+        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary, max_position_embeddings=max(arguments.buckets), tie_word_embeddings=True, **sizes
+        )
+    )
+
+
+def main() -> None:
+    arguments = parse()
+    accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=arguments.accumulation
+    )
+    with accelerator.main_process_first():
+        texts = read_documents(arguments.data)
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
+        packed = hfp.pack(tokenise(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
+    model = hfp.patch_model(new_model(arguments, len(tokenizer)).to(accelerator.device))
+    batching = hfp.BucketBatches(arguments.tokens_per_batch, order=arguments.order, cycles=arguments.cycles)
+    loader = hfp.prepare_dataloader(accelerator, packed, batching)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    model, optimiser = accelerator.prepare(model, optimiser)
+
+    steps = min(arguments.steps or len(loader), len(loader))
+    bucket_of_row = packed["bucket"][:]
+    seen = []
+    model.train()
+    for step, batch in enumerate(tqdm(loader, total=steps, desc="Training", disable=not accelerator.is_main_process)):
+        began = time.perf_counter()
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimiser.step()
+            optimiser.zero_grad()
+        rows = [~row if row < 0 else row for row in loader.plan.micro_batch(step, accelerator.process_index)]
+        seen.append(
+            Step(
+                step=step,
+                bucket=int(loader.plan.step_bucket[step]),
+                rows=tuple(bucket_of_row[row] for row in rows),
+                tokens=batch["input_ids"].shape[1],
+                seconds=time.perf_counter() - began,
+                loss=loss.item(),
+            )
+        )
+        if step + 1 == steps:
+            break
+    everywhere = gather_object(seen)
+    if accelerator.is_main_process:
+        report(everywhere, accelerator.num_processes)
+
+
+class Step(NamedTuple):
+    """What one process did in one step."""
+
+    step: int
+    bucket: int
+    rows: tuple[int, ...]
+    """The bucket each of its rows was packed for; a smaller one where a row was left over there."""
+    tokens: int
+    seconds: float
+    loss: float
+
+
+def report(seen: list[Step], processes: int) -> None:
+    steps = defaultdict(list)
+    for each in seen:
+        steps[each.step].append(each)
+    tokens = [sum(each.tokens for each in together) for together in steps.values()]
+    same = all(len({each.bucket for each in together}) == 1 for together in steps.values())
+    moved = sum(bucket < each.bucket for each in seen for bucket in each.rows)
+    print(f"\n{len(steps)} steps on {processes} processes, the same bucket on all of them at every step: {same}")
+    print(f"{moved} of {sum(len(each.rows) for each in seen)} rows left over in a smaller bucket")
+    print(f"tokens of a step: {min(tokens):,} to {max(tokens):,}, {1 - min(tokens) / max(tokens):.2%} apart")
+    print(f"loss of the first step {steps[0][0].loss:.3f}, of the last {steps[len(steps) - 1][0].loss:.3f}\n")
+    print(f"{'bucket':>8}{'steps':>8}{'rows of a process':>20}{'tokens/s':>12}{'speed':>8}")
+    speeds = {}
+    for bucket in sorted({each.bucket for each in seen}):
+        own = [together for number, together in steps.items() if together[0].bucket == bucket and number > 0]
+        if own:
+            speeds[bucket] = statistics.median(
+                sum(each.tokens for each in together) / max(each.seconds for each in together) for together in own
+            )
+    for bucket, speed in speeds.items():
+        own = [each for each in seen if each.bucket == bucket]
+        rows = round(sum(each.tokens for each in own) / len(own) / bucket)
+        relative = speed / speeds[max(speeds)]
+        print(f"{bucket:>8,}{len(own) // processes:>8,}{rows:>20,}{speed:>12,.0f}{relative:>7.2f}x")
+    print("speed: tokens per second, beside the longest bucket's; the first step is not counted")
+
+
+if __name__ == "__main__":
+    main()
