@@ -22,6 +22,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/strategies.py
 	$(VENV)/bin/python benchmarks/pack.py
 	$(VENV)/bin/python benchmarks/collate.py
+	$(VENV)/bin/python benchmarks/samplers.py
 	$(VENV)/bin/python benchmarks/attention.py
 	$(VENV)/bin/python benchmarks/by_segment.py
 

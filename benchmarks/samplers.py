@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from lengths import log_normal
 from measure import machine
 from torch.utils.data import RandomSampler
@@ -58,6 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths = log_normal(arguments.documents, 6, 1.2, longest=arguments.tokens).astype(np.int64)
     ranks, tokens = arguments.ranks, arguments.tokens
+    torch.manual_seed(0)
     size = round(tokens / lengths.mean())
     sides: dict[str, tuple[bool, Callable[[], Steps]]] = {
         f"random, {size} documents": (True, lambda: in_steps(list(RandomSampler(lengths)), size, ranks)),

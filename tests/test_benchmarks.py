@@ -1,4 +1,4 @@
-"""Benchmarks that train or attend run at toy size; the figures mean nothing there."""
+"""Benchmarks that train, attend or need trainers run at toy size; the figures mean nothing there."""
 
 import subprocess
 import sys
@@ -10,6 +10,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 TOY = {
     "attention.py": (["--rounds", "1", "--shrink", "16", "--no-memory"], "sdpa with mask"),
+    "samplers.py": (["--documents", "3000", "--ranks", "2"], "TokenBudget(16384)"),
     "by_segment.py": (
         ["--steps", "2", "--documents", "4", "--max-length", "32", "--sample", "200"],
         "Jamba: route: varlen",

@@ -1,0 +1,123 @@
+"""Filling and levelling micro-batches, beside slow literal versions of the same."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_packing.sampling.fill import (
+    best_fit,
+    deal_evenly,
+    divide_fullest,
+    fewest_micro_batches,
+    fill,
+    longest_first,
+    nearly_longest_first,
+)
+from hf_packing.sampling.level import level
+
+TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=80).map(np.array)
+
+
+def plain(groups):
+    return [list(map(int, group)) for group in groups]
+
+
+def tightest_room_first(rows, tokens, max_tokens):
+    """Among micro-batches with as little room, the one that has had it for the shortest time."""
+    groups, touched = [], []
+    for turn, row in enumerate(rows):
+        room = [max_tokens - sum(tokens[r] for r in group) for group in groups]
+        fitting = [number for number in range(len(groups)) if room[number] >= tokens[row]]
+        if fitting:
+            number = min(fitting, key=lambda number: (room[number], -touched[number]))
+            groups[number].append(row)
+            touched[number] = turn
+        else:
+            groups.append([row])
+            touched.append(turn)
+    return groups
+
+
+@settings(max_examples=300)
+@given(TOKENS, st.integers(30, 90), st.randoms())
+def test_best_fit(tokens, max_tokens, random):
+    rows = list(range(len(tokens)))
+    random.shuffle(rows)
+    expected = tightest_room_first(rows, tokens.tolist(), max_tokens)
+    assert plain(best_fit(np.array(rows), tokens, max_tokens)) == expected
+
+
+@settings(max_examples=300)
+@given(TOKENS, st.integers(1, 12))
+def test_deal_evenly(tokens, micro_batches):
+    expected = [[] for _ in range(micro_batches)]
+    for row in range(len(tokens)):
+        sums = [sum(tokens[r] for r in group) for group in expected]
+        expected[sums.index(min(sums))].append(row)
+    assert plain(deal_evenly(np.arange(len(tokens)), tokens, micro_batches)) == expected
+
+
+@given(TOKENS, st.integers(0, 99))
+def test_nearly_longest_first(tokens, seed):
+    exact, nearly = (nearly_longest_first(tokens, each, seed) for each in (0.0, 0.25))
+    assert sorted(exact) == sorted(nearly) == list(range(len(tokens)))
+    assert (np.diff(tokens[exact]) <= 0).all()
+    latest_shorter = np.maximum.accumulate(tokens[nearly][::-1])[::-1]
+    assert (tokens[nearly] >= 0.75 * latest_shorter).all()
+
+
+def test_equal_lengths_come_in_another_order_for_another_seed():
+    tokens = np.full(50, 7)
+    assert not np.array_equal(nearly_longest_first(tokens, 0.0, 1), nearly_longest_first(tokens, 0.0, 2))
+
+
+@settings(max_examples=300)
+@given(TOKENS, st.integers(30, 90), st.integers(1, 8), st.integers(0, 20), st.integers(0, 9))
+def test_exactly_as_many_as_wanted(tokens, max_tokens, together, more, seed):
+    wanted = min(fewest_micro_batches(tokens, max_tokens) + more, len(tokens))
+    groups = fill(tokens, max_tokens, wanted, together, seed)
+    assert len(groups) == wanted
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(tokens)))
+    assert max(int(tokens[group].sum()) for group in groups) <= max_tokens
+    assert all(len(group) for group in groups)
+
+
+@given(TOKENS, st.integers(30, 90), st.data())
+def test_divide_fullest(tokens, max_tokens, data):
+    groups = best_fit(longest_first(np.arange(len(tokens)), tokens), tokens, max_tokens)
+    more = data.draw(st.integers(0, len(tokens) - len(groups)))
+    divided = divide_fullest(groups, tokens, more)
+    assert len(divided) == len(groups) + more
+    assert sorted(np.concatenate(divided).tolist()) == list(range(len(tokens)))
+    assert all(len(group) for group in divided)
+    kept = {tuple(sorted(group)) for group in plain(groups)} & {tuple(sorted(group)) for group in plain(divided)}
+    if more == 1:
+        assert len(kept) == len(groups) - 1
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(1, 99), min_size=1, max_size=20),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 9),
+)
+def test_level(costs, world_size, accumulation, seed):
+    cost = np.resize(np.array(costs, dtype=np.float64), len(costs) * world_size)
+    steps = level(cost, world_size, accumulation, seed)
+    assert sorted(steps.ravel().tolist()) == list(range(len(cost)))
+    together = np.sort(cost).reshape(-1, world_size)
+    assert sorted(map(tuple, np.sort(cost[steps], axis=1))) == sorted(map(tuple, together))
+    for first in range(0, len(steps), accumulation):
+        worked = np.zeros(world_size)
+        for step in cost[steps[first : first + accumulation]]:
+            order = np.argsort(worked, kind="stable")
+            ties = len(set(worked.tolist())) < world_size
+            assert ties or (np.diff(step[order]) <= 0).all()
+            worked += step
+
+
+def test_steps_come_in_random_order():
+    cost = np.arange(400, dtype=np.float64)
+    mean = cost[level(cost, 4, 1, seed=0)].mean(axis=1)
+    assert abs(np.corrcoef(np.arange(100), mean)[0, 1]) < 0.3

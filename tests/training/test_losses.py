@@ -1,0 +1,109 @@
+"""Losses and their weights, beside sums over documents one by one."""
+
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import build
+
+import hf_packing as hfp
+from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.errors import PackingError
+from hf_packing.training.losses import items_in, predicts_next, trainable_per_document, weighted_loss, weights_of
+from hf_packing.training.trl_head import summed_log_probs, weighed
+
+LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+def batch_of(labels):
+    return hfp.PackingCollator()([{"input_ids": [7] * len(row), "labels": row} for row in labels])
+
+
+def trained(row):
+    return [label for label in row[1:] if label != -100]
+
+
+@given(LABELS)
+def test_what_is_counted(labels):
+    batch = batch_of(labels)
+    assert trainable_per_document(batch).tolist() == [len(trained(row)) for row in labels]
+    assert int(items_in(batch, "token")) == sum(len(trained(row)) for row in labels)
+    assert int(items_in(batch, "sequence")) == sum(bool(trained(row)) for row in labels)
+
+
+@given(LABELS)
+def test_weights(labels):
+    batch = batch_of(labels)
+    by_token = [[float(i > 0 and label != -100) for i, label in enumerate(row)] for row in labels]
+    assert weights_of(batch, "token")[0].tolist() == list(chain(*by_token))
+    by_document = [
+        [weight / max(len(trained(row)), 1) for weight in own] for row, own in zip(labels, by_token, strict=True)
+    ]
+    assert weights_of(batch, "sequence")[0].tolist() == pytest.approx(list(chain(*by_document)))
+
+
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_weighted_loss(loss, shift):
+    torch.manual_seed(0)
+    labels = [[5, 6, 3], [-100, -100], [1, -100, 2, 4], [9]]
+    batch = batch_of(labels)
+    logits = torch.randn(1, 10, 12, dtype=torch.float64)
+    found = weighted_loss(logits, batch["labels"], weights_of(batch, loss), shift)
+    means, sums, first = [], 0.0, 0
+    for row in labels:
+        each = []
+        for place in range(1, len(row)):
+            if row[place] != -100:
+                scores = logits[0, first + place - shift]
+                each.append(float(torch.logsumexp(scores, 0) - scores[row[place]]))
+        first += len(row)
+        sums += sum(each)
+        if each:
+            means.append(sum(each) / len(each))
+    assert float(found) == pytest.approx(sum(means) if loss == "sequence" else sums, rel=1e-12)
+
+
+def test_half_precision_is_summed_in_float32():
+    batch = batch_of([[5, 6, 3]])
+    logits = torch.randn(1, 3, 12, dtype=torch.bfloat16)
+    assert weighted_loss(logits, batch["labels"], weights_of(batch, "token"), True).dtype == torch.float32
+
+
+def test_which_logits_are_about_the_next_token():
+    assert predicts_next(build("Llama"))
+    assert not predicts_next(tiny_model("bert", "masked"))
+    with pytest.raises(PackingError, match="expected a causal or a masked language model.*got LlamaModel"):
+        predicts_next(build("Llama").model)
+
+
+class Head(torch.nn.Module):
+    def forward(self, **outputs):
+        return SimpleNamespace(**outputs)
+
+
+def test_log_probabilities_are_weighed_and_the_model_is_left_as_it_was():
+    batch, model = batch_of([[5, 6, 3], [4, 4]]), Head()
+    with weighed(model, batch):
+        assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-1.0, -1.0, 0.0, -2.0]]
+    assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-2.0] * 4]
+
+
+@pytest.mark.parametrize("outputs", [{"logits": 1}, {"log_probs": torch.zeros(1, 5)}])
+def test_a_head_that_is_not_known(outputs):
+    model = Head()
+    message = r"expected log_probs of shape \(1, 4\) from SFTTrainer's fused head"
+    with weighed(model, batch_of([[5, 6, 3], [4, 4]])), pytest.raises(PackingError, match=message):
+        model(**outputs)
+
+
+def test_log_probabilities_are_summed():
+    model = Head()
+    with summed_log_probs(model) as sums:
+        model(logits=1)
+        model(log_probs=torch.full((1, 4), -2.0))
+    assert np.array(sums).tolist() == [-8.0]
