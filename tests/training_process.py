@@ -30,7 +30,7 @@ SETTINGS = {
     "documents": 45,
     "packed": 0,
     "max_tokens": 64,
-    "documents_per_step": None,
+    "match_documents_per_step": None,
     "accumulation": 1,
     "epochs": 3,
     "dtype": "float32",
@@ -125,7 +125,7 @@ def through_trainer(settings, folder, data, model):
         trainer,
         hfp.TokenBudget(settings["max_tokens"]),
         loss=settings["loss"],
-        match_documents_per_step=settings["documents_per_step"],
+        match_documents_per_step=settings["match_documents_per_step"],
     )
     step = trainer.training_step
 
@@ -144,7 +144,7 @@ def through_trainer(settings, folder, data, model):
 def through_loop(settings, folder, data, model):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
     log = Log(folder, accelerator.process_index)
-    budget = hfp.TokenBudget(settings["max_tokens"], documents_per_step=settings["documents_per_step"])
+    budget = hfp.TokenBudget(settings["max_tokens"], match_documents_per_step=settings["match_documents_per_step"])
     loader = hfp.prepare_dataloader(accelerator, data, budget, loss=settings["loss"], model=model)
     kind = torch.optim.SGD if settings["optimiser"] == "sgd" else torch.optim.AdamW
     model, optimiser = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))

@@ -31,8 +31,8 @@ class Batching(ABC):
         """Micro-batches of every rank, the same in every epoch."""
 
     @abstractmethod
-    def plan_cut(self, cut: Cut, epoch: int, world_size: int, accumulation: int) -> EpochPlan:
-        """The micro-batches for rows that were cut to fit."""
+    def plan_cut(self, cut: Cut, steps: int, epoch: int, world_size: int, accumulation: int) -> EpochPlan:
+        """The micro-batches for rows that were cut to fit; steps as steps_per_epoch returns them."""
 
     def plan_epoch(self, sizes: RowSizes, *, epoch: int = 0, world_size: int = 1, accumulation: int = 1) -> EpochPlan:
         """The micro-batches of all ranks in one epoch.
@@ -54,7 +54,8 @@ class Batching(ABC):
         check_whole_number("accumulation", accumulation)
         cut = self.cut(sizes)
         check_enough_rows(cut, world_size)
-        return self.plan_cut(cut, epoch, world_size, accumulation)
+        steps = self.steps_per_epoch(cut, world_size, accumulation)
+        return self.plan_cut(cut, steps, epoch, world_size, accumulation)
 
     def settle(self, **values: Any) -> None:
         """Set fields of the frozen instance to their checked values."""

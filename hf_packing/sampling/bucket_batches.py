@@ -121,14 +121,21 @@ class BucketBatches(Batching):
             taken_over = -(-left // joined)
         return buckets
 
-    def plan_cut(self, cut: Cut, epoch: int, world_size: int, accumulation: int) -> EpochPlan:  # noqa: ARG002
+    def plan_cut(
+        self,
+        cut: Cut,
+        steps: int,  # noqa: ARG002
+        epoch: int,
+        world_size: int,
+        accumulation: int,  # noqa: ARG002
+    ) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        by_bucket = [list(steps) for steps in self.steps_of_buckets(cut, world_size, seed)]
+        by_bucket = [list(of_bucket) for of_bucket in self.steps_of_buckets(cut, world_size, seed)]
         capacities = [bucket.capacity for bucket in self.buckets(cut, world_size)]
-        in_bucket = np.repeat(np.arange(len(by_bucket)), [len(steps) for steps in by_bucket])
+        in_bucket = np.repeat(np.arange(len(by_bucket)), [len(of_bucket) for of_bucket in by_bucket])
         order = self.order_of_steps(in_bucket, seed)
-        steps = [step for steps in by_bucket for step in steps]
-        micro_batches = [rows for number in order.tolist() for rows in steps[number]]
+        all_steps = [step for of_bucket in by_bucket for step in of_bucket]
+        micro_batches = [rows for number in order.tolist() for rows in all_steps[number]]
         return plan_of(micro_batches, world_size, left_out(cut), np.array(capacities)[in_bucket[order]])
 
     def order_of_steps(self, in_bucket: IntArray, seed: int) -> IntArray:

@@ -37,8 +37,15 @@ class InOrder(Batching):
     def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:  # noqa: ARG002
         return -(-len(cut.kept) // (self.rows_per_batch * world_size))
 
-    def plan_cut(self, cut: Cut, epoch: int, world_size: int, accumulation: int) -> EpochPlan:  # noqa: ARG002
-        rows = self.steps_per_epoch(cut, world_size, accumulation) * world_size * self.rows_per_batch
+    def plan_cut(
+        self,
+        cut: Cut,
+        steps: int,
+        epoch: int,  # noqa: ARG002
+        world_size: int,
+        accumulation: int,  # noqa: ARG002
+    ) -> EpochPlan:
+        rows = steps * world_size * self.rows_per_batch
         missing = as_copies(np.resize(cut.kept, rows - len(cut.kept)))
         return EpochPlan(
             world_size,

@@ -1,20 +1,28 @@
 """The rows of a dataset as a sampler asks for them: whole, as pieces, or as copies whose labels are masked."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
 
-from hf_packing.arrow.columns import INPUT_IDS, LABELS
+from hf_packing.arrow.columns import ATTENTION_MASK, INPUT_IDS, LABELS
 from hf_packing.arrow.packed_rows import IGNORED_LABEL, SEQ_LENGTHS
 from hf_packing.collate import LOSS_MASKS
+from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
 
-READ = (INPUT_IDS, LABELS, SEQ_LENGTHS, *LOSS_MASKS, "attention_mask")
+OF_TOKENS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS)
 
 Row = dict[str, Any]
+
+
+def columns_read(names: Iterable[str]) -> list[str]:
+    """Columns that a batch is made of; masks of what to train on count only where there are no labels."""
+    known = set(names)
+    unread = set(LOSS_MASKS) if LABELS in known else set()
+    return [name for name in (*OF_TOKENS, SEQ_LENGTHS) if name in known - unread]
 
 
 class SampledRows(torch.utils.data.Dataset[Row]):
@@ -26,7 +34,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
     def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            dataset = dataset.with_format("numpy", columns=[name for name in READ if name in dataset.column_names])
+            dataset = dataset.with_format("numpy", columns=columns_read(dataset.column_names))
         self.dataset = dataset
         self.sampler = sampler
 
@@ -45,13 +53,25 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         numbers = known if pieces is None else pieces.document[known].tolist()
         read = getattr(self.dataset, "__getitems__", None)
         rows = read(numbers) if read else [self.dataset[number] for number in numbers]
+        rows = [{name: row[name] for name in columns_read(row)} for row in rows]
+        self.check_lengths(numbers, rows)
         if pieces is not None:
-            starts, lengths = pieces.start[known].tolist(), pieces.length[known].tolist()
             rows = [
-                {name: row[name][start : start + length] for name in READ if name in row}
-                for row, start, length in zip(rows, starts, lengths, strict=True)
+                {name: row[name][start : start + length] for name in row}
+                for row, start, length in zip(
+                    rows, pieces.start[known].tolist(), pieces.length[known].tolist(), strict=True
+                )
             ]
         return [masked(row) if index < 0 else with_labels(row) for index, row in zip(indices, rows, strict=True)]
+
+    def check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        """Micro-batches were planned for rows that have the lengths they had before."""
+        for number, row in zip(numbers, rows, strict=True):
+            if (tokens := len(row[INPUT_IDS])) != (planned := int(self.sampler.sizes.tokens[number])):
+                raise PackingError(
+                    f"dataset: expected the {planned} tokens that row {number} had when batches were planned, it has "
+                    f"{tokens} now; rows must not change from one reading to the next"
+                )
 
 
 def with_labels(row: Row) -> Row:

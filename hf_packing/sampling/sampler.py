@@ -12,6 +12,9 @@ from hf_packing.sampling.batching import Batching, check_batching, check_enough_
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sizes import RowSizes
 
+PLANS = 1
+"""Counted up whenever the same arguments begin to give other micro-batches, so that no old run goes on with them."""
+
 
 class RankBatchSampler:
     """The micro-batches of one rank in the current epoch, as lists of rows; ~row for a copy whose labels are masked.
@@ -62,7 +65,7 @@ class RankBatchSampler:
     def plan(self) -> EpochPlan:
         """Of all ranks in the current epoch."""
         if self.planned is None or self.planned[0] != self.epoch:
-            plan = self.batching.plan_cut(self.cut, self.epoch, self.world_size, self.accumulation)
+            plan = self.batching.plan_cut(self.cut, self.steps, self.epoch, self.world_size, self.accumulation)
             self.planned = self.epoch, plan
         return self.planned[1]
 
@@ -72,6 +75,7 @@ class RankBatchSampler:
     def what_decides(self) -> dict[str, str | int]:
         """Everything that the micro-batches depend on, apart from the epoch."""
         return {
+            "plans": PLANS,
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
             "world_size": self.world_size,

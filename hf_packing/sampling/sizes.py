@@ -1,7 +1,7 @@
 """What is known of the rows of a dataset before any of them is read: tokens, segments, cost of attention, bucket."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -15,6 +15,8 @@ from hf_packing.arrow.token_column import TokenColumn, is_token_type
 from hf_packing.dataset import row_numbers
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
+
+SAMPLED_ROWS, SAMPLED_TOKENS = 64, 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +33,16 @@ class RowSizes:
     """int64 [rows], tokens: the capacity of the pack that a row is; None where rows have none."""
     packed: bool = False
     """Whether rows are packs, which cannot be cut."""
+    sample: bytes = b""
+    """The tokens of a few rows, to tell datasets apart whose rows have the same lengths."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits: which micro-batches are made of these rows depends on nothing else."""
-        digest = hashlib.sha256()
+        """16 hex digits: all sizes, on which micro-batches depend, and a sample of the tokens."""
+        digest = hashlib.sha256(self.sample)
         for array in (self.tokens, self.segments, self.squares, self.bucket):
             digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
         return digest.hexdigest()[:16]
@@ -107,7 +111,8 @@ def sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
             raise PackingError(
                 f"column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}"
             )
-        return sizes_of_documents(TokenColumn(INPUT_IDS, table.column(INPUT_IDS), numbers).length)
+        tokens = TokenColumn(INPUT_IDS, table.column(INPUT_IDS), numbers)
+        return replace(sizes_of_documents(tokens.length), sample=sample_of(tokens))
     column = TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers)
     rows = np.arange(len(column.length))
     seq_lengths = column.gather(rows, np.zeros_like(rows), column.length)
@@ -116,7 +121,19 @@ def sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
     if BUCKET in table.column_names and pa.types.is_integer(table.schema.field(BUCKET).type):
         bucket = table.column(BUCKET).to_numpy()
         bucket = bucket if numbers is None else bucket[numbers]
-    return sizes_of_packs(seq_lengths, offsets, bucket)
+    sizes = sizes_of_packs(seq_lengths, offsets, bucket)
+    if INPUT_IDS not in table.column_names:
+        return sizes
+    return replace(sizes, sample=sample_of(TokenColumn(INPUT_IDS, table.column(INPUT_IDS), numbers)))
+
+
+def sample_of(tokens: TokenColumn) -> bytes:
+    """The beginnings of rows from all over the dataset."""
+    rows = np.unique(np.linspace(0, max(len(tokens.length) - 1, 0), SAMPLED_ROWS).astype(np.int64))[
+        : len(tokens.length)
+    ]
+    values = tokens.gather(rows, np.zeros_like(rows), np.minimum(tokens.length[rows], SAMPLED_TOKENS))
+    return values.astype("<i8").tobytes()
 
 
 def sizes_row_by_row(dataset: Any) -> RowSizes:

@@ -36,7 +36,8 @@ class TokenBudget(Batching):
             work of a step, that is linear_cost * tokens + the sum of squared segment lengths; or "tokens".
         linear_cost: pairs of tokens that attention compares in the time in which everything else works on one token;
             None for that of the model, where one is known.
-        documents_per_step: documents on average in a step of the optimiser, over all ranks; None for as many as fit.
+        match_documents_per_step: documents in a step of the optimiser, on average and over all ranks, to keep the
+            schedule of training without packing; None for as many as fit.
         overflow: for a row with more than max_tokens: "error", "drop", and for documents also "split" or "truncate".
         seed: with the epoch it decides the order and which rows meet.
 
@@ -57,7 +58,7 @@ class TokenBudget(Batching):
     max_tokens: int
     balance: Balance = field(default="attention", kw_only=True)
     linear_cost: float | None = field(default=None, kw_only=True)
-    documents_per_step: int | None = field(default=None, kw_only=True)
+    match_documents_per_step: int | None = field(default=None, kw_only=True)
     overflow: Overflow = field(default="error", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -67,34 +68,34 @@ class TokenBudget(Batching):
             raise PackingError(f"balance: expected one of {', '.join(get_args(Balance))}, got {self.balance!r}")
         if self.linear_cost is not None and (not is_real(self.linear_cost) or not 0 <= self.linear_cost < np.inf):
             raise PackingError(f"linear_cost: expected a number of at least 0, or None, got {self.linear_cost!r}")
-        if self.documents_per_step is not None:
-            check_whole_number("documents_per_step", self.documents_per_step)
+        if self.match_documents_per_step is not None:
+            check_whole_number("match_documents_per_step", self.match_documents_per_step)
 
     def cut(self, sizes: RowSizes) -> Cut:
         return cut_rows(sizes, self.max_tokens, self.overflow)
 
     def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:
         fewest = -(-fewest_micro_batches(cut.sizes.tokens[cut.kept], self.max_tokens) // world_size)
-        if self.documents_per_step is None:
+        if self.match_documents_per_step is None:
             return fewest
         documents = int(cut.sizes.segments[cut.kept].sum())
-        updates = max(1, round(documents / self.documents_per_step))
-        step = f"{accumulation} x {world_size} micro-batches"
+        updates = max(1, round(documents / self.match_documents_per_step))
+        step, wanted = f"{accumulation} x {world_size} micro-batches", self.match_documents_per_step
         if fewest > updates * accumulation:
             raise PackingError(
-                f"documents_per_step: {self.documents_per_step} do not fit into {step} of {self.max_tokens} tokens; "
+                f"match_documents_per_step: {wanted} do not fit into {step} of {self.max_tokens} tokens; "
                 f"accumulate {-(-fewest // updates)} steps, raise max_tokens, or accept about "
                 f"{documents * accumulation // fewest} documents"
             )
         if updates * accumulation * world_size > len(cut.kept):
             raise PackingError(
-                f"documents_per_step: {self.documents_per_step} are too few for {step} of at least one row each, with "
+                f"match_documents_per_step: {wanted} are too few for {step} of at least one row each, with "
                 f"{documents} documents in {len(cut.kept)} rows"
             )
         return updates * accumulation
 
-    def plan_cut(self, cut: Cut, epoch: int, world_size: int, accumulation: int) -> EpochPlan:
-        wanted = self.steps_per_epoch(cut, world_size, accumulation) * world_size
+    def plan_cut(self, cut: Cut, steps: int, epoch: int, world_size: int, accumulation: int) -> EpochPlan:
+        wanted = steps * world_size
         seed = self.epoch_seed(epoch)
         tokens = cut.sizes.tokens[cut.kept]
         filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), world_size, seed)

@@ -71,7 +71,7 @@ def attach(
                 f"match_documents_per_step: expected None with {type(batching).__name__}, whose steps have a constant "
                 f"number of tokens, got {match_documents_per_step!r}"
             )
-        batching = replace(batching, documents_per_step=match_documents_per_step)
+        batching = replace(batching, match_documents_per_step=match_documents_per_step)
     replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     loss_of_trainer = makes_its_own_loss(trainer) or replaced or trainer.args.use_liger_kernel
     if not loss_of_trainer:

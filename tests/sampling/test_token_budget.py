@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
@@ -68,11 +68,29 @@ def test_copies_only_where_no_micro_batch_can_be_divided(lengths, world_size, ma
     documents=st.integers(16, 40),
 )
 def test_documents_per_step(lengths, world_size, accumulation, documents):
+    updates = max(1, round(len(lengths) / documents))
+    assume(updates * accumulation * world_size <= len(lengths))
     sizes = sizes_of_documents(np.array(lengths))
-    budget = hfp.TokenBudget(2000, documents_per_step=documents)
+    budget = hfp.TokenBudget(2000, match_documents_per_step=documents)
     plan = budget.plan_epoch(sizes, world_size=world_size, accumulation=accumulation)
-    assert plan.num_steps == accumulation * max(1, round(len(lengths) / documents))
+    assert plan.num_steps == accumulation * updates
     assert sorted(plan.rows.tolist()) == list(range(len(lengths)))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=8, max_size=60), world_size=st.integers(1, 8), seed=st.integers(0, 9)
+)
+def test_what_is_measured_of_a_plan(lengths, world_size, seed):
+    sizes = sizes_of_documents(np.array(lengths))
+    plan = hfp.TokenBudget(50, seed=seed).plan_epoch(sizes, world_size=world_size)
+    tokens = [
+        [sum(lengths[~row if row < 0 else row] for row in plan.micro_batch(step, rank)) for rank in range(world_size)]
+        for step in range(plan.num_steps)
+    ]
+    assert plan.per_micro_batch(sizes.tokens).tolist() == tokens
+    assert plan.largest(sizes) == max(map(max, tokens))
+    busy = [sum(step) / len(step) / max(step) for step in tokens]
+    assert plan.utilisation(sizes.tokens) == pytest.approx(sum(busy) / len(busy))
 
 
 def lognormal(documents, rng, longest=16384):
@@ -162,7 +180,7 @@ def test_overflow(overflow, kept, lost):
         ({"max_tokens": 8, "balance": "none"}, "balance: expected one of attention, tokens, got 'none'"),
         ({"max_tokens": 8, "overflow": "cut"}, "overflow: expected one of split, truncate, drop, error, got 'cut'"),
         ({"max_tokens": 8, "linear_cost": -1}, "linear_cost: expected a number of at least 0, or None, got -1"),
-        ({"max_tokens": 8, "documents_per_step": 0}, "documents_per_step: expected an integer from 1"),
+        ({"max_tokens": 8, "match_documents_per_step": 0}, "match_documents_per_step: expected an integer from 1"),
         ({"max_tokens": 8, "seed": -1}, "seed: expected an integer from 0"),
     ],
 )
@@ -185,10 +203,10 @@ def test_packed_rows_are_not_cut():
 def test_too_many_documents_per_step():
     sizes = sizes_of_documents(np.full(100, 10))
     with pytest.raises(PackingError, match="50 do not fit into 2 x 2 micro-batches of 100 tokens; accumulate 3 steps"):
-        hfp.TokenBudget(100, documents_per_step=50).plan_epoch(sizes, world_size=2, accumulation=2)
+        hfp.TokenBudget(100, match_documents_per_step=50).plan_epoch(sizes, world_size=2, accumulation=2)
 
 
 def test_too_few_documents_per_step():
     sizes = sizes_of_documents(np.full(10, 10))
     with pytest.raises(PackingError, match="3 are too few for 2 x 2 micro-batches"):
-        hfp.TokenBudget(100, documents_per_step=3).plan_epoch(sizes, world_size=2, accumulation=2)
+        hfp.TokenBudget(100, match_documents_per_step=3).plan_epoch(sizes, world_size=2, accumulation=2)

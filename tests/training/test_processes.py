@@ -104,7 +104,7 @@ def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
             documents=NUMBER,
             accumulation=accumulation,
             max_tokens=max_tokens,
-            documents_per_step=NUMBER,
+            match_documents_per_step=NUMBER,
             epochs=1,
             dtype="float64",
             optimiser="sgd",
@@ -122,7 +122,7 @@ def test_evaluation_is_the_same_at_any_batch_size_and_on_any_number_of_ranks(tmp
     found = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
-        settings = {"epochs": 1, "optimiser": "sgd", "dtype": "float64", "documents_per_step": 44}
+        settings = {"epochs": 1, "optimiser": "sgd", "dtype": "float64", "match_documents_per_step": 44}
         run(folder, ranks, through=through, documents=44, max_tokens=2000, eval_batch_sizes=[1, 2, 4], **settings)
         found += [line["loss"] for line in read(folder, "evaluated", 0)]
     assert len(found) == 6
