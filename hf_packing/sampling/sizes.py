@@ -127,11 +127,13 @@ def sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
     return replace(sizes, sample=sample_of(TokenColumn(INPUT_IDS, table.column(INPUT_IDS), numbers)))
 
 
+def sampled_rows(rows: int) -> IntArray:
+    return np.unique(np.linspace(0, max(rows - 1, 0), SAMPLED_ROWS).astype(np.int64))[:rows]
+
+
 def sample_of(tokens: TokenColumn) -> bytes:
     """The beginnings of rows from all over the dataset."""
-    rows = np.unique(np.linspace(0, max(len(tokens.length) - 1, 0), SAMPLED_ROWS).astype(np.int64))[
-        : len(tokens.length)
-    ]
+    rows = sampled_rows(len(tokens.length))
     values = tokens.gather(rows, np.zeros_like(rows), np.minimum(tokens.length[rows], SAMPLED_TOKENS))
     return values.astype("<i8").tobytes()
 
@@ -139,7 +141,8 @@ def sample_of(tokens: TokenColumn) -> bytes:
 def sizes_row_by_row(dataset: Any) -> RowSizes:
     """Where rows are made as they are read, all of them are read once."""
     lengths, sizes, buckets = [], [], []
-    packed = False
+    packed, sample = False, b""
+    sampled = set(sampled_rows(len(dataset)).tolist())
     for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
         row = dataset[number]
         check_columns(row)
@@ -148,8 +151,11 @@ def sizes_row_by_row(dataset: Any) -> RowSizes:
         lengths.append(np.asarray(segments, dtype=np.int64))
         sizes.append(len(lengths[-1]))
         buckets.append(int(row.get(BUCKET, 0)))
+        if number in sampled and INPUT_IDS in row:
+            sample += np.asarray(row[INPUT_IDS][:SAMPLED_TOKENS], dtype="<i8").tobytes()
     seq_lengths = np.concatenate([np.zeros(0, dtype=np.int64), *lengths])
     if not packed:
-        return sizes_of_documents(seq_lengths)
+        return replace(sizes_of_documents(seq_lengths), sample=sample)
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    return sizes_of_packs(seq_lengths, offsets, np.array(buckets) if any(buckets) else None)
+    bucket = np.array(buckets) if any(buckets) else None
+    return replace(sizes_of_packs(seq_lengths, offsets, bucket), sample=sample)

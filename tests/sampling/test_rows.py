@@ -84,6 +84,14 @@ def test_an_iterable_dataset(documents):
         sizes_of(documents.to_iterable_dataset())
 
 
+def test_datasets_are_told_apart_by_their_tokens():
+    one, other = ({"input_ids": [[first, 2, 3], [4, 5, 6]]} for first in (1, 9))
+    prints = [sizes_of(datasets.Dataset.from_dict(rows)).fingerprint for rows in (one, other, one)]
+    assert prints[0] == prints[2] != prints[1]
+    packed = [hfp.pack(datasets.Dataset.from_dict(rows), hfp.BestFit(6)) for rows in (one, other)]
+    assert sizes_of(packed[0]).fingerprint != sizes_of(packed[1]).fingerprint
+
+
 def sampled(dataset, budget, **ranks):
     return SampledRows(dataset, RankBatchSampler(budget, sizes_of(dataset), **ranks))
 
@@ -100,6 +108,21 @@ def test_copies_have_nothing_to_train_on(documents):
 def test_labels_of_the_dataset_stay(documents):
     rows = sampled(documents.map(lambda row: {"labels": [-100] * len(row["input_ids"])}), hfp.TokenBudget(8))
     assert rows[0]["labels"].tolist() == [-100] * 3
+
+
+def test_masks_of_what_to_train_on_count_where_there_are_no_labels(documents):
+    masked = documents.map(lambda row: {"completion_mask": [1] * len(row["input_ids"])})
+    assert "completion_mask" in sampled(masked, hfp.TokenBudget(8))[0]
+    labelled = masked.map(lambda row: {"labels": row["input_ids"]})
+    assert "completion_mask" not in sampled(labelled, hfp.TokenBudget(8))[0]
+
+
+def test_rows_that_change():
+    rows = [{"input_ids": [1, 2, 3]}]
+    dataset = sampled(Plain(rows), hfp.TokenBudget(8))
+    rows[0] = {"input_ids": [1, 2]}
+    with pytest.raises(PackingError, match="expected the 3 tokens that row 0 had when batches were planned, it has 2"):
+        dataset[0]
 
 
 @pytest.mark.parametrize("kind", ["arrow", "plain"])
@@ -140,6 +163,12 @@ def test_what_decides_is_compared():
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
     sampler.check_same(sampler.what_decides())
     sampler.check_same(sampler.what_decides() | {"world_size": 3}, whole_epochs=True)
-    for name, value in {"world_size": 3, "accumulation": 2, "dataset": "other", "batching": "other"}.items():
+    for name, value in {
+        "plans": 0,
+        "world_size": 3,
+        "accumulation": 2,
+        "dataset": "other",
+        "batching": "other",
+    }.items():
         with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
             sampler.check_same(sampler.what_decides() | {name: value})
