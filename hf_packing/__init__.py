@@ -26,6 +26,7 @@ HOME_OF = {
     "Multipack": "strategies.in_order",
     "NonNegativeLeastSquares": "strategies.counting",
     "Optimal": "strategies.counting",
+    "PackedLoader": "training.loop",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
@@ -36,7 +37,7 @@ HOME_OF = {
     "attach": "training.attach",
     "check_isolation": "attention.isolation",
     "compare": "comparison",
-    "compute_loss": "training.losses",
+    "compute_loss": "training.compute_loss",
     "evaluation_loss": "training.evaluation",
     "pack": "dataset",
     "patch_model": "attention.patch",
@@ -67,9 +68,9 @@ if TYPE_CHECKING:
     from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
     from hf_packing.strategies.planning import plan_counts, plan_packing
     from hf_packing.training.attach import attach
+    from hf_packing.training.compute_loss import compute_loss
     from hf_packing.training.evaluation import evaluation_loss
-    from hf_packing.training.loop import prepare_dataloader
-    from hf_packing.training.losses import compute_loss
+    from hf_packing.training.loop import PackedLoader, prepare_dataloader
     from hf_packing.training.summary import EpochSummary
 
 __all__ = [
@@ -90,6 +91,7 @@ __all__ = [
     "Multipack",
     "NonNegativeLeastSquares",
     "Optimal",
+    "PackedLoader",
     "PackingCollator",
     "PackingError",
     "PackingMetrics",

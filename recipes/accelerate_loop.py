@@ -8,6 +8,7 @@ scratch. They are packed while training, anew in every epoch.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--loss", choices=["token", "sequence"], default="token")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=0, help="stop after so many micro-batches; 0 for all epochs")
+    parser.add_argument("--steps", type=int, default=0, help="stop and save after so many micro-batches; 0: do not")
     parser.add_argument("--save-every", type=int, default=50, help="steps of the optimiser between checkpoints")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--output", type=Path, default=Path("outputs/accelerate_loop"))
@@ -46,6 +47,31 @@ def new_model(arguments: argparse.Namespace, vocabulary: int) -> PreTrainedModel
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **sizes))
 
 
+def resumed_updates(loader: hfp.PackedLoader, accumulation: int) -> int:
+    """Steps of the optimiser that came before."""
+    return loader.epoch * -(-len(loader) // accumulation) + loader.step // accumulation
+
+
+def save(accelerator: Accelerator, output: Path) -> None:
+    """Into a folder that gets its name when all is in it, so that a kill while saving costs one checkpoint only."""
+    accelerator.save_state(output / "unfinished")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        shutil.rmtree(output / "before", ignore_errors=True)
+        if (output / "state").exists():
+            (output / "state").rename(output / "before")
+        (output / "unfinished").rename(output / "state")
+    accelerator.wait_for_everyone()
+
+
+def latest(output: Path) -> Path:
+    """The newest finished checkpoint."""
+    for folder in (output / "state", output / "before"):
+        if folder.exists():
+            return folder
+    raise SystemExit(f"--resume: expected a checkpoint in {output}, there is none")
+
+
 def main() -> None:
     arguments = parse()
     accelerator = Accelerator(
@@ -57,15 +83,15 @@ def main() -> None:
         documents = tokenise(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
 
     model = hfp.patch_model(new_model(arguments, len(tokenizer)).to(accelerator.device))
-    budget = hfp.TokenBudget(arguments.max_tokens, overflow="truncate")
+    budget = hfp.TokenBudget(arguments.max_tokens, overflow="split")
     loader = hfp.prepare_dataloader(accelerator, documents["train"], budget, loss=arguments.loss, model=model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     model, optimiser = accelerator.prepare(model, optimiser)
     if arguments.resume:
-        accelerator.load_state(arguments.output / "state")
+        accelerator.load_state(latest(arguments.output))
         accelerator.print(f"going on in epoch {loader.epoch} after {loader.step} of {len(loader)} micro-batches")
 
-    steps = updates = 0
+    steps, updates = 0, resumed_updates(loader, arguments.accumulation)
     for epoch in range(loader.epoch, arguments.epochs):
         model.train()
         progress = tqdm(loader, desc=f"Epoch {epoch}", initial=loader.step, disable=not accelerator.is_main_process)
@@ -77,12 +103,13 @@ def main() -> None:
                 optimiser.zero_grad()
             steps += 1
             updates += accelerator.sync_gradients
-            if accelerator.sync_gradients and updates % arguments.save_every == 0:
-                accelerator.save_state(arguments.output / "state")
-            if steps == arguments.steps:
+            stop = steps == arguments.steps
+            if accelerator.sync_gradients and (stop or updates % arguments.save_every == 0):
+                save(accelerator, arguments.output)
+            if stop:
                 break
         loss = hfp.evaluation_loss(accelerator, model, documents["test"], rows_per_batch=8)
-        accelerator.print(f"epoch {epoch}: {updates} updates, evaluation loss {loss:.4f}")
+        accelerator.print(f"epoch {epoch}, {updates} updates in all: evaluation loss {loss:.4f}")
         if steps == arguments.steps:
             break
     accelerator.unwrap_model(model).save_pretrained(

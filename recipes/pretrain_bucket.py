@@ -64,7 +64,7 @@ def main() -> None:
         packed = hfp.pack(tokenise(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
     model = hfp.patch_model(new_model(arguments, len(tokenizer)).to(accelerator.device))
     batching = hfp.BucketBatches(arguments.tokens_per_batch, order=arguments.order, cycles=arguments.cycles)
-    loader = hfp.prepare_dataloader(accelerator, packed, batching)
+    loader = hfp.prepare_dataloader(accelerator, packed, batching, model=model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     model, optimiser = accelerator.prepare(model, optimiser)
 
@@ -75,7 +75,7 @@ def main() -> None:
     for step, batch in enumerate(tqdm(loader, total=steps, desc="Training", disable=not accelerator.is_main_process)):
         began = time.perf_counter()
         with accelerator.accumulate(model):
-            loss = model(**batch).loss
+            loss = hfp.compute_loss(model, batch)
             accelerator.backward(loss)
             optimiser.step()
             optimiser.zero_grad()

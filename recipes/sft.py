@@ -111,7 +111,7 @@ def packed(
     """The rows to train on, and how they share micro-batches."""
     tokens = arguments.max_tokens or arguments.pack_length
     if arguments.strategy == "none":
-        return documents, hfp.TokenBudget(tokens, overflow="truncate")
+        return documents, hfp.TokenBudget(tokens, overflow="split")
     rows = hfp.pack(documents, STRATEGIES[arguments.strategy](arguments.pack_length))
     return rows, hfp.BucketBatches(tokens) if arguments.strategy == "bucket" else hfp.TokenBudget(tokens)
 
@@ -121,6 +121,8 @@ def main() -> None:
     arguments, config = TrlParser((Arguments, SFTConfig)).parse_args_and_config([*here, *sys.argv[1:]])
     if config.packing:
         sys.exit("--packing: expected False, since rows are packed here and TRL would pack them again")
+    if config.max_length not in (None, SFTConfig.__dataclass_fields__["max_length"].default):
+        sys.exit(f"--max_length: expected none, since --pack_length says how long rows are, got {config.max_length}")
     config.max_length = None
 
     with config.main_process_first(desc="reading"):

@@ -23,6 +23,7 @@ WITHOUT_EXAMPLE = {
     "EpochPlan",
     "EpochSummary",
     "IsolationReport",
+    "PackedLoader",
     "PackingMetrics",
     "PackingError",
     "MissingDependencyError",

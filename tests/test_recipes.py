@@ -250,7 +250,7 @@ def test_a_loop_that_stops_and_goes_on(text_file, tiny_model, tmp_path):
     whole = on_two_processes("accelerate_loop.py", *options, "--loss", "sequence")
     on_two_processes("accelerate_loop.py", *options, "--loss", "sequence", "--steps", 5)
     rest = on_two_processes("accelerate_loop.py", *options, "--loss", "sequence", "--resume")
-    assert "going on in epoch 0 after 4 of" in rest
+    assert "going on in epoch 0 after 5 of" in rest
     assert rest.split("evaluation loss ")[1] == whole.split("evaluation loss ")[1]
     assert (tmp_path / "model" / "model.safetensors").is_file()
 

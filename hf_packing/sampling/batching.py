@@ -49,6 +49,8 @@ class Batching(ABC):
         Raises:
             PackingError: fewer rows than ranks, a row longer than a micro-batch, or no buckets where there must be.
         """
+        if not isinstance(sizes, RowSizes):
+            raise PackingError(f"sizes: expected RowSizes, as sizes_of(dataset) returns, got {type(sizes).__name__}")
         check_whole_number("epoch", epoch, minimum=0)
         check_whole_number("world_size", world_size, maximum=MAX_RANKS)
         check_whole_number("accumulation", accumulation)

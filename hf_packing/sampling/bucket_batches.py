@@ -136,7 +136,9 @@ class BucketBatches(Batching):
         order = self.order_of_steps(in_bucket, seed)
         all_steps = [step for of_bucket in by_bucket for step in of_bucket]
         micro_batches = [rows for number in order.tolist() for rows in all_steps[number]]
-        return plan_of(micro_batches, world_size, left_out(cut), np.array(capacities)[in_bucket[order]])
+        rows, offsets = np.concatenate(micro_batches), np.cumsum([0, *map(len, micro_batches)])
+        in_order = np.arange(len(micro_batches))
+        return plan_of(rows, offsets, in_order, world_size, left_out(cut), np.array(capacities)[in_bucket[order]])
 
     def order_of_steps(self, in_bucket: IntArray, seed: int) -> IntArray:
         """int64 [steps]: the order of steps that are in these buckets, counted from the smallest."""

@@ -68,11 +68,27 @@ class EpochPlan:
 
 
 def plan_of(
-    micro_batches: list[IntArray], world_size: int, left_out: IntArray, step_bucket: IntArray | None = None
+    rows: IntArray,
+    offsets: IntArray,
+    order: IntArray,
+    world_size: int,
+    left_out: IntArray,
+    step_bucket: IntArray | None = None,
 ) -> EpochPlan:
-    """The plan of micro-batches that are in their order, step by step and rank by rank."""
-    offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in micro_batches])])
-    return EpochPlan(world_size, np.concatenate(micro_batches), offsets, left_out, step_bucket)
+    """The plan of micro-batches in an order.
+
+    Args:
+        rows: int64 [rows and copies], micro-batch by micro-batch.
+        offsets: int64 [micro-batches + 1], where each begins.
+        order: int64 [micro-batches]: which is which, step by step and rank by rank.
+        world_size: ranks.
+        left_out: int64 [rows without a micro-batch].
+        step_bucket: int64 [steps], tokens.
+    """
+    sizes = np.diff(offsets)[order]
+    ends = np.cumsum(sizes)
+    place = np.arange(len(rows)) + np.repeat(offsets[:-1][order] - (ends - sizes), sizes)
+    return EpochPlan(world_size, rows[place], np.concatenate([[0], ends]), left_out, step_bucket)
 
 
 def as_copies(rows: IntArray) -> IntArray:

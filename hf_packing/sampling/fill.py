@@ -7,6 +7,7 @@ to nothing against the exact order.
 
 import heapq
 from bisect import bisect_left, insort
+from itertools import chain
 
 import numpy as np
 
@@ -24,18 +25,22 @@ LOOSE = 0.95
 """Micro-batches that are no fuller than this need no packing: rows are dealt to them evenly."""
 
 
+Groups = list[list[int]]
+"""The rows of each micro-batch."""
+
+
 def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
-    """Micro-batches that hold all rows in every epoch: best-fit decreasing, and a little more.
+    """Micro-batches that hold all rows in every epoch: best-fit decreasing, and a little more where rows allow.
 
     Args:
         tokens: integers [rows], from 1 to max_tokens.
         max_tokens: the budget.
     """
     fewest = len(best_fit(longest_first(np.arange(len(tokens)), tokens), tokens, max_tokens))
-    return fewest + min(fewest // FEW, -(-fewest // SLACK))
+    return min(fewest + min(fewest // FEW, -(-fewest // SLACK)), len(tokens))
 
 
-def fill(tokens: IntArray, max_tokens: int, micro_batches: int, together: int, seed: int) -> list[IntArray]:
+def fill(tokens: IntArray, max_tokens: int, micro_batches: int, together: int, seed: int) -> Groups:
     """Rows in micro-batches of at most max_tokens.
 
     Args:
@@ -44,19 +49,27 @@ def fill(tokens: IntArray, max_tokens: int, micro_batches: int, together: int, s
         micro_batches: how many to make, at least `fewest_micro_batches`.
         together: how many run at the same time.
         seed: of the rows that meet.
-
-    Returns:
-        The rows of each micro-batch, int64.
     """
     if tokens.sum() < LOOSE * max_tokens * micro_batches:
         groups = deal_evenly(nearly_longest_first(tokens, NEARLY[0], seed), tokens, micro_batches)
-        if max(int(tokens[group].sum()) for group in groups) <= max_tokens:
+        if tokens_of(groups, tokens).max() <= max_tokens:
             return groups
     for nearly in NEARLY:
         groups = best_fit(nearly_longest_first(tokens, nearly, seed), tokens, max_tokens)
         if len(groups) <= micro_batches:
             break
     return divide(groups, tokens, max_tokens, micro_batches - len(groups), together)
+
+
+def flat(groups: Groups) -> tuple[IntArray, IntArray]:
+    """int64 [rows], group by group; int64 [groups + 1], where each begins."""
+    return np.array(list(chain.from_iterable(groups)), dtype=np.int64), np.cumsum([0, *map(len, groups)])
+
+
+def tokens_of(groups: Groups, tokens: IntArray) -> IntArray:
+    """int64 [groups]."""
+    rows, offsets = flat(groups)
+    return np.add.reduceat(tokens[rows], offsets[:-1])
 
 
 def longest_first(rows: IntArray, tokens: IntArray) -> IntArray:
@@ -70,9 +83,9 @@ def nearly_longest_first(tokens: IntArray, nearly: float, seed: int) -> IntArray
     return rows[np.argsort(-tokens[rows] * (1 - nearly * chance), kind="stable")]
 
 
-def best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> list[IntArray]:
+def best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> Groups:
     """Row after row, each to the micro-batch with the least room that holds it."""
-    filled: list[list[int]] = []
+    filled: Groups = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
     for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
@@ -92,10 +105,10 @@ def best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> list[IntArray
         elif room:
             with_room[room] = [number]
             insort(rooms, room)
-    return [np.array(group, dtype=np.int64) for group in filled]
+    return filled
 
 
-def divide(groups: list[IntArray], tokens: IntArray, max_tokens: int, more: int, together: int) -> list[IntArray]:
+def divide(groups: Groups, tokens: IntArray, max_tokens: int, more: int, together: int) -> Groups:
     """So many more micro-batches from the same rows.
 
     Those with the shortest rows give all their rows up, which are dealt again, the longest first, each to the
@@ -103,37 +116,40 @@ def divide(groups: list[IntArray], tokens: IntArray, max_tokens: int, more: int,
     """
     if not more:
         return groups
-    shortest = np.argsort([int((tokens[group] ** 2).sum()) for group in groups], kind="stable")
+    shortest = np.argsort(tokens_of(groups, tokens.astype(np.int64) ** 2), kind="stable")
     wanted = -(-max(SHARED_BY * more, STEPS_TO_LEVEL * together) // together) * together
     given_up = min(wanted - more, len(groups))
-    rows = np.concatenate([groups[number] for number in shortest[:given_up]])
-    dealt = deal_evenly(longest_first(rows, tokens), tokens, given_up + more)
-    if max(int(tokens[group].sum()) for group in dealt) > max_tokens or not all(map(len, dealt)):
-        return divide_fullest(groups, tokens, more)
-    return [groups[number] for number in shortest[given_up:]] + dealt
+    rows, _ = flat([groups[number] for number in shortest[:given_up].tolist()])
+    if len(rows) >= given_up + more:
+        dealt = deal_evenly(longest_first(rows, tokens), tokens, given_up + more)
+        if tokens_of(dealt, tokens).max() <= max_tokens:
+            return [groups[number] for number in shortest[given_up:].tolist()] + dealt
+    return divide_fullest(groups, tokens, more)
 
 
-def deal_evenly(rows: IntArray, tokens: IntArray, micro_batches: int) -> list[IntArray]:
-    """Row after row, each to the micro-batch with the fewest tokens."""
-    dealt: list[list[int]] = [[] for _ in range(micro_batches)]
+def deal_evenly(rows: IntArray, tokens: IntArray, micro_batches: int) -> Groups:
+    """Row after row, each to the micro-batch with the fewest tokens; at least as many rows as micro-batches."""
+    dealt: Groups = [[] for _ in range(micro_batches)]
     heap = [(0, number) for number in range(micro_batches)]
     for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
         least, number = heap[0]
         dealt[number].append(row)
         heapq.heapreplace(heap, (least + length, number))
-    return [np.array(group, dtype=np.int64) for group in dealt]
+    return dealt
 
 
-def divide_fullest(groups: list[IntArray], tokens: IntArray, more: int) -> list[IntArray]:
+def divide_fullest(groups: Groups, tokens: IntArray, more: int) -> Groups:
     """Again and again, the micro-batch with the most tokens among those with two rows or more becomes two."""
     divided = list(groups)
-    fullest = [(-int(tokens[group].sum()), number) for number, group in enumerate(groups) if len(group) > 1]
+    sums = tokens_of(groups, tokens).tolist()
+    fullest = [(-sums[number], number) for number, group in enumerate(groups) if len(group) > 1]
     heapq.heapify(fullest)
     for _ in range(more):
         _, number = heapq.heappop(fullest)
-        divided[number], other = deal_evenly(longest_first(divided[number], tokens), tokens, 2)
+        halves = deal_evenly(longest_first(np.array(divided[number]), tokens), tokens, 2)
+        divided[number], other = halves
         divided.append(other)
-        for place in (number, len(divided) - 1):
-            if len(divided[place]) > 1:
-                heapq.heappush(fullest, (-int(tokens[divided[place]].sum()), place))
+        for place, half in ((number, divided[number]), (len(divided) - 1, other)):
+            if len(half) > 1:
+                heapq.heappush(fullest, (-int(tokens[half].sum()), place))
     return divided

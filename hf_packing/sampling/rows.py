@@ -72,6 +72,12 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                     f"dataset: expected the {planned} tokens that row {number} had when batches were planned, it has "
                     f"{tokens} now; rows must not change from one reading to the next"
                 )
+            for name in OF_TOKENS:
+                if name in row and np.shape(row[name]) != (tokens,):
+                    raise PackingError(
+                        f"column {name!r}: expected {tokens} values in row {number}, as many as input_ids, got shape "
+                        f"{np.shape(row[name])}"
+                    )
 
 
 def with_labels(row: Row) -> Row:

@@ -1,6 +1,7 @@
 """What is known of the rows of a dataset before any of them is read: tokens, segments, cost of attention, bucket."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,12 +114,18 @@ def sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
             )
         tokens = TokenColumn(INPUT_IDS, table.column(INPUT_IDS), numbers)
         return replace(sizes_of_documents(tokens.length), sample=sample_of(tokens))
+    if not is_token_type(table.schema.field(SEQ_LENGTHS).type):
+        raise PackingError(
+            f"column 'seq_lengths': expected lists of integers, got {table.schema.field(SEQ_LENGTHS).type}"
+        )
     column = TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers)
     rows = np.arange(len(column.length))
     seq_lengths = column.gather(rows, np.zeros_like(rows), column.length)
     offsets = np.concatenate([[0], np.cumsum(column.length, dtype=np.int64)])
     bucket = None
     if BUCKET in table.column_names and pa.types.is_integer(table.schema.field(BUCKET).type):
+        if table.column(BUCKET).null_count:
+            raise PackingError("column 'bucket': expected an integer in every row, some have none")
         bucket = table.column(BUCKET).to_numpy()
         bucket = bucket if numbers is None else bucket[numbers]
     sizes = sizes_of_packs(seq_lengths, offsets, bucket)
@@ -141,21 +148,26 @@ def sample_of(tokens: TokenColumn) -> bytes:
 def sizes_row_by_row(dataset: Any) -> RowSizes:
     """Where rows are made as they are read, all of them are read once."""
     lengths, sizes, buckets = [], [], []
-    packed, sample = False, b""
-    sampled = set(sampled_rows(len(dataset)).tolist())
+    packed = False
     for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
         row = dataset[number]
+        if not isinstance(row, Mapping):
+            raise PackingError(f"dataset: expected rows that are mappings, row {number} is a {type(row).__name__}")
         check_columns(row)
         packed = packed or SEQ_LENGTHS in row
-        segments = row[SEQ_LENGTHS] if packed else [len(row[INPUT_IDS])]
-        lengths.append(np.asarray(segments, dtype=np.int64))
+        name = SEQ_LENGTHS if packed else INPUT_IDS
+        values = row.get(name)
+        if values is None or not hasattr(values, "__len__"):
+            raise PackingError(
+                f"column {name!r}: expected a list of integers in every row, row {number} has {values!r}"
+            )
+        lengths.append(np.asarray(values if packed else [len(values)], dtype=np.int64))
         sizes.append(len(lengths[-1]))
-        buckets.append(int(row.get(BUCKET, 0)))
-        if number in sampled and INPUT_IDS in row:
-            sample += np.asarray(row[INPUT_IDS][:SAMPLED_TOKENS], dtype="<i8").tobytes()
+        buckets.append(row.get(BUCKET))
     seq_lengths = np.concatenate([np.zeros(0, dtype=np.int64), *lengths])
     if not packed:
-        return replace(sizes_of_documents(seq_lengths), sample=sample)
+        return sizes_of_documents(seq_lengths)
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    bucket = np.array(buckets) if any(buckets) else None
-    return replace(sizes_of_packs(seq_lengths, offsets, bucket), sample=sample)
+    whole = all(isinstance(bucket, (int, np.integer)) for bucket in buckets)
+    bucket = np.array(buckets) if buckets and whole else None
+    return sizes_of_packs(seq_lengths, offsets, bucket)

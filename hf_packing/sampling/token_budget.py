@@ -11,7 +11,7 @@ from hf_packing.planning.overflow import Overflow, check_overflow
 from hf_packing.planning.shuffle import check_seed
 from hf_packing.sampling.batching import Batching, left_out
 from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of, rows_of
-from hf_packing.sampling.fill import fewest_micro_batches, fill
+from hf_packing.sampling.fill import fewest_micro_batches, fill, flat
 from hf_packing.sampling.level import level
 from hf_packing.sampling.pieces import Cut, cut_rows
 from hf_packing.sampling.sizes import RowSizes
@@ -98,20 +98,20 @@ class TokenBudget(Batching):
         wanted = steps * world_size
         seed = self.epoch_seed(epoch)
         tokens = cut.sizes.tokens[cut.kept]
-        filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), world_size, seed)
-        micro_batches = [cut.kept[group] for group in filled]
-        if missing := wanted - len(micro_batches):
-            cheapest = cut.kept[np.argsort(tokens, kind="stable")[:missing]]
-            micro_batches += [as_copies(row) for row in cheapest[:, None]]
-        order = level(self.cost(cut, micro_batches), world_size, accumulation, seed).ravel()
-        return plan_of([micro_batches[number] for number in order.tolist()], world_size, left_out(cut))
+        filled, offsets = flat(fill(tokens, self.max_tokens, min(wanted, len(tokens)), world_size, seed))
+        rows = cut.kept[filled]
+        if missing := wanted - (len(offsets) - 1):
+            shortest = cut.kept[np.argsort(tokens, kind="stable")[:missing]]
+            rows = np.concatenate([rows, as_copies(shortest)])
+            offsets = np.concatenate([offsets, offsets[-1] + np.arange(1, missing + 1)])
+        order = level(self.cost(cut, rows, offsets), world_size, accumulation, seed).ravel()
+        return plan_of(rows, offsets, order, world_size, left_out(cut))
 
-    def cost(self, cut: Cut, micro_batches: list[IntArray]) -> IntArray:
+    def cost(self, cut: Cut, rows: IntArray, offsets: IntArray) -> IntArray:
         """float64 [micro-batches]: what each costs, in pairs of tokens that are compared."""
-        rows = rows_of(np.concatenate(micro_batches))
-        begin = np.cumsum([0, *map(len, micro_batches[:-1])])
-        tokens = np.add.reduceat(cut.sizes.tokens[rows], begin)
+        tokens, squares = (
+            np.add.reduceat(of_row[rows_of(rows)], offsets[:-1]) for of_row in (cut.sizes.tokens, cut.sizes.squares)
+        )
         if self.balance == "tokens":
             return tokens.astype(np.float64)
-        linear = LINEAR_COST if self.linear_cost is None else self.linear_cost
-        return linear * tokens + np.add.reduceat(cut.sizes.squares[rows], begin)
+        return (LINEAR_COST if self.linear_cost is None else self.linear_cost) * tokens + squares

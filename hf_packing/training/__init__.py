@@ -1,15 +1,18 @@
 """Batches and losses that are right on any number of processes, for Trainer, SFTTrainer and loops of one's own.
 
-model_cost.py   how much of a model's work grows with tokens, how much with pairs of them
-losses.py       mean over tokens or over documents, whatever the split into ranks and accumulation
-ranks.py        which processes train on the same rows, and what of accelerate cannot be served
-rows_loader.py  a DataLoader of one rank, from a sampler
-loop.py         prepare_dataloader: batches for a loop of one's own
-evaluation.py   the mean loss over the tokens of a dataset
-refusals.py     trainers whose batches or losses are their own
-trl_head.py     the log-probabilities of SFTTrainer's fused head
-trainer.py      what attach changes in a trainer
-progress.py     what a checkpoint says of batches, and refusing another run's
-summary.py      steps, documents and tokens of an epoch
-attach.py       attach
+model_cost.py       how much of a model's work grows with tokens, how much with pairs of them
+losses.py           mean over tokens or over documents, whatever the split into ranks and accumulation
+loss_of_model.py    how a model makes its own loss, asked once
+compute_loss.py     the loss of a batch in a loop of one's own
+ranks.py            which processes train on the same rows, and what of accelerate cannot be served
+rows_loader.py      a DataLoader of one rank, from a sampler
+loop.py             prepare_dataloader: batches for a loop of one's own
+evaluation.py       the mean loss over the tokens of a dataset
+refusals.py         trainers whose batches or losses are their own
+trl_head.py         the log-probabilities of SFTTrainer's fused head
+planned_batches.py  what attach keeps for a trainer, and its loaders
+trainer.py          what attach puts before a trainer's own methods
+progress.py         what a checkpoint says of batches, and refusing another run's
+summary.py          steps, documents and tokens of an epoch
+attach.py           attach
 """

@@ -3,18 +3,26 @@
 from dataclasses import replace
 from typing import Any
 
-from hf_packing.attention.patch import patch_model
-from hf_packing.collate import PackingCollator
-from hf_packing.errors import PackingError
+from transformers import Trainer
+
+from hf_packing.attention.inner import inner_model
+from hf_packing.attention.installed import is_patched
+from hf_packing.attention.isolation import check_isolation
+from hf_packing.attention.patch import patch_model, unpatch_model
+from hf_packing.attention.sharded import where_weights_are
+from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.sampling.batching import Batching, check_batching
+from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.losses import Loss, check_loss, predicts_next
+from hf_packing.training.loss_of_model import learn_loss, refuse_unknown_loss
+from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.model_cost import with_cost_of
-from hf_packing.training.progress import PlannedBatches
+from hf_packing.training.planned_batches import PlannedBatches
+from hf_packing.training.progress import BatchesOfCheckpoint
 from hf_packing.training.ranks import data_rank
-from hf_packing.training.refusals import check_trainer, makes_its_own_loss
+from hf_packing.training.refusals import check_trainer, has_loss_of, sft_trainer_of
 from hf_packing.training.summary import EpochSummary, summary_of
-from hf_packing.training.trainer import Attached, PackedTrainer
+from hf_packing.training.trainer import PackedTrainer
 
 
 def attach(
@@ -29,8 +37,10 @@ def attach(
 
     The trainer then gets its micro-batches from the batching, the same number on every rank and in every epoch, in
     another order each epoch, and goes on with exactly the next one when it is resumed. Its model is patched to keep
-    documents apart. Its gradient does not depend on how a step is split into ranks and accumulated batches, and its
-    evaluation loss is the mean over all tokens. per_device_train_batch_size no longer means anything.
+    documents apart, where it is now: with FSDP or DeepSpeed that is before it moves to its device. Its gradient does
+    not depend on how a step is split into ranks and accumulated batches, and its evaluation loss is the mean over all
+    trainable tokens, of per_device_eval_batch_size rows at once; predictions come one flat row for each batch.
+    per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer matter to training batches.
 
     Args:
         trainer: transformers' Trainer or TRL's SFTTrainer, also subclasses that do not make their own batches.
@@ -66,33 +76,83 @@ def attach(
     check_batching(batching)
     check_trainer(trainer, loss)
     if match_documents_per_step is not None:
-        if not isinstance(batching, TokenBudget):
-            raise PackingError(
-                f"match_documents_per_step: expected None with {type(batching).__name__}, whose steps have a constant "
-                f"number of tokens, got {match_documents_per_step!r}"
-            )
-        batching = replace(batching, match_documents_per_step=match_documents_per_step)
-    replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    loss_of_trainer = makes_its_own_loss(trainer) or replaced or trainer.args.use_liger_kernel
-    if not loss_of_trainer:
-        predicts_next(trainer.model)
-    attached = Attached(
+        batching = matched(batching, match_documents_per_step)
+    planned = PlannedBatches(
         batching=with_cost_of(batching, trainer.model),
         loss=loss,
-        collator=PackingCollator(),
-        loss_of_trainer=loss_of_trainer,
-        loss_replaced=replaced,
+        loss_of_trainer=makes_its_own_loss(trainer),
+        sums_log_probs=sums_log_probs(trainer),
+        prove=prove,
     )
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    summary = summary_of(planned.sampler(trainer), unpacked * data_rank(trainer.accelerator).world_size)
+    for dataset in evaluated_datasets(trainer):
+        sizes_of(dataset)
+    patch_and_check(trainer, prove)
+    if not planned.loss_of_trainer and not learn_loss(trainer.model):
+        if loss == "sequence" or not trainer.model_accepts_loss_kwargs:
+            refuse_unknown_loss(trainer.model, loss)
+        planned.loss_of_trainer = True
+    trainer.planned_batches, trainer.data_collator = planned, planned.collator
+    trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or not planned.loss_of_trainer
+    trainer.add_callback(BatchesOfCheckpoint())
     kind = type(trainer)
-    changed = type(f"Packed{kind.__name__}", (PackedTrainer, kind), {"__module__": kind.__module__})
-    trainer.__class__, trainer.attached, trainer.data_collator = changed, attached, attached.collator
-    try:
-        summary = summary_of(trainer.train_sampler(), unpacked * data_rank(trainer.accelerator).world_size)
-        patch_model(trainer.model, prove=prove)
-    except BaseException:
-        trainer.__class__ = kind
-        raise
-    trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or not loss_of_trainer
-    trainer.add_callback(PlannedBatches())
+    trainer.__class__ = type(f"{kind.__name__}WithPlannedBatches", (PackedTrainer, kind), {"__module__": __name__})
     return summary
+
+
+def matched(batching: Batching, documents: int) -> Batching:
+    """The batching with so many documents in a step of the optimiser."""
+    if not isinstance(batching, TokenBudget):
+        raise PackingError(
+            f"match_documents_per_step: expected None with {type(batching).__name__}, whose steps are constant in "
+            f"tokens, got {documents!r}"
+        )
+    if batching.match_documents_per_step not in (None, documents):
+        raise PackingError(
+            f"match_documents_per_step: expected {batching.match_documents_per_step}, as {batching!r} says, got "
+            f"{documents!r}"
+        )
+    return replace(batching, match_documents_per_step=documents)
+
+
+def makes_its_own_loss(trainer: Trainer) -> bool:
+    replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    return not has_loss_of(trainer, Trainer) or replaced or bool(trainer.args.use_liger_kernel)
+
+
+def sums_log_probs(trainer: Trainer) -> bool:
+    """Whether the loss is the sum of the log-probabilities that SFTTrainer's fused head returns."""
+    sft_trainer = sft_trainer_of(trainer)
+    replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    return (
+        sft_trainer is not None
+        and has_loss_of(trainer, sft_trainer)
+        and trainer.args.loss_type == "nll"
+        and not replaced
+    )
+
+
+def evaluated_datasets(trainer: Trainer) -> list[Any]:
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, dict):
+        return list(dataset.values())
+    return [] if dataset is None else [dataset]
+
+
+def patch_and_check(trainer: Trainer, prove: bool) -> None:
+    """Patch the model; where it computes in mixed precision, look for leaks in that, too.
+
+    Raises:
+        ModelNotSupportedError: the model cannot be shown to keep documents apart; it is as it was before.
+    """
+    was_patched = is_patched(inner_model(trainer.model))
+    patch_model(trainer.model, prove=prove)
+    if trainer.accelerator.mixed_precision == "no" or where_weights_are(trainer.model) is not None:
+        return
+    with trainer.accelerator.autocast():
+        report = check_isolation(trainer.model)
+    if not report.isolated:
+        if not was_patched:
+            unpatch_model(trainer.model)
+        raise ModelNotSupportedError(f"in {trainer.accelerator.mixed_precision} mixed precision: {report.reason}")

@@ -13,7 +13,8 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.in_order import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.losses import exact_type, predicts_next, trainable_per_document, weighted_loss, weights_of
+from hf_packing.training.loss_of_model import predicts_next
+from hf_packing.training.losses import exact_type, trainable_per_document, weighted_loss, weights_of
 from hf_packing.training.ranks import check_accelerator, data_rank
 from hf_packing.training.rows_loader import rows_loader
 
@@ -74,10 +75,13 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     mean, shift = TokenMean(accelerator.device), predicts_next(model)
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        for batch in tqdm(rows_loader(dataset, sampler), desc="Evaluating", disable=not accelerator.is_main_process):
-            batch = send_to_device(batch, accelerator.device)
-            outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
-            mean.add(*summed_loss(outputs.logits, batch, shift))
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            loader = rows_loader(dataset, sampler)
+            for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
+                batch = send_to_device(batch, accelerator.device)
+                outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+                mean.add(*summed_loss(outputs.logits, batch, shift))
+    finally:
+        model.train(was_training)
     return mean.over_ranks(accelerator)

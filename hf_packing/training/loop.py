@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,12 +18,16 @@ from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
+from hf_packing.training.loss_of_model import learn_loss, refuse_unknown_loss
 from hf_packing.training.losses import Loss, check_loss, exact_type, items_in, with_share
 from hf_packing.training.model_cost import with_cost_of
 from hf_packing.training.ranks import check_accelerator, data_rank
 from hf_packing.training.rows_loader import rows_loader
 
 Batch = dict[str, Any]
+
+OF_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order"}
+"""Arguments of DataLoader that planned batches have no use for."""
 
 
 class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate has no types
@@ -64,11 +68,13 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             self.epoch, self.step, self.begin_at = check_whole_number("epoch", epoch, minimum=0), 0, 0
 
     def __iter__(self) -> Iterator[Batch]:
+        self.check_accumulation()
         self.batches.set_epoch(self.epoch)
         self.batches.first_step = self.step = self.begin_at
         self.begin_at = 0
         self.begin()
         try:
+            self.loader.generator.manual_seed(self.epoch)
             batches = iter(self.loader)
             while together := list(islice(batches, self.batches.accumulation)):
                 together = [send_to_device(batch, self.accelerator.device) for batch in together]
@@ -81,6 +87,20 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         finally:
             self.batches.first_step = 0
             self.end()
+
+    def check_accumulation(self) -> None:
+        """A step of the optimiser begins with the next batch, and has as many as were planned for it.
+
+        Raises:
+            PackingError: accelerate accumulates another number of batches now.
+        """
+        accumulated = self.accelerator.gradient_accumulation_steps
+        if accumulated != self.batches.accumulation:
+            raise PackingError(
+                f"gradient_accumulation_steps: expected {self.batches.accumulation}, as when prepare_dataloader was "
+                f"called, got {accumulated}; call it after accelerator.prepare"
+            )
+        self.accelerator.step = 0
 
     def items(self, batches: list[Batch]) -> torch.Tensor:
         """What the losses of these batches are divided by, so that accelerate's averages make them a mean of all."""
@@ -111,6 +131,8 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             PackingError: the state of other batches: another dataset, batching or accumulation, or in the middle of an
                 epoch another number of ranks.
         """
+        if missing := {"epoch", "step"} - state.keys():
+            raise PackingError(f"state: expected one that state_dict returned, it has no {min(missing)!r}")
         self.batches.check_same(state, whole_epochs=not state["step"])
         self.epoch, self.step, self.begin_at = state["epoch"], state["step"], state["step"]
 
@@ -135,7 +157,8 @@ def prepare_dataloader(
         dataset: map-style, packed or of documents.
         batching: TokenBudget or BucketBatches.
         loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each one's mean.
-        model: for the ratio that attention is balanced by; patch_model is not called here.
+        model: patched; its own loss is looked at once, so that compute_loss is the same, and its configuration, for the
+            ratio that attention is balanced by. None trusts the kind of its class, and takes a common ratio.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
@@ -143,7 +166,7 @@ def prepare_dataloader(
 
     Raises:
         PackingError: dispatch_batches, split_batches, context or sequence parallelism; no map-style dataset; fewer rows
-            than ranks; a row longer than a batch.
+            than ranks; a row longer than a batch; a model that makes its loss in another way.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp
@@ -152,9 +175,19 @@ def prepare_dataloader(
         >>> len(loader), sorted(batch["input_ids"].shape[1] for batch in loader)
         (2, [4, 5])
     """
+    if not isinstance(accelerator, Accelerator):
+        raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
     check_accelerator(accelerator)
     check_loss(loss)
+    if planned := OF_BATCHES & options.keys():
+        raise PackingError(f"{min(planned)}: expected none, since the batching decides which rows share a batch")
     batching = with_cost_of(check_batching(batching), model)
+    if model is not None and not learn_loss(model):
+        refuse_unknown_loss(model, loss)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings = accelerator.state.deepspeed_plugin.deepspeed_config
+        if settings.get("train_micro_batch_size_per_gpu") == "auto":
+            settings["train_micro_batch_size_per_gpu"] = 1  # a packed row
     rank, world_size = data_rank(accelerator)
     sampler = RankBatchSampler(batching, sizes_of(dataset), world_size, rank, accelerator.gradient_accumulation_steps)
     pinned = {"pin_memory": accelerator.device.type == "cuda"}

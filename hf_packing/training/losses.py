@@ -1,21 +1,20 @@
 """The loss of a global batch, as a sum of weighted tokens: right however the batch is split.
 
 "token" is the mean over all trainable tokens. "sequence" is the mean over documents of each document's own mean, so
-that all documents weigh the same however long they are (per-sequence loss of arXiv 2107.02027; loss weighting of
-arXiv 2401.18058). Both are sums over tokens of weights that know how many tokens or documents the whole batch has, on
-all ranks and over all accumulated steps. A batch without a trainable label has the loss zero.
+that all documents weigh the same however long they are; the pieces of one that was cut count one by one (per-sequence
+loss of arXiv 2107.02027; loss weighting of arXiv 2401.18058). Both are sums over tokens of weights that know how many
+tokens or documents the whole batch has, on all ranks and over all accumulated steps. A batch without a trainable label
+has the loss zero.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_packing.arrow.packed_rows import IGNORED_LABEL
-from hf_packing.attention.inner import inner_model
 from hf_packing.errors import PackingError
 
 Loss = Literal["token", "sequence"]
@@ -59,22 +58,6 @@ def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
     return labelled / trainable_per_document(batch).clamp(min=1).repeat_interleave(lengths)[None]
 
 
-def predicts_next(model: nn.Module) -> bool:
-    """Whether the model's logits are about the token after theirs, as those of causal models are.
-
-    Raises:
-        PackingError: neither a causal nor a masked language model.
-    """
-    names = {base.__name__ for base in type(inner_model(model)).__mro__}
-    if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        return True
-    if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
-        return False
-    raise PackingError(
-        f"model: expected a causal or a masked language model of transformers, got {type(inner_model(model)).__name__}"
-    )
-
-
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) -> Tensor:
     """The sum over tokens of weight times cross-entropy.
 
@@ -93,14 +76,6 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
     return losses @ weights.flatten().to(losses)
 
 
-def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
-    """The auxiliary loss of a mixture of experts, weighted as its configuration says; None without one."""
-    if (auxiliary := getattr(outputs, "aux_loss", None)) is None:
-        return None
-    weighted: Tensor = auxiliary * getattr(inner_model(model).config.get_text_config(), "router_aux_loss_coef", 0.0)
-    return weighted
-
-
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor) -> dict[str, Any]:
     """The batch with its share in the loss of a larger one.
 
@@ -115,37 +90,3 @@ def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor) -> dict[str,
     weights = weights_of(batch, loss) / items
     others = {name: value for name, value in batch.items() if name != "labels"}
     return {**others, TARGETS: batch["labels"], WEIGHTS: weights}
-
-
-def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The loss of a batch that `prepare_dataloader` made; `accelerator.backward(loss)` then does the rest.
-
-    Args:
-        model: a causal or masked language model of transformers, also as PEFT and accelerate have wrapped it.
-        batch: as the loader yields it.
-
-    Returns:
-        float scalar. Its gradient, averaged over ranks and accumulated steps as accelerate does, is that of the whole
-        batch's loss; where the model has a mixture of experts, their balancing loss is added, as the mean of those of
-        all micro-batches.
-
-    Raises:
-        PackingError: a batch that is not of prepare_dataloader, or a model that is no language model.
-
-    Example:
-        >>> import hf_packing as hfp, torch, transformers
-        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
-        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-        >>> hfp.compute_loss(model, {**batch, "num_items_in_batch": torch.tensor(3.0)}).shape
-        torch.Size([])
-    """
-    if ITEMS in batch and "labels" in batch:
-        batch = {**batch, TARGETS: batch["labels"], WEIGHTS: weights_of(batch, "token") / batch[ITEMS]}
-    if WEIGHTS not in batch:
-        raise PackingError(f"batch: expected one of prepare_dataloader, got {', '.join(batch) or 'nothing'}")
-    not_for_the_model = ("labels", ITEMS, TARGETS, WEIGHTS)
-    outputs = model(**{name: value for name, value in batch.items() if name not in not_for_the_model})
-    loss = weighted_loss(outputs.logits, batch[TARGETS], batch[WEIGHTS], predicts_next(model))
-    auxiliary = router_loss(outputs, model)
-    return loss if auxiliary is None else loss + auxiliary

@@ -9,7 +9,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.rows import SampledRows
 
 
-class PlannedBatches(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
+class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
     """Saved with a trainer's state: everything that decides which batches follow."""
 
     def __init__(self) -> None:
@@ -38,3 +38,4 @@ class PlannedBatches(TrainerCallback, ExportableState):  # type: ignore[misc]  #
                 )
             rows.sampler.check_same(saved)
         self.batches = rows.sampler.what_decides()
+        state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of others has no place for it

@@ -43,6 +43,10 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if accelerator.split_batches:
         raise PackingError("split_batches: expected False, got True: planned batches would be cut across processes")
+    if not accelerator.gradient_state.sync_with_dataloader:
+        raise PackingError(
+            "sync_with_dataloader: expected True, got False: the last gradients of an epoch would be lost"
+        )
     config = parallelism(accelerator)
     for size in ("cp_size", "sp_size"):
         if (ranks := getattr(config, size, 1) if config else 1) > 1:

@@ -6,17 +6,36 @@ from transformers import Trainer
 
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import Loss
-from hf_packing.training.ranks import check_accelerator
+from hf_packing.training.ranks import check_accelerator, parallelism
 
-OWN_BATCHES = ("get_train_dataloader", "_get_train_sampler")
+OF_BATCHES = (
+    "get_train_dataloader",
+    "_get_train_sampler",
+    "get_eval_dataloader",
+    "get_test_dataloader",
+    "get_batch_samples",
+)
+"""What attach replaces; a trainer's own would not be called any more."""
+
+EXPECTED = {
+    "average_tokens_across_devices": (True, "without it the gradient depends on the number of processes"),
+    "auto_find_batch_size": (False, "the batching decides how large batches are"),
+    "train_sampling_strategy": ("random", "the batching decides which rows share a batch, and in what order"),
+    "packing": (False, "rows are packed here; TRL's packing would hide documents in them"),
+    "eval_packing": (False, "rows are packed here; TRL's packing would hide documents in them"),
+}
+"""Arguments that contradict planned batches unless they have these values."""
 
 
-def is_sft_trainer(trainer: Trainer) -> bool:
-    return any(kind.__name__ == "SFTTrainer" and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
+def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
+    """SFTTrainer, where the trainer is one or a subclass of it that is not TRL's."""
+    of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
+    return of_trl if of_trl is not None and of_trl.__name__ == "SFTTrainer" else None
 
 
-def makes_its_own_loss(trainer: Trainer) -> bool:
-    return type(trainer).compute_loss is not Trainer.compute_loss
+def has_loss_of(trainer: Trainer, kind: type[Trainer]) -> bool:
+    """Whether the trainer's compute_loss is that of a class."""
+    return type(trainer).compute_loss is kind.compute_loss
 
 
 def check_trainer(trainer: Any, loss: Loss) -> Trainer:
@@ -27,28 +46,30 @@ def check_trainer(trainer: Any, loss: Loss) -> Trainer:
     """
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
-    name, module = type(trainer).__name__, type(trainer).__module__
-    own = [method for method in OWN_BATCHES if getattr(type(trainer), method) is not getattr(Trainer, method)]
-    if own or (module.startswith("trl.") and not is_sft_trainer(trainer)):
-        what = f"{name}.{own[0]} makes its own" if own else f"{name} trains on other rows than tokens and labels"
+    name, sft_trainer = type(trainer).__name__, sft_trainer_of(trainer)
+    own = [method for method in OF_BATCHES if getattr(type(trainer), method) is not getattr(Trainer, method)]
+    of_trl = any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__)
+    if own or (of_trl and sft_trainer is None):
+        what = f"{name}.{own[0]} makes its own" if own else f"{name} makes batches or losses of its own"
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, whose batches can be planned; {what}")
-    if loss == "sequence" and makes_its_own_loss(trainer) and not is_sft_trainer(trainer):
+    if loss == "sequence" and not has_loss_of(trainer, sft_trainer or Trainer):
         raise PackingError(f"loss: expected 'token', since {name}.compute_loss makes its own, got {loss!r}")
     check_accelerator(trainer.accelerator)
+    if trainer.get_tp_size() != getattr(parallelism(trainer.accelerator), "tp_size", 1):
+        raise PackingError(
+            f"tp_size: expected that of accelerate's parallelism_config, got {trainer.get_tp_size()} from the model or "
+            "DeepSpeed, whose ranks would get different rows"
+        )
     check_arguments(trainer, loss)
     return trainer
 
 
 def check_arguments(trainer: Trainer, loss: Loss) -> None:
     args = trainer.args
-    wanted = {
-        "average_tokens_across_devices": (True, "without it the gradient depends on the number of processes"),
-        "auto_find_batch_size": (False, "the batching decides how large batches are"),
-        "train_sampling_strategy": ("random", "the batching decides which rows share a batch, and in what order"),
-    }
-    for name, (value, why) in wanted.items():
-        if getattr(args, name) != value:
-            raise PackingError(f"{name}: expected {value!r}, since {why}, got {getattr(args, name)!r}")
+    for name, (value, why) in EXPECTED.items():
+        given = getattr(args, name, value)
+        if given is not None and given != value:
+            raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
     if args.n_gpu > 1:
         raise PackingError(
             f"n_gpu: expected a process for each of {args.n_gpu} GPUs, since nn.DataParallel would cut batches; start "
@@ -58,7 +79,8 @@ def check_arguments(trainer: Trainer, loss: Loss) -> None:
         for name, given in (
             ("label_smoothing_factor", args.label_smoothing_factor != 0),
             ("compute_loss_func", trainer.compute_loss_func is not None),
+            ("use_liger_kernel", args.use_liger_kernel),
             ("loss_type", getattr(args, "loss_type", "nll") != "nll"),
         ):
             if given:
-                raise PackingError(f"{name}: expected none, since loss='sequence' replaces it")
+                raise PackingError(f"{name}: expected none, since loss='sequence' makes another loss")

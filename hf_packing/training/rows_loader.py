@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from hf_packing.collate import PackingCollator
@@ -15,10 +16,11 @@ def rows_loader(dataset: Any, sampler: RankBatchSampler, **options: Any) -> Data
     Args:
         dataset: map-style, the rows the sampler was made for.
         sampler: of this rank.
-        options: further arguments of DataLoader; collate_fn is PackingCollator() where it is not given.
+        options: further arguments of DataLoader; collate_fn is PackingCollator() where it is not given. Seeds of
+            workers come from a generator of their own, since one that dropout uses would be at another place after a resume.
     """
     return DataLoader(
         SampledRows(dataset, sampler),
         batch_sampler=sampler,
-        **{"collate_fn": PackingCollator(), **options},
+        **{"collate_fn": PackingCollator(), "generator": torch.Generator(), **options},
     )

@@ -1,10 +1,12 @@
 """Steps, documents and tokens of an epoch: what packing changes for whoever trains."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.token_budget import TokenBudget
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class EpochSummary:
     """Of each rank."""
     world_size: int
     documents: int
-    """Packed ones count as their segments."""
+    """Packed ones count as their segments, and the pieces of one that was cut one by one."""
     tokens: int
     documents_per_step: float
     """Mean over the steps of the optimiser."""
@@ -34,7 +36,7 @@ class EpochSummary:
     lost_tokens: int
     """Of dropped and truncated documents."""
     unpacked_documents_per_step: int | None = None
-    """What the same arguments would give without packing."""
+    """What the same arguments would give without packing, where match_documents_per_step can keep it."""
 
     def __str__(self) -> str:
         text = (
@@ -55,8 +57,26 @@ class EpochSummary:
         )
 
 
-def summary_of(sampler: RankBatchSampler, unpacked_documents_per_step: int | None = None) -> EpochSummary:
-    """The summary of the sampler's current epoch."""
+def can_match(sampler: RankBatchSampler, documents: int) -> bool:
+    """Whether steps of the optimiser could have so many documents on average."""
+    batching = sampler.batching
+    if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
+        return False
+    try:
+        matched = replace(batching, match_documents_per_step=documents)
+        matched.steps_per_epoch(sampler.cut, sampler.world_size, sampler.accumulation)
+    except PackingError:
+        return False
+    return True
+
+
+def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
+    """The summary of the sampler's current epoch.
+
+    Args:
+        sampler: of any rank.
+        unpacked: documents a step of the optimiser would have without packing.
+    """
     plan, cut = sampler.plan, sampler.cut
     updates = -(-plan.num_steps // sampler.accumulation)
     tokens, documents = int(cut.sizes.tokens[cut.kept].sum()), int(cut.sizes.segments[cut.kept].sum())
@@ -74,5 +94,5 @@ def summary_of(sampler: RankBatchSampler, unpacked_documents_per_step: int | Non
         copies=plan.num_copies,
         left_out=len(np.asarray(plan.left_out)),
         lost_tokens=cut.lost_tokens,
-        unpacked_documents_per_step=unpacked_documents_per_step,
+        unpacked_documents_per_step=unpacked if can_match(sampler, unpacked) else None,
     )

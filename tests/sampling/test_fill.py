@@ -18,10 +18,6 @@ from hf_packing.sampling.level import level
 TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=80).map(np.array)
 
 
-def plain(groups):
-    return [list(map(int, group)) for group in groups]
-
-
 def tightest_room_first(rows, tokens, max_tokens):
     """Among micro-batches with as little room, the one that has had it for the shortest time."""
     groups, touched = [], []
@@ -44,7 +40,7 @@ def test_best_fit(tokens, max_tokens, random):
     rows = list(range(len(tokens)))
     random.shuffle(rows)
     expected = tightest_room_first(rows, tokens.tolist(), max_tokens)
-    assert plain(best_fit(np.array(rows), tokens, max_tokens)) == expected
+    assert best_fit(np.array(rows), tokens, max_tokens) == expected
 
 
 @settings(max_examples=300)
@@ -54,7 +50,7 @@ def test_deal_evenly(tokens, micro_batches):
     for row in range(len(tokens)):
         sums = [sum(tokens[r] for r in group) for group in expected]
         expected[sums.index(min(sums))].append(row)
-    assert plain(deal_evenly(np.arange(len(tokens)), tokens, micro_batches)) == expected
+    assert deal_evenly(np.arange(len(tokens)), tokens, micro_batches) == expected
 
 
 @given(TOKENS, st.integers(0, 99))
@@ -90,7 +86,7 @@ def test_divide_fullest(tokens, max_tokens, data):
     assert len(divided) == len(groups) + more
     assert sorted(np.concatenate(divided).tolist()) == list(range(len(tokens)))
     assert all(len(group) for group in divided)
-    kept = {tuple(sorted(group)) for group in plain(groups)} & {tuple(sorted(group)) for group in plain(divided)}
+    kept = {tuple(sorted(group)) for group in groups} & {tuple(sorted(group)) for group in divided}
     if more == 1:
         assert len(kept) == len(groups) - 1
 

@@ -58,7 +58,7 @@ def test_sizes_of_packed_rows(documents, strategy, change):
 
 def test_other_map_style_datasets_are_read_once(documents):
     plain = Plain([{"input_ids": row} for row in DOCUMENTS])
-    assert sizes_of(plain).fingerprint == sizes_of(documents).fingerprint
+    assert sizes_of(plain).tokens.tolist() == sizes_of(documents).tokens.tolist()
     transformed = documents.with_transform(lambda rows: {"input_ids": [row * 2 for row in rows["input_ids"]]})
     assert sizes_of(transformed).tokens.tolist() == [6, 2, 0, 10]
     packed = Plain([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1], "bucket": 4}])
@@ -72,11 +72,41 @@ def test_other_map_style_datasets_are_read_once(documents):
         ({"text": ["a"]}, "expected a column 'seq_lengths' or 'input_ids', got columns text"),
         ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths' beside 'position_ids'"),
         ({"input_ids": ["text"]}, "column 'input_ids': expected lists of integers, got string"),
+        ({"seq_lengths": [3]}, "column 'seq_lengths': expected lists of integers, got int64"),
+        ({"seq_lengths": [[3], [2]], "bucket": [4, None]}, "column 'bucket': expected an integer in every row"),
     ],
 )
 def test_datasets_without_lengths(rows, message):
     with pytest.raises(PackingError, match=message):
         sizes_of(datasets.Dataset.from_dict(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1, 2]], "expected rows that are mappings, row 0 is a list"),
+        ([{"input_ids": None}], "column 'input_ids': expected a list of integers in every row, row 0 has None"),
+        ([{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1]}], "column 'seq_lengths'.*row 1 has None"),
+    ],
+)
+def test_rows_without_lengths(rows, message):
+    with pytest.raises(PackingError, match=message):
+        sizes_of(Plain(rows))
+
+
+def test_rows_that_are_made_as_they_are_read_may_differ_in_their_tokens():
+    rows = [{"input_ids": [1, 2, 3]}]
+    before = sizes_of(Plain(rows)).fingerprint
+    assert sizes_of(Plain([{"input_ids": [1, 9, 3]}])).fingerprint == before
+
+
+@pytest.mark.parametrize("overflow", ["error", "truncate"])
+@pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5])
+def test_labels_of_another_length(overflow, labels):
+    budget = hfp.TokenBudget(8 if overflow == "error" else 2, overflow=overflow)
+    dataset = sampled(Plain([{"input_ids": [1, 2, 3], "labels": labels}]), budget)
+    with pytest.raises(PackingError, match="column 'labels': expected 3 values in row 0, as many as input_ids"):
+        dataset[0]
 
 
 def test_an_iterable_dataset(documents):

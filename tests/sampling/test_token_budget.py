@@ -20,7 +20,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
     lengths=LENGTHS,
     world_size=st.integers(1, 64),
     accumulation=st.integers(1, 8),
-    max_tokens=st.integers(40, 200),
+    max_tokens=st.sampled_from([40, 41, 50, 80, 200]),
     seed=st.integers(0, 9),
     balance=st.sampled_from(["attention", "tokens"]),
 )
@@ -49,6 +49,18 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         again = budget.plan_epoch(sizes, epoch=epoch, world_size=world_size, accumulation=accumulation)
         assert np.array_equal(again.rows, plan.rows)
         assert np.array_equal(again.offsets, plan.offsets)
+
+
+@pytest.mark.parametrize(("rows", "world_size", "copies"), [(1600, 1, 0), (1600, 64, 0), (1601, 64, 63), (2, 2, 0)])
+def test_full_rows_have_copies_for_the_last_step_only(rows, world_size, copies):
+    plan = hfp.TokenBudget(4096).plan_epoch(sizes_of_documents(np.full(rows, 4096)), world_size=world_size)
+    assert plan.num_steps == -(-rows // world_size)
+    assert plan.num_copies == copies
+
+
+def test_sizes_that_are_lengths():
+    with pytest.raises(PackingError, match="sizes: expected RowSizes, as sizes_of"):
+        hfp.TokenBudget(8).plan_epoch(np.array([3, 4]))
 
 
 @given(lengths=LENGTHS, world_size=st.integers(1, 8), max_tokens=st.integers(40, 200))

@@ -1,13 +1,17 @@
 """attach on one process: what it changes, what it leaves alone, and what it refuses."""
 
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from peft import LoraConfig, get_peft_model
 from tiny_models import build
 from training_process import documents, tokenizer
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import hf_packing as hfp
@@ -121,12 +125,14 @@ def test_a_masked_language_model(tmp_path):
 
 
 def test_a_mixture_of_experts_balances_its_routers(tmp_path):
-    def first_loss(**changes):
-        trainer = trainer_of(tmp_path, model=build("Mixtral", output_router_logits=True, **changes))
-        hfp.attach(trainer, hfp.TokenBudget(64))
-        return logged(trainer)[0]
-
-    assert first_loss(router_aux_loss_coef=0.5) > first_loss(router_aux_loss_coef=0.0) + 0.1
+    model = build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    trainer = trainer_of(tmp_path, model=model, gradient_accumulation_steps=2, max_steps=1)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    batches, items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, torch.device("cpu"))
+    with torch.no_grad():
+        parts = [model(**batch, num_items_in_batch=items) for batch in batches]
+    expected = sum(part.loss - part.aux_loss * 0.5 / 2 for part in parts)
+    assert logged(trainer) == [pytest.approx(float(expected), rel=1e-5)]
 
 
 def test_bucket_batches(tmp_path):
@@ -180,15 +186,117 @@ def test_attached_twice(tmp_path):
 )
 def test_arguments_that_contradict(tmp_path, changes, message):
     trainer = trainer_of(tmp_path, **changes)
+    before = vars(trainer).copy()
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert type(trainer) is Trainer
+    assert vars(trainer) == before
+
+
+def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise hfp.ModelNotSupportedError("it leaks")
+
+    monkeypatch.setattr("hf_packing.training.attach.patch_model", refuse)
+    trainer = trainer_of(tmp_path)
+    before = vars(trainer).copy()
+    with pytest.raises(hfp.ModelNotSupportedError, match="it leaks"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    assert type(trainer) is Trainer
+    assert vars(trainer) == before
+
+
+def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
+    report = SimpleNamespace(isolated=False, reason="it does")
+    monkeypatch.setattr("hf_packing.training.attach.check_isolation", lambda _: report)
+    trainer = trainer_of(tmp_path, bf16=True)
+    with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="is not"):
+        hfp.unpatch_model(trainer.model)
+
+
+def test_mixed_precision(tmp_path):
+    trainer = trainer_of(tmp_path, bf16=True)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert len(logged(trainer)) == 2
+
+
+def test_a_model_that_is_made_when_training_begins(tmp_path):
+    """Trainer builds a new one in train(), which has to be patched, too."""
+    trainer = Trainer(model_init=lambda: build("Llama"), args=arguments(tmp_path), train_dataset=documents(45))
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert hfp.check_isolation(trainer.model).isolated
+
+
+def test_lora(tmp_path):
+    model = get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
+    trainer = trainer_of(tmp_path, model=model)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert len(logged(trainer)) == 2
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_resumed_with_dropout(tmp_path, persistent):
+    """Seeds of workers are not drawn from the generator that dropout draws from."""
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    options |= {"dataloader_num_workers": 2 * persistent, "dataloader_persistent_workers": persistent}
+
+    def losses(resume=None, stop=None):
+        model = build("Llama")
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda _, __, out: torch.nn.functional.dropout(out, 0.5, model.training)
+        )
+        trainer = trainer_of(tmp_path, model=model, **options)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        if stop:
+            trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    losses(stop=2)
+    assert losses(resume=str(tmp_path / "checkpoint-2")) == losses()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_of_workers_are_the_same(tmp_path, persistent):
+    found = []
+    for workers in (0, 2):
+        options = {"dataloader_persistent_workers": persistent and workers > 0, "num_train_epochs": 2, "max_steps": -1}
+        trainer = trainer_of(tmp_path, dataloader_num_workers=workers, **options)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        found.append(logged(trainer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("default::UserWarning")  # dynamo looks at the gradients of tensors that have none
+def test_compiled(tmp_path):
+    found = []
+    for compiled in (False, True):
+        trainer = trainer_of(tmp_path, torch_compile=compiled, torch_compile_backend="eager" if compiled else None)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        found.append(logged(trainer))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_loss_that_is_another_stays_the_models(tmp_path):
+    model = tiny_model("jetmoe", "causal", output_router_logits=True)
+    trainer = trainer_of(tmp_path, model=model)
+    assert trainer.model_accepts_loss_kwargs
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert trainer.planned_batches.loss_of_trainer
+    assert len(logged(trainer)) == 2
+    with pytest.raises(PackingError, match="loss: expected a model whose own loss is the cross-entropy of its logits"):
+        hfp.attach(trainer_of(tmp_path, model=model), hfp.TokenBudget(64), loss="sequence")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: expected none, since loss='sequence' replaces it"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: expected none, since loss='sequence' makes another"),
         ({"kind": "own"}, "loss: expected 'token', since Own.compute_loss makes its own, got 'sequence'"),
     ],
 )
@@ -213,11 +321,37 @@ def test_context_parallelism(tmp_path):
         trainer.accelerator.state.parallelism_config = None
 
 
-@pytest.mark.parametrize("method", ["_get_train_sampler", "get_train_dataloader"])
+@pytest.mark.parametrize(
+    "method",
+    ["_get_train_sampler", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "get_batch_samples"],
+)
 def test_trainers_with_their_own_batches(tmp_path, method):
     own = type("GroupTrainer", (Trainer,), {method: lambda *_: None})
     with pytest.raises(PackingError, match=f"GroupTrainer.{method} makes its own"):
         hfp.attach(trainer_of(tmp_path, own), hfp.TokenBudget(64))
+
+
+@pytest.mark.parametrize(("name", "value"), [("packing", True), ("eval_packing", True)])
+def test_rows_that_trl_has_packed(tmp_path, name, value):
+    options = {name: value, "max_length": 48, "packing_strategy": "wrapped"}
+    trainer = trainer_of(tmp_path, SFTTrainer, **options)
+    with pytest.raises(PackingError, match=f"{name}: expected False, since rows are packed here"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+def test_trainers_of_trl_that_are_more_than_sft_trainer(tmp_path):
+    more = type("DistillingTrainer", (SFTTrainer,), {"__module__": "trl.experimental"})
+    with pytest.raises(PackingError, match="DistillingTrainer makes batches or losses of its own"):
+        hfp.attach(trainer_of(tmp_path, more), hfp.TokenBudget(64))
+    mine = type("MyTrainer", (SFTTrainer,), {})
+    hfp.attach(trainer_of(tmp_path, mine), hfp.TokenBudget(64), loss="sequence")
+
+
+def test_an_evaluation_that_cannot_be_planned(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset = documents(5).to_iterable_dataset()
+    with pytest.raises(PackingError, match="expected a map-style dataset"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 def test_trainers_on_pairs(tmp_path):
@@ -260,6 +394,41 @@ def test_a_checkpoint_without_batches(tmp_path):
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    trainer.train()
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "ignore_data_skip": True}
+    trainer = trainer_of(tmp_path, **options)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, _, state, control, **__):
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_restored_callbacks(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": True}
+
+    def losses(resume=None, stop=None):
+        trainer = trainer_of(tmp_path, max_steps=4, **options)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        if stop:
+            trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    stopped = losses(stop=2)
+    resumed = losses(resume=str(tmp_path / "checkpoint-2"))
+    assert len(stopped) == 2
+    assert resumed == losses()
+
+
 def test_a_checkpoint_of_another_budget(tmp_path):
     for budget, steps in ((64, 2), (72, 4)):
         trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=steps)
@@ -299,6 +468,17 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path, kind):
     assert max(found) - min(found) <= 1e-9 * max(found)
 
 
+def test_evaluation_of_several_datasets_and_with_metrics(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset = {"few": documents(3), "more": documents(9)}
+    trainer.compute_metrics = lambda predicted: {"rows": len(predicted.label_ids)}
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.args.per_device_eval_batch_size = 2
+    found = trainer.evaluate()
+    assert (found["eval_few_rows"], found["eval_more_rows"]) == (2, 5)
+    assert found["eval_few_loss"] == pytest.approx(trainer.evaluate(documents(3))["eval_loss"])
+
+
 def test_linear_cost():
     assert linear_cost_of(build("Llama").config) == pytest.approx((2 * 64 * (64 + 32) + 3 * 64 * 96) / (2 * 64))
     one_of_two_layers = build("Gemma2").config
@@ -309,10 +489,10 @@ def test_linear_cost():
 def test_the_balance_is_that_of_the_model(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    assert trainer.attached.batching.linear_cost == linear_cost_of(trainer.model.config)
+    assert trainer.planned_batches.batching.linear_cost == linear_cost_of(trainer.model.config)
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64, linear_cost=5))
-    assert trainer.attached.batching.linear_cost == 5
+    assert trainer.planned_batches.batching.linear_cost == 5
 
 
 def loader_of(**settings):
@@ -369,6 +549,68 @@ def test_no_checkpoint_between_accumulated_batches():
     next(iter(loader))
     with pytest.raises(PackingError, match="step: expected a checkpoint after 2 accumulated batches, got one after 1"):
         loader.state_dict()
+
+
+def test_iterating_draws_nothing_from_the_generator_of_dropout():
+    before = torch.get_rng_state()
+    list(loader_of())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["batch_size", "shuffle", "collate_fn", "in_order"])
+def test_options_that_the_batching_decides(name):
+    with pytest.raises(PackingError, match=f"{name}: expected none, since the batching decides"):
+        loader_of(**{name: 1})
+
+
+def test_arguments_in_another_order():
+    with pytest.raises(PackingError, match="accelerator: expected an Accelerator, got Dataset"):
+        hfp.prepare_dataloader(documents(3), Accelerator(cpu=True), hfp.TokenBudget(64))
+
+
+def test_a_state_of_something_else():
+    with pytest.raises(PackingError, match="state: expected one that state_dict returned, it has no 'epoch'"):
+        loader_of().load_state_dict({})
+
+
+def test_accumulation_that_changes():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    accelerator.gradient_accumulation_steps = 3
+    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 2.*got 3; call it after"):
+        next(iter(loader))
+
+
+def test_a_step_begins_with_the_first_batch_after_a_break():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    model = accelerator.prepare(hfp.patch_model(build("Llama")))
+    synchronised = []
+    for stop in (1, 1000):
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(hfp.compute_loss(model, batch))
+                synchronised.append(accelerator.sync_gradients)
+            if number + 1 == stop:
+                break
+    assert synchronised[:4] == [False, False, False, True]
+
+
+def test_the_last_gradients_of_an_epoch_are_used():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    try:
+        with pytest.raises(PackingError, match="sync_with_dataloader: expected True, got False"):
+            hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    finally:
+        accelerator.gradient_state._reset_state()
+
+
+def test_processes_that_do_not_know_of_each_other(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PackingError, match="expected one that knows of all 2 processes that were launched"):
+        hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
 
 
 def test_gradients_are_synchronised_at_the_end_of_an_epoch():

@@ -13,7 +13,8 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import items_in, predicts_next, trainable_per_document, weighted_loss, weights_of
+from hf_packing.training.loss_of_model import learn_loss, predicts_next
+from hf_packing.training.losses import items_in, trainable_per_document, weighted_loss, weights_of
 from hf_packing.training.trl_head import summed_log_probs, weighed
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
@@ -79,6 +80,39 @@ def test_which_logits_are_about_the_next_token():
     assert not predicts_next(tiny_model("bert", "masked"))
     with pytest.raises(PackingError, match="expected a causal or a masked language model.*got LlamaModel"):
         predicts_next(build("Llama").model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "expected"),
+    [("llama", "causal", True), ("bert", "masked", False), ("xlm", "masked", False), ("bart", "causal", False)],
+)
+def test_a_models_own_loss_decides(architecture, kind, expected):
+    model = hfp.patch_model(tiny_model(architecture, kind))
+    assert learn_loss(model)
+    assert predicts_next(model) == expected
+    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 3, 9, 12]}])
+    with torch.no_grad():
+        own, logits = model(**batch).loss, model(**{name: batch[name] for name in batch if name != "labels"}).logits
+    weights = weights_of(batch, "token") / 4
+    ours = [float(weighted_loss(logits, batch["labels"], weights, shift)) for shift in (expected, not expected)]
+    assert ours[0] == pytest.approx(float(own), rel=1e-4)
+    assert abs(ours[1] - float(own)) > 1e-3 * float(own)
+
+
+def test_a_loss_that_is_another():
+    """Its routers are weighed by a setting that is not known."""
+    assert not learn_loss(hfp.patch_model(tiny_model("jetmoe", "causal", output_router_logits=True)))
+
+
+def test_a_model_without_a_loss():
+    class Silent(type(build("Llama"))):
+        def forward(self, *args, **inputs):
+            inputs.pop("labels", None)
+            return super().forward(*args, **inputs)
+
+    model = build("Llama")
+    model.__class__ = Silent
+    assert not learn_loss(model)
 
 
 class Head(torch.nn.Module):

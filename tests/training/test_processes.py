@@ -89,6 +89,16 @@ def gradients_of_a_padded_batch(loss):
     return {name: p.grad for name, p in model.named_parameters()}, total.item()
 
 
+def test_the_gradient_of_sft_trainer_on_two_ranks(tmp_path):
+    """Its fused head makes the loss in float32."""
+    expected, _ = gradients_of_a_padded_batch("sequence")
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    settings = {"through": "sft", "loss": "sequence", "accumulation": 2, "optimiser": "sgd", "dtype": "float64"}
+    run(tmp_path, 2, documents=NUMBER, max_tokens=300, match_documents_per_step=NUMBER, epochs=1, **settings)
+    found = torch.load(tmp_path / "gradients.pt")
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5 * largest
+
+
 @pytest.mark.parametrize("through", ["trainer", "loop"])
 @pytest.mark.parametrize("loss", ["token", "sequence"])
 def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
