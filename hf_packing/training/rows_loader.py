@@ -16,8 +16,8 @@ def rows_loader(dataset: Any, sampler: RankBatchSampler, **options: Any) -> Data
     Args:
         dataset: map-style, the rows the sampler was made for.
         sampler: of this rank.
-        options: further arguments of DataLoader; collate_fn is PackingCollator() where it is not given. Seeds of
-            workers come from a generator of their own, since one that dropout uses would be at another place after a resume.
+        options: further arguments of DataLoader; collate_fn is PackingCollator() where it is not given. The seeds of
+            workers come from a generator of their own: one that dropout uses would be elsewhere after a resume.
     """
     return DataLoader(
         SampledRows(dataset, sampler),
