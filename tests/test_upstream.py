@@ -4,11 +4,17 @@ import inspect
 
 import datasets
 import pyarrow as pa
+import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from tiny_models import build
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch.utils.data import DataLoader
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer, TrainerState
 from transformers.masking_utils import flash_attention_mask
+
+from hf_packing.training.progress import BatchesOfCheckpoint
 
 
 def test_fingerprint_of_a_dataset():
@@ -55,3 +61,61 @@ def test_attention_implementation_of_a_model():
     assert isinstance(model.config.sub_configs, dict)
     model.set_attn_implementation("eager")
     assert model.config._attn_implementation_internal == "eager"
+
+
+class Told(torch.utils.data.Dataset):
+    """A dataset that remembers the epoch it is told."""
+
+    epoch = None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_a_dataset_is_told_the_epoch_also_where_batches_are_skipped():
+    """sampling.rows.SampledRows: without it, a resumed epoch would have the order of another."""
+    dataset = Told()
+    batches = [[0], [1, 2], [3]]
+    loader = prepare_data_loader(DataLoader(dataset, batch_sampler=batches), num_processes=1, process_index=0)
+    loader.set_epoch(3)
+    assert dataset.epoch == 3
+    skipped = skip_first_batches(loader, 1)
+    skipped.set_epoch(4)
+    assert dataset.epoch == 4
+    assert [batch.tolist() for batch in skipped] == batches[1:]
+
+
+def test_a_loader_of_batches_of_any_size_has_no_remainder():
+    """training.loop.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
+    loader = prepare_data_loader(DataLoader(Told(), batch_sampler=[[0, 1, 2], [3]]), num_processes=1, process_index=0)
+    list(loader)
+    assert loader.remainder == -1
+
+
+def test_what_trainer_calls():
+    """training.trainer.PackedTrainer: without these, batches and losses would be the trainer's own again."""
+    assert list(inspect.signature(Trainer.get_batch_samples).parameters) == [
+        "self",
+        "epoch_iterator",
+        "num_batches",
+        "device",
+    ]
+    source = inspect.getsource(Trainer)
+    for call in ("self.get_train_dataloader()", "self.get_eval_dataloader(", "self.get_batch_samples("):
+        assert call in source
+    assert "self.current_gradient_accumulation_steps = " in source
+    assert "self.model_accepts_loss_kwargs" in source
+
+
+def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
+    """training.progress.BatchesOfCheckpoint: without it, a resumed run could not tell whose batches it goes on with."""
+    state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint()])
+    state.save_to_json(tmp_path / "state.json")
+    found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks
+    assert found == {"BatchesOfCheckpoint": {"args": {}, "attributes": {"batches": None}}}

@@ -1,0 +1,55 @@
+"""Evaluation is the mean over trainable tokens, whatever the batches."""
+
+import datasets
+import pytest
+import torch
+from tiny_models import build
+from trainers import trainer_of
+from training_process import documents
+from transformers import Trainer
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+
+def test_evaluation_with_nothing_to_evaluate(tmp_path):
+    nothing = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, -100]]})
+    trainer = trainer_of(tmp_path)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="dataset: expected a label to evaluate on, all are -100"):
+        trainer.evaluate(nothing)
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_evaluation_is_the_mean_over_tokens(tmp_path, kind):
+    model = build("Llama", torch.float64)
+    data = documents(20)
+    total, tokens = 0.0, 0
+    for ids, labels in zip(data["input_ids"], data["labels"], strict=True):
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        wanted = torch.tensor(labels[1:])
+        total += torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
+        tokens += int((wanted != -100).sum())
+    trainer = trainer_of(tmp_path, kind, model=model, data=data)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    found = []
+    for rows in (1, 2, 4):
+        trainer.args.per_device_eval_batch_size = rows
+        found += [trainer.evaluate(data)["eval_loss"], trainer.predict(data).metrics["test_loss"]]
+    in_float32 = kind is SFTTrainer  # its fused head makes log-probabilities in float32
+    assert found == pytest.approx([total / tokens] * 6, rel=1e-6 if in_float32 else 1e-12)
+    assert max(found) - min(found) <= 1e-9 * max(found)
+
+
+def test_evaluation_of_several_datasets_and_with_metrics(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset = {"few": documents(3), "more": documents(9)}
+    trainer.compute_metrics = lambda predicted: {"rows": len(predicted.label_ids)}
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.args.per_device_eval_batch_size = 2
+    found = trainer.evaluate()
+    assert (found["eval_few_rows"], found["eval_more_rows"]) == (2, 5)
+    assert found["eval_few_loss"] == pytest.approx(trainer.evaluate(documents(3))["eval_loss"])

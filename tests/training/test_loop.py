@@ -1,0 +1,162 @@
+"""prepare_dataloader on one process: epochs, state, accumulation, losses."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from tiny_models import build
+from training_process import documents
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+
+def loader_of(**settings):
+    return hfp.prepare_dataloader(Accelerator(cpu=True), documents(45), hfp.TokenBudget(64), **settings)
+
+
+def test_a_models_own_loss_is_right_in_a_loop():
+    """model(**batch).loss and compute_loss agree, and their mean over batches is the mean over tokens."""
+    model = hfp.patch_model(build("Llama"))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1000)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    own, ours = [], []
+    for batch in loader:
+        own.append(model(**batch).loss.item() / 1000)
+        ours.append(hfp.compute_loss(model, batch).item() / 1000)
+    assert own == pytest.approx(ours, rel=1e-5)
+    assert sum(ours) == pytest.approx(hfp.evaluation_loss(accelerator, model, documents(45)), rel=1e-5)
+
+
+def test_a_loop_counts_its_epochs():
+    loader = loader_of()
+    first = [batch["input_ids"].tolist() for batch in loader]
+    assert loader.epoch == 1
+    second = [batch["input_ids"].tolist() for batch in loader]
+    assert sorted(map(str, first)) != sorted(map(str, second))
+    loader.set_epoch(0)
+    assert [batch["input_ids"].tolist() for batch in loader] == first
+    next(iter(loader))
+    assert [batch["input_ids"].tolist() for batch in loader] == second
+
+
+def test_a_loop_goes_on_from_its_state():
+    loader = loader_of()
+    expected = [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)]
+    for epoch in range(2):
+        for steps in range(1, len(loader) + 1):
+            before = loader_of()
+            before.set_epoch(epoch)
+            batches = iter(before)
+            for _ in range(steps):
+                next(batches)
+            after = loader_of()
+            after.load_state_dict(before.state_dict())
+            if steps == len(loader):
+                assert (after.epoch, after.step) == (epoch + 1, 0)
+            else:
+                assert [batch["input_ids"].tolist() for batch in after] == expected[epoch][steps:]
+                assert after.epoch == epoch + 1
+
+
+def test_no_checkpoint_between_accumulated_batches():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    next(iter(loader))
+    with pytest.raises(PackingError, match="step: expected a checkpoint after 2 accumulated batches, got one after 1"):
+        loader.state_dict()
+
+
+def test_iterating_draws_nothing_from_the_generator_of_dropout():
+    before = torch.get_rng_state()
+    list(loader_of())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ["batch_size", "shuffle", "collate_fn", "in_order"])
+def test_options_that_the_batching_decides(name):
+    with pytest.raises(PackingError, match=f"{name}: expected none, since the batching decides"):
+        loader_of(**{name: 1})
+
+
+def test_arguments_in_another_order():
+    with pytest.raises(PackingError, match="accelerator: expected an Accelerator, got Dataset"):
+        hfp.prepare_dataloader(documents(3), Accelerator(cpu=True), hfp.TokenBudget(64))
+
+
+def test_a_state_of_something_else():
+    with pytest.raises(PackingError, match="state: expected one that state_dict returned, it has no 'epoch'"):
+        loader_of().load_state_dict({})
+
+
+def test_accumulation_that_changes():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    accelerator.gradient_accumulation_steps = 3
+    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 2.*got 3; call it after"):
+        next(iter(loader))
+
+
+def test_a_step_begins_with_the_first_batch_after_a_break():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    model = accelerator.prepare(hfp.patch_model(build("Llama")))
+    synchronised = []
+    for stop in (1, 1000):
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(hfp.compute_loss(model, batch))
+                synchronised.append(accelerator.sync_gradients)
+            if number + 1 == stop:
+                break
+    assert synchronised[:4] == [False, False, False, True]
+
+
+def test_the_last_gradients_of_an_epoch_are_used():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    try:
+        with pytest.raises(PackingError, match="sync_with_dataloader: expected True, got False"):
+            hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    finally:
+        accelerator.gradient_state._reset_state()
+
+
+def test_processes_that_do_not_know_of_each_other(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PackingError, match="expected one that knows of all 2 processes that were launched"):
+        hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+
+
+def test_gradients_are_synchronised_at_the_end_of_an_epoch():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    assert len(loader) % 3
+    model = accelerator.prepare(hfp.patch_model(build("Llama")))
+    synchronised = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(hfp.compute_loss(model, batch))
+            synchronised.append(accelerator.sync_gradients)
+    assert [step + 1 for step, done in enumerate(synchronised) if done] == [*range(3, len(loader), 3), len(loader)]
+
+
+def test_a_batch_without_its_share():
+    with pytest.raises(PackingError, match="batch: expected one of prepare_dataloader, got input_ids"):
+        hfp.compute_loss(build("Llama"), {"input_ids": torch.tensor([[5, 6]])})
+
+
+def test_sequence_weights_leave_models_no_labels():
+    batch = next(iter(loader_of(loss="sequence")))
+    assert "labels" not in batch
+    assert float(batch["target_weights"].sum()) == pytest.approx(1.0)
+    assert np.isfinite(hfp.compute_loss(build("Llama"), batch).item())
+
+
+def test_more_ranks_than_rows():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(PackingError, match="at least one row for each of 1 ranks, got 0 rows with tokens"):
+        hfp.prepare_dataloader(accelerator, datasets.Dataset.from_dict({"input_ids": [[]]}), hfp.TokenBudget(8))

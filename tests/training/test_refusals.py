@@ -1,0 +1,165 @@
+"""Trainers, arguments and data that attach refuses, and that are as they were afterwards."""
+
+from types import SimpleNamespace
+
+import datasets
+import pytest
+from tiny_models import build
+from trainers import arguments, trainer_of
+from training_process import documents, tokenizer
+from transformers import Trainer
+from trl import DPOConfig, DPOTrainer, SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+
+def test_another_collator_after_attach(tmp_path):
+    trainer = trainer_of(tmp_path)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.data_collator = lambda rows: rows[0]
+    with pytest.raises(PackingError, match="data_collator: expected the one that attach has set, got function"):
+        trainer.train()
+
+
+def test_attached_twice(tmp_path):
+    trainer = trainer_of(tmp_path)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="attach was called on it before"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices: expected True, since without it"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size: expected False"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: expected 'random'"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches: expected False, got True"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches: expected False, got True"),
+    ],
+)
+def test_arguments_that_contradict(tmp_path, changes, message):
+    trainer = trainer_of(tmp_path, **changes)
+    before = vars(trainer).copy()
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    assert type(trainer) is Trainer
+    assert vars(trainer) == before
+
+
+def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise hfp.ModelNotSupportedError("it leaks")
+
+    monkeypatch.setattr("hf_packing.training.attach.patch_model", refuse)
+    trainer = trainer_of(tmp_path)
+    before = vars(trainer).copy()
+    with pytest.raises(hfp.ModelNotSupportedError, match="it leaks"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    assert type(trainer) is Trainer
+    assert vars(trainer) == before
+
+
+def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
+    report = SimpleNamespace(isolated=False, reason="it does")
+    monkeypatch.setattr("hf_packing.training.attach.check_isolation", lambda _: report)
+    trainer = trainer_of(tmp_path, bf16=True)
+    with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="is not"):
+        hfp.unpatch_model(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: expected none, since loss='sequence' makes another"),
+        ({"kind": "own"}, "loss: expected 'token', since Own.compute_loss makes its own, got 'sequence'"),
+    ],
+)
+def test_losses_that_contradict(tmp_path, changes, message):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            raise NotImplementedError
+
+    kind = Own if changes.pop("kind", None) else Trainer
+    trainer = trainer_of(tmp_path, kind, **changes)
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
+
+
+def test_context_parallelism(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.accelerator.state.parallelism_config = type("Config", (), {"tp_size": 1, "cp_size": 2, "sp_size": 1})()
+    try:
+        with pytest.raises(PackingError, match="cp_size: expected 1, got 2: rows cut across processes"):
+            hfp.attach(trainer, hfp.TokenBudget(64))
+    finally:
+        trainer.accelerator.state.parallelism_config = None
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["_get_train_sampler", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "get_batch_samples"],
+)
+def test_trainers_with_their_own_batches(tmp_path, method):
+    own = type("GroupTrainer", (Trainer,), {method: lambda *_: None})
+    with pytest.raises(PackingError, match=f"GroupTrainer.{method} makes its own"):
+        hfp.attach(trainer_of(tmp_path, own), hfp.TokenBudget(64))
+
+
+@pytest.mark.parametrize(("name", "value"), [("packing", True), ("eval_packing", True)])
+def test_rows_that_trl_has_packed(tmp_path, name, value):
+    options = {name: value, "max_length": 48, "packing_strategy": "wrapped"}
+    trainer = trainer_of(tmp_path, SFTTrainer, **options)
+    with pytest.raises(PackingError, match=f"{name}: expected False, since rows are packed here"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+def test_trainers_of_trl_that_are_more_than_sft_trainer(tmp_path):
+    more = type("DistillingTrainer", (SFTTrainer,), {"__module__": "trl.experimental"})
+    with pytest.raises(PackingError, match="DistillingTrainer makes batches or losses of its own"):
+        hfp.attach(trainer_of(tmp_path, more), hfp.TokenBudget(64))
+    mine = type("MyTrainer", (SFTTrainer,), {})
+    hfp.attach(trainer_of(tmp_path, mine), hfp.TokenBudget(64), loss="sequence")
+
+
+def test_an_evaluation_that_cannot_be_planned(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset = documents(5).to_iterable_dataset()
+    with pytest.raises(PackingError, match="expected a map-style dataset"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+def test_trainers_on_pairs(tmp_path):
+    pairs = datasets.Dataset.from_dict({"prompt": ["<3>"], "chosen": ["<4>"], "rejected": ["<5>"]})
+    config = arguments(tmp_path, DPOConfig)
+    trainer = DPOTrainer(build("Llama"), build("Llama"), config, train_dataset=pairs, processing_class=tokenizer())
+    with pytest.raises(PackingError, match="trainer: expected a Trainer or an SFTTrainer.*DPOTrainer"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "batching", "loss", "message"),
+    [
+        (None, hfp.TokenBudget(64), "token", "trainer: expected a Trainer or an SFTTrainer, got NoneType"),
+        ("given", 64, "token", "batching: expected TokenBudget.* got 64"),
+        ("given", hfp.TokenBudget, "token", "did you forget its arguments, as in TokenBudget"),
+        ("given", hfp.TokenBudget(64), "mean", "loss: expected one of token, sequence, got 'mean'"),
+        ("given", hfp.BucketBatches(64), "token", "dataset: expected a column 'bucket'"),
+        ("given", hfp.TokenBudget(8), "token", "max_tokens: row 0 has"),
+    ],
+)
+def test_bad_arguments(tmp_path, trainer, batching, loss, message):
+    trainer = trainer_of(tmp_path) if trainer else None
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, batching, loss=loss)
+    assert trainer is None or type(trainer) is Trainer
+
+
+def test_documents_per_step_of_buckets(tmp_path):
+    with pytest.raises(PackingError, match="match_documents_per_step: expected None with BucketBatches"):
+        hfp.attach(trainer_of(tmp_path), hfp.BucketBatches(64), match_documents_per_step=4)

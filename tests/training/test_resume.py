@@ -1,0 +1,88 @@
+"""Checkpoints: going on with exactly what would have come, and refusing those of others."""
+
+import pytest
+import torch
+from tiny_models import build
+from trainers import trainer_of
+from transformers import TrainerCallback
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_resumed_with_dropout(tmp_path, persistent):
+    """Seeds of workers are not drawn from the generator that dropout draws from."""
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    options |= {"dataloader_num_workers": 2 * persistent, "dataloader_persistent_workers": persistent}
+
+    def losses(resume=None, stop=None):
+        model = build("Llama")
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda _, __, out: torch.nn.functional.dropout(out, 0.5, model.training)
+        )
+        trainer = trainer_of(tmp_path, model=model, **options)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        if stop:
+            trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    losses(stop=2)
+    assert losses(resume=str(tmp_path / "checkpoint-2")) == losses()
+
+
+def test_a_checkpoint_without_batches(tmp_path):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    trainer.train()
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=4)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="expected a checkpoint of a trainer with attached batches"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    trainer.train()
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "ignore_data_skip": True}
+    trainer = trainer_of(tmp_path, **options)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, _, state, control, **__):
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_restored_callbacks(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": True}
+
+    def losses(resume=None, stop=None):
+        trainer = trainer_of(tmp_path, max_steps=4, **options)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        if stop:
+            trainer.add_callback(StopAt(stop))
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    stopped = losses(stop=2)
+    resumed = losses(resume=str(tmp_path / "checkpoint-2"))
+    assert len(stopped) == 2
+    assert resumed == losses()
+
+
+def test_a_checkpoint_of_another_budget(tmp_path):
+    for budget, steps in ((64, 2), (72, 4)):
+        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=steps)
+        hfp.attach(trainer, hfp.TokenBudget(budget))
+        if budget == 64:
+            trainer.train()
+    with pytest.raises(PackingError, match=r"batching: expected .TokenBudget\(.*max_tokens=64.* got .*max_tokens=72"):
+        trainer.train(resume_from_checkpoint=True)
