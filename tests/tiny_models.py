@@ -90,3 +90,19 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes) -> PreTraine
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped one has no float64
     return model.to(dtype)
+
+
+def with_loss_times(factor: float | None) -> PreTrainedModel:
+    """A model whose own loss is the usual one times a factor; None for none."""
+    model = build("Llama")
+    usual = type(model)
+
+    class Other(usual):
+        def forward(self, *args, **inputs):
+            outputs = usual.forward(self, *args, **inputs)
+            if outputs.loss is not None:
+                outputs.loss = None if factor is None else outputs.loss * factor
+            return outputs
+
+    model.__class__ = Other
+    return model
