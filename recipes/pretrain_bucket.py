@@ -58,6 +58,12 @@ def main() -> None:
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=arguments.accumulation
     )
+    train(accelerator, arguments)
+    accelerator.free_memory()  # before the group of processes ends, which a DDP model must not outlive
+    accelerator.end_training()
+
+
+def train(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
     with accelerator.main_process_first():
         texts = read_documents(arguments.data)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import datasets
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer, TrlParser
 
@@ -136,15 +137,30 @@ def main() -> None:
         )
         rows, batching = packed(documents, arguments)
 
+    if config.process_index == 0:
+        print(f"{len(documents):,} documents in {len(rows):,} rows")
+    accelerator = train(arguments, config, tokenizer, rows, batching)
+    accelerator.free_memory()  # before the group of processes ends, which a DDP model must not outlive
+    accelerator.end_training()
+
+
+def train(
+    arguments: Arguments,
+    config: SFTConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: datasets.Dataset,
+    batching: hfp.TokenBudget | hfp.BucketBatches,
+) -> Accelerator:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     trainer = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
     summary = hfp.attach(
         trainer, batching, loss=arguments.loss, match_documents_per_step=arguments.match_documents_per_step
     )
     if trainer.is_world_process_zero():
-        print(f"{len(documents):,} documents in {len(rows):,} rows\n{summary}")
+        print(summary)
     trainer.train()
     trainer.save_model()
+    return trainer.accelerator
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ def through_trainer(settings, folder, data, model):
     for size in settings["eval_batch_sizes"]:
         trainer.args.per_device_eval_batch_size = size
         log.write("evaluated", rows=size, loss=trainer.evaluate(data)["eval_loss"])
+    return trainer.accelerator
 
 
 def through_loop(settings, folder, data, model):
@@ -177,6 +178,7 @@ def through_loop(settings, folder, data, model):
     for size in settings["eval_batch_sizes"]:
         loss = hfp.evaluation_loss(accelerator, model, data, rows_per_batch=size)
         log.write("evaluated", rows=size, loss=loss)
+    return accelerator
 
 
 def main():
@@ -186,7 +188,10 @@ def main():
     if settings["packed"]:
         data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
     model = hfp.patch_model(build("Llama", getattr(torch, settings["dtype"])))
-    (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
+    accelerator = (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
+    del model
+    accelerator.free_memory()  # a DDP model that outlives its processes' group can abort the interpreter at its end
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
