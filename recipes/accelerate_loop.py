@@ -88,7 +88,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
         documents = tokenise(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
 
-    model = hfp.patch_model(new_model(arguments, len(tokenizer)).to(accelerator.device))
+    model = new_model(arguments, len(tokenizer)).to(accelerator.device)
     budget = hfp.TokenBudget(arguments.max_tokens, overflow="split")
     loader = hfp.prepare_dataloader(accelerator, documents["train"], budget, loss=arguments.loss, model=model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)

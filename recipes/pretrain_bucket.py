@@ -68,7 +68,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
         texts = read_documents(arguments.data)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
         packed = hfp.pack(tokenise(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
-    model = hfp.patch_model(new_model(arguments, len(tokenizer)).to(accelerator.device))
+    model = new_model(arguments, len(tokenizer)).to(accelerator.device)
     batching = hfp.BucketBatches(arguments.tokens_per_batch, order=arguments.order, cycles=arguments.cycles)
     loader = hfp.prepare_dataloader(accelerator, packed, batching, model=model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packing.errors import PackingError
-from hf_packing.training.loss_of_model import predicts_next, router_loss
+from hf_packing.training.loss_of_model import check_patched, predicts_next, router_loss
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, weighted_loss, weights_of
 
 
@@ -23,7 +23,7 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         averages over ranks and accumulated steps.
 
     Raises:
-        PackingError: a batch that is not of prepare_dataloader, or a model that is no language model.
+        PackingError: a batch that is not of prepare_dataloader; a model that is not patched, or no language model.
 
     Example:
         >>> import hf_packing as hfp, torch, transformers
@@ -39,6 +39,7 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         batch = {**batch, TARGETS: batch["labels"], WEIGHTS: weights_of(batch, "token") / batch[ITEMS]}
     if WEIGHTS not in batch:
         raise PackingError(f"batch: expected one of prepare_dataloader, got {', '.join(batch) or 'nothing'}")
+    check_patched(model)
     not_for_the_model = ("labels", ITEMS, TARGETS, WEIGHTS)
     outputs = model(**{name: value for name, value in batch.items() if name not in not_for_the_model})
     loss = weighted_loss(outputs.logits, batch[TARGETS], batch[WEIGHTS], predicts_next(model))

@@ -13,7 +13,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.in_order import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.loss_of_model import predicts_next
+from hf_packing.training.loss_of_model import check_patched, predicts_next
 from hf_packing.training.losses import exact_type, trainable_per_document, weighted_loss, weights_of
 from hf_packing.training.ranks import check_accelerator, data_rank
 from hf_packing.training.rows_loader import rows_loader
@@ -59,7 +59,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         The same number on all ranks. Its exponential is the perplexity.
 
     Raises:
-        PackingError: fewer rows than ranks, or no trainable token.
+        PackingError: fewer rows than ranks, no trainable token, or a model that is not patched.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp, transformers
@@ -70,6 +70,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         5
     """
     check_accelerator(accelerator)
+    check_patched(model)
     rank, world_size = data_rank(accelerator)
     sampler = RankBatchSampler(InOrder(rows_per_batch), sizes_of(dataset), world_size, rank)
     mean, shift = TokenMean(accelerator.device), predicts_next(model)

@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_packing.attention.patch import patch_model
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.batching import Batching, check_batching
@@ -98,7 +99,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if accumulated != self.batches.accumulation:
             raise PackingError(
                 f"gradient_accumulation_steps: expected {self.batches.accumulation}, as when prepare_dataloader was "
-                f"called, got {accumulated}; call it after accelerator.prepare"
+                f"called, got {accumulated}, which DeepSpeed may have set; give Accelerator the same"
             )
         self.accelerator.step = 0
 
@@ -157,8 +158,9 @@ def prepare_dataloader(
         dataset: map-style, packed or of documents.
         batching: TokenBudget or BucketBatches.
         loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each one's mean.
-        model: patched; its own loss is looked at once, so that compute_loss is the same, and its configuration, for the
-            ratio that attention is balanced by. None trusts the kind of its class, and takes a common ratio.
+        model: patched here, unless it is already. Its own loss is looked at once, so that compute_loss is the same, and
+            its configuration, for the ratio that attention is balanced by. None leaves the model to you, trusts the
+            kind of its class, and takes a common ratio.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
@@ -166,7 +168,8 @@ def prepare_dataloader(
 
     Raises:
         PackingError: dispatch_batches, split_batches, context or sequence parallelism; no map-style dataset; fewer rows
-            than ranks; a row longer than a batch; a model that makes its loss in another way.
+            than ranks; a row longer than a batch; a model that makes its loss in another way, or is sharded already.
+        ModelNotSupportedError: the model cannot be shown to keep documents apart.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp
@@ -182,14 +185,17 @@ def prepare_dataloader(
     if planned := OF_BATCHES & options.keys():
         raise PackingError(f"{min(planned)}: expected none, since the batching decides which rows share a batch")
     batching = with_cost_of(check_batching(batching), model)
-    if model is not None and not learn_loss(model):
-        refuse_unknown_loss(model, loss)
+    sizes = sizes_of(dataset)
+    if model is not None:
+        patch_model(model)
+        if not learn_loss(model):
+            refuse_unknown_loss(model, loss)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # a packed row
     rank, world_size = data_rank(accelerator)
-    sampler = RankBatchSampler(batching, sizes_of(dataset), world_size, rank, accelerator.gradient_accumulation_steps)
+    sampler = RankBatchSampler(batching, sizes, world_size, rank, accelerator.gradient_accumulation_steps)
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
     loader = PackedLoader(accelerator, rows_loader(dataset, sampler, **(pinned | options)), sampler, loss)
     accelerator.register_for_checkpointing(loader)

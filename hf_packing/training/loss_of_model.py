@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_packing.attention.documents import random_documents
 from hf_packing.attention.inner import inner_model
+from hf_packing.attention.installed import is_patched
 from hf_packing.attention.probe import device_of_inputs
 from hf_packing.attention.sharded import where_weights_are
 from hf_packing.collate import PackingCollator
@@ -83,6 +84,20 @@ def learn_loss(model: nn.Module) -> bool:
             LEARNT[inner] = shift
             return True
     return False
+
+
+def check_patched(model: nn.Module) -> None:
+    """Refuse a model that has not been shown to keep the documents of a packed batch apart.
+
+    Raises:
+        PackingError: it is not patched.
+    """
+    inner = inner_model(model)
+    if not is_patched(inner):
+        raise PackingError(
+            f"model: expected one that patch_model has patched, {type(inner).__name__} is not, and may let documents "
+            "read each other; prepare_dataloader(..., model=model) patches it, too"
+        )
 
 
 def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from tiny_models import build
+from tiny_models import build, with_loss_times
 from training_process import documents
 
 import hf_packing as hfp
@@ -95,7 +95,7 @@ def test_accumulation_that_changes():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     accelerator.gradient_accumulation_steps = 3
-    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 2.*got 3; call it after"):
+    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 2.*got 3, which DeepSpeed"):
         next(iter(loader))
 
 
@@ -147,13 +147,33 @@ def test_gradients_are_synchronised_at_the_end_of_an_epoch():
 def test_a_batch_without_its_share():
     with pytest.raises(PackingError, match="batch: expected one of prepare_dataloader, got input_ids"):
         hfp.compute_loss(build("Llama"), {"input_ids": torch.tensor([[5, 6]])})
+    with pytest.raises(PackingError, match="batch: expected one of prepare_dataloader, got NoneType"):
+        hfp.compute_loss(build("Llama"), None)
+
+
+def test_a_model_that_is_not_patched():
+    model, accelerator = build("Llama"), Accelerator(cpu=True)
+    for call in (
+        lambda: hfp.compute_loss(model, next(iter(loader_of()))),
+        lambda: hfp.evaluation_loss(accelerator, model, documents(3)),
+    ):
+        with pytest.raises(PackingError, match="model: expected one that patch_model has patched, Llama"):
+            call()
+    hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64), model=model)
+    assert hfp.check_isolation(model).isolated
+    assert hfp.evaluation_loss(accelerator, model, documents(3)) > 0
+
+
+def test_a_model_with_another_loss():
+    with pytest.raises(PackingError, match="loss: expected a model whose own loss is the cross-entropy"):
+        loader_of(model=with_loss_times(2.0))
 
 
 def test_sequence_weights_leave_models_no_labels():
     batch = next(iter(loader_of(loss="sequence")))
     assert "labels" not in batch
     assert float(batch["target_weights"].sum()) == pytest.approx(1.0)
-    assert np.isfinite(hfp.compute_loss(build("Llama"), batch).item())
+    assert np.isfinite(hfp.compute_loss(hfp.patch_model(build("Llama")), batch).item())
 
 
 def test_more_ranks_than_rows():
