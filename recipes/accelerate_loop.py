@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from documents import load_tokenizer, read_documents, tokenise
+from models import load_model
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_packing as hfp
 
@@ -30,21 +29,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--loss", choices=["token", "sequence"], default="token")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=0, help="stop and save after so many micro-batches; 0: do not")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="stop and save after so many steps of the optimiser; 0: do not"
+    )
     parser.add_argument("--save-every", type=int, default=50, help="steps of the optimiser between checkpoints")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--output", type=Path, default=Path("outputs/accelerate_loop"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
     return parser.parse_args()
-
-
-def new_model(arguments: argparse.Namespace, vocabulary: int) -> PreTrainedModel:
-    """The same on every process."""
-    set_seed(0)
-    if arguments.model:
-        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, tie_word_embeddings=True, **sizes))
 
 
 def resumed_updates(loader: hfp.PackedLoader, accumulation: int) -> int:
@@ -88,7 +80,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
         documents = tokenise(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
 
-    model = new_model(arguments, len(tokenizer)).to(accelerator.device)
+    model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     budget = hfp.TokenBudget(arguments.max_tokens, overflow="split")
     loader = hfp.prepare_dataloader(accelerator, documents["train"], budget, loss=arguments.loss, model=model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
@@ -97,7 +89,8 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
         accelerator.load_state(latest(arguments.output))
         accelerator.print(f"going on in epoch {loader.epoch} after {loader.step} of {len(loader)} micro-batches")
 
-    steps, updates = 0, resumed_updates(loader, arguments.accumulation)
+    updates = resumed_updates(loader, arguments.accumulation)
+    last = updates + arguments.steps if arguments.steps else 0
     for epoch in range(loader.epoch, arguments.epochs):
         model.train()
         progress = tqdm(loader, desc=f"Epoch {epoch}", initial=loader.step, disable=not accelerator.is_main_process)
@@ -107,16 +100,14 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
                 accelerator.backward(loss)
                 optimiser.step()
                 optimiser.zero_grad()
-            steps += 1
             updates += accelerator.sync_gradients
-            stop = steps == arguments.steps
-            if accelerator.sync_gradients and (stop or updates % arguments.save_every == 0):
+            if accelerator.sync_gradients and (updates == last or updates % arguments.save_every == 0):
                 save(accelerator, arguments.output)
-            if stop:
+            if updates == last:
                 break
         loss = hfp.evaluation_loss(accelerator, model, documents["test"], rows_per_batch=8)
         accelerator.print(f"epoch {epoch}, {updates} updates in all: evaluation loss {loss:.4f}")
-        if steps == arguments.steps:
+        if updates == last:
             break
     accelerator.unwrap_model(model).save_pretrained(
         arguments.output / "model",

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import gather_object
 from documents import load_tokenizer, read_documents, tokenise
+from models import load_model
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_packing as hfp
 
@@ -40,19 +40,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def new_model(arguments: argparse.Namespace, vocabulary: int) -> PreTrainedModel:
-    """The same on every process."""
-    set_seed(0)
-    if arguments.model:
-        return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary, max_position_embeddings=max(arguments.buckets), tie_word_embeddings=True, **sizes
-        )
-    )
-
-
 def main() -> None:
     arguments = parse()
     accelerator = Accelerator(
@@ -68,7 +55,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace) -> None:
         texts = read_documents(arguments.data)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
         packed = hfp.pack(tokenise(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
-    model = new_model(arguments, len(tokenizer)).to(accelerator.device)
+    model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     batching = hfp.BucketBatches(arguments.tokens_per_batch, order=arguments.order, cycles=arguments.cycles)
     loader = hfp.prepare_dataloader(accelerator, packed, batching, model=model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
