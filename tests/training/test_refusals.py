@@ -2,13 +2,12 @@
 
 from types import SimpleNamespace
 
-import datasets
 import pytest
-from tiny_models import build
-from trainers import arguments, trainer_of
-from training_process import documents, tokenizer
+import trl
+from trainers import trainer_of
+from training_process import documents
 from transformers import Trainer
-from trl import DPOConfig, DPOTrainer, SFTTrainer
+from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -134,12 +133,11 @@ def test_an_evaluation_that_cannot_be_planned(tmp_path):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
 
-def test_trainers_on_pairs(tmp_path):
-    pairs = datasets.Dataset.from_dict({"prompt": ["<3>"], "chosen": ["<4>"], "rejected": ["<5>"]})
-    config = arguments(tmp_path, DPOConfig)
-    trainer = DPOTrainer(build("Llama"), build("Llama"), config, train_dataset=pairs, processing_class=tokenizer())
-    with pytest.raises(PackingError, match="trainer: expected a Trainer or an SFTTrainer.*DPOTrainer"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer"])
+def test_other_trainers_of_trl(name):
+    kind = getattr(trl, name)
+    with pytest.raises(PackingError, match=f"trainer: expected a Trainer or an SFTTrainer.*{name}"):
+        hfp.attach(kind.__new__(kind), hfp.TokenBudget(64))
 
 
 @pytest.mark.parametrize(
