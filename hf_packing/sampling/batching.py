@@ -4,8 +4,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.planning.scramble import derive_key
@@ -74,11 +72,6 @@ def check_enough_rows(cut: Cut, world_size: int) -> None:
         raise PackingError(
             f"dataset: expected at least one row for each of {world_size} ranks, got {len(cut.kept)} rows with tokens"
         )
-
-
-def left_out(cut: Cut) -> Any:
-    """int64: rows, or pieces, that no micro-batch has."""
-    return np.setdiff1d(np.arange(len(cut.sizes)), cut.kept, assume_unique=True)
 
 
 def check_batching(batching: Any) -> Batching:

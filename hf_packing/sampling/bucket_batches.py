@@ -9,10 +9,10 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.shuffle import check_seed, random_order
-from hf_packing.sampling.batching import Batching, left_out
+from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of, rows_of
 from hf_packing.sampling.level import level
-from hf_packing.sampling.pieces import Cut
+from hf_packing.sampling.pieces import Cut, whole_rows
 from hf_packing.sampling.sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
@@ -97,7 +97,7 @@ class BucketBatches(Batching):
             raise PackingError(
                 f"tokens_per_batch: expected at least the largest bucket, {largest} tokens, got {self.tokens_per_batch}"
             )
-        return Cut(sizes, None, np.flatnonzero(sizes.tokens > 0), 0)
+        return whole_rows(sizes, sizes.tokens > 0)
 
     def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:  # noqa: ARG002
         return sum(bucket.steps for bucket in self.buckets(cut, world_size))
@@ -138,7 +138,7 @@ class BucketBatches(Batching):
         micro_batches = [rows for number in order.tolist() for rows in all_steps[number]]
         rows, offsets = np.concatenate(micro_batches), np.cumsum([0, *map(len, micro_batches)])
         in_order = np.arange(len(micro_batches))
-        return plan_of(rows, offsets, in_order, world_size, left_out(cut), np.array(capacities)[in_bucket[order]])
+        return plan_of(rows, offsets, in_order, world_size, cut.left_out, np.array(capacities)[in_bucket[order]])
 
     def order_of_steps(self, in_bucket: IntArray, seed: int) -> IntArray:
         """int64 [steps]: the order of steps that are in these buckets, counted from the smallest."""

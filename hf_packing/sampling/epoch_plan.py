@@ -25,7 +25,7 @@ class EpochPlan:
     offsets: IntArray
     """int64 [steps * world_size + 1]: micro-batch of rank r at step s is number s * world_size + r."""
     left_out: IntArray
-    """int64 [rows that no micro-batch has]: the empty ones, and those longer than the budget where they are dropped."""
+    """int64 [rows of the dataset without a micro-batch]: the empty ones, and longer ones where they are dropped."""
     step_bucket: IntArray | None = None
     """int64 [steps], tokens: the bucket all ranks are in; None where there are none."""
 

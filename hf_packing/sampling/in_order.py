@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.sampling.batching import Batching, left_out
+from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.epoch_plan import EpochPlan, as_copies
-from hf_packing.sampling.pieces import Cut
+from hf_packing.sampling.pieces import Cut, whole_rows
 from hf_packing.sampling.sizes import RowSizes
 
 
@@ -32,7 +32,7 @@ class InOrder(Batching):
         self.settle(rows_per_batch=check_whole_number("rows_per_batch", self.rows_per_batch))
 
     def cut(self, sizes: RowSizes) -> Cut:
-        return Cut(sizes, None, np.flatnonzero(sizes.tokens > 0), 0)
+        return whole_rows(sizes, sizes.tokens > 0)
 
     def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:  # noqa: ARG002
         return -(-len(cut.kept) // (self.rows_per_batch * world_size))
@@ -51,5 +51,5 @@ class InOrder(Batching):
             world_size,
             np.concatenate([cut.kept, missing]),
             np.arange(0, rows + 1, self.rows_per_batch),
-            left_out(cut),
+            cut.left_out,
         )

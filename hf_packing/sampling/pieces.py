@@ -1,8 +1,9 @@
 """Documents longer than the budget become pieces, none of which is longer; everything else is a piece of its own."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
@@ -20,8 +21,16 @@ class Cut:
     """Which slice of which row each piece is; None where every row is one piece."""
     kept: IntArray
     """int64 [pieces that have a token and fit]: these share the micro-batches."""
+    left_out: IntArray
+    """int64 [rows without a piece]: the empty ones, and those that are dropped."""
     lost_tokens: int
     """Tokens of dropped and truncated documents."""
+
+
+def whole_rows(sizes: RowSizes, fits: npt.NDArray[np.bool_]) -> Cut:
+    """Rows that are not cut; those that do not fit are left out."""
+    lost = int(sizes.tokens[~fits].sum())
+    return Cut(sizes, None, np.flatnonzero(fits), np.flatnonzero(~fits), lost)
 
 
 def cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> Cut:
@@ -37,7 +46,7 @@ def cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> Cut:
     """
     too_long = np.flatnonzero(sizes.tokens > max_tokens)
     if not len(too_long):
-        return Cut(sizes, None, np.flatnonzero(sizes.tokens > 0), 0)
+        return whole_rows(sizes, sizes.tokens > 0)
     if overflow == "error" or (sizes.packed and overflow != "drop"):
         row = int(too_long[0])
         choices = (
@@ -50,8 +59,8 @@ def cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> Cut:
             f"have {len(too_long) - 1} others; {choices}"
         )
     if overflow == "drop":
-        kept = np.flatnonzero((sizes.tokens > 0) & (sizes.tokens <= max_tokens))
-        return Cut(sizes, None, kept, int(sizes.tokens[too_long].sum()))
+        return whole_rows(sizes, (sizes.tokens > 0) & (sizes.tokens <= max_tokens))
     pieces = cut_to_pieces(sizes.tokens, max_tokens, overflow)
-    cut = replace(sizes_of_documents(pieces.length), bucket=None)
-    return Cut(cut, pieces, np.arange(len(pieces.length)), int(sizes.tokens.sum() - pieces.length.sum()))
+    empty = np.setdiff1d(np.arange(len(sizes)), pieces.document)
+    lost = int(sizes.tokens.sum() - pieces.length.sum())
+    return Cut(sizes_of_documents(pieces.length), pieces, np.arange(len(pieces.length)), empty, lost)

@@ -9,7 +9,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number, is_real
 from hf_packing.planning.overflow import Overflow, check_overflow
 from hf_packing.planning.shuffle import check_seed
-from hf_packing.sampling.batching import Batching, left_out
+from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of, rows_of
 from hf_packing.sampling.fill import fewest_micro_batches, fill, flat
 from hf_packing.sampling.level import level
@@ -105,7 +105,7 @@ class TokenBudget(Batching):
             rows = np.concatenate([rows, as_copies(shortest)])
             offsets = np.concatenate([offsets, offsets[-1] + np.arange(1, missing + 1)])
         order = level(self.cost(cut, rows, offsets), world_size, accumulation, seed).ravel()
-        return plan_of(rows, offsets, order, world_size, left_out(cut))
+        return plan_of(rows, offsets, order, world_size, cut.left_out)
 
     def cost(self, cut: Cut, rows: IntArray, offsets: IntArray) -> IntArray:
         """float64 [micro-batches]: what each costs, in pairs of tokens that are compared."""

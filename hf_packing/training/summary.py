@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
@@ -92,7 +90,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
         token_utilisation=plan.utilisation(cut.sizes.tokens),
         attention_utilisation=plan.utilisation(cut.sizes.squares),
         copies=plan.num_copies,
-        left_out=len(np.asarray(plan.left_out)),
+        left_out=len(plan.left_out),
         lost_tokens=cut.lost_tokens,
         unpacked_documents_per_step=unpacked if can_match(sampler, unpacked) else None,
     )
