@@ -47,15 +47,22 @@ class Batching(ABC):
         Raises:
             PackingError: fewer rows than ranks, a row longer than a micro-batch, or no buckets where there must be.
         """
-        if not isinstance(sizes, RowSizes):
-            raise PackingError(f"sizes: expected RowSizes, as sizes_of(dataset) returns, got {type(sizes).__name__}")
-        check_whole_number("epoch", epoch, minimum=0)
-        check_whole_number("world_size", world_size, maximum=MAX_RANKS)
-        check_whole_number("accumulation", accumulation)
-        cut = self.cut(sizes)
-        check_enough_rows(cut, world_size)
+        epoch = check_whole_number("epoch", epoch, minimum=0)
+        world_size = check_whole_number("world_size", world_size, maximum=MAX_RANKS)
+        accumulation = check_whole_number("accumulation", accumulation)
+        cut = self.cut(check_sizes(sizes))
+        self.check_enough_rows(cut, world_size)
         steps = self.steps_per_epoch(cut, world_size, accumulation)
         return self.plan_cut(cut, steps, epoch, world_size, accumulation)
+
+    def check_enough_rows(self, cut: Cut, world_size: int) -> None:
+        """Refuse where some rank would have nothing to do."""
+        if len(cut.kept) >= world_size:
+            return
+        without = f"; {len(cut.left_out)} are empty or dropped" if len(cut.left_out) else ""
+        raise PackingError(
+            f"dataset: expected at least one row for each of {world_size} ranks, got {len(cut.kept)} rows{without}"
+        )
 
     def settle(self, **values: Any) -> None:
         """Set fields of the frozen instance to their checked values."""
@@ -67,11 +74,10 @@ class Batching(ABC):
         return int(derive_key(self.seed, f"epoch {epoch}")) >> 1
 
 
-def check_enough_rows(cut: Cut, world_size: int) -> None:
-    if len(cut.kept) < world_size:
-        raise PackingError(
-            f"dataset: expected at least one row for each of {world_size} ranks, got {len(cut.kept)} rows with tokens"
-        )
+def check_sizes(sizes: Any) -> RowSizes:
+    if not isinstance(sizes, RowSizes):
+        raise PackingError(f"sizes: expected RowSizes, as sizes_of(dataset) returns, got {type(sizes).__name__}")
+    return sizes
 
 
 def check_batching(batching: Any) -> Batching:

@@ -11,7 +11,7 @@ from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.shuffle import check_seed, random_order
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of, rows_of
-from hf_packing.sampling.level import level
+from hf_packing.sampling.level import level, nearly
 from hf_packing.sampling.pieces import Cut, whole_rows
 from hf_packing.sampling.sizes import RowSizes
 
@@ -41,7 +41,8 @@ class BucketBatches(Batching):
     """Micro-batches whose rows are of one bucket, the same on every rank, with the same tokens at every step.
 
     A micro-batch has tokens_per_batch // bucket rows. Rows of a bucket that make no whole step move to the next larger
-    one, joined to rows of its size; in the largest, the last step is completed by copies with masked labels.
+    one, joined to rows of its size. Copies with masked labels complete what they are joined to, and the last step of
+    the largest bucket; where all rows together make no whole step, that one is as small as they are.
 
     Args:
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, best a multiple of all of them.
@@ -106,7 +107,7 @@ class BucketBatches(Batching):
         """The buckets, the smallest first; how many rows go where depends on no seed."""
         assert cut.sizes.bucket is not None
         capacities, counts = np.unique(cut.sizes.bucket[cut.kept], return_counts=True)
-        buckets = []
+        buckets: list[BucketSteps] = []
         taken_over = 0
         for number, (capacity, rows) in enumerate(zip(capacities.tolist(), counts.tolist(), strict=True)):
             rows_each = self.tokens_per_batch // capacity
@@ -114,6 +115,8 @@ class BucketBatches(Batching):
             steps, left = divmod(rows + taken_over, per_step)
             joined = 1
             if number == len(capacities) - 1:
+                if not steps and not any(bucket.steps for bucket in buckets):
+                    rows_each = -(-left // world_size)
                 steps, left = steps + (left > 0), 0
             else:
                 joined = int(capacities[number + 1]) // capacity
@@ -173,7 +176,8 @@ def dealt(
     """The steps of a bucket: attention levelled across ranks."""
     if not units:
         return
-    cost = np.array([float(sizes.squares[rows_of(unit)].sum()) for unit in units])
+    squares = np.array([sizes.squares[rows_of(unit)].sum() for unit in units])
+    cost = nearly(squares, seed)
     places = level(cost, world_size, bucket.rows_each, seed).reshape(bucket.steps, bucket.rows_each, world_size)
     for step in places:
         yield [np.concatenate([units[place] for place in step[:, rank]]) for rank in range(world_size)]

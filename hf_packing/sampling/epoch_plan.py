@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -48,19 +49,29 @@ class EpochPlan:
         """All micro-batches of a rank, from a step on."""
         return (self.micro_batch(step, rank) for step in range(first_step, self.num_steps))
 
-    def per_micro_batch(self, of_row: IntArray) -> npt.NDArray[np.int64]:
-        """Sums over the rows of every micro-batch, int64 [steps, world_size], from integers [rows of the dataset]."""
-        total = np.concatenate([[0], np.cumsum(of_row[rows_of(self.rows)], dtype=np.int64)])
+    def per_micro_batch(
+        self, of_row: IntArray, counted: npt.NDArray[np.bool_] | Literal[True] = True
+    ) -> npt.NDArray[np.int64]:
+        """int64 [steps, world_size]: sums over every micro-batch.
+
+        Args:
+            of_row: integers [rows of the dataset].
+            counted: bool [rows and copies], those to sum over.
+        """
+        total = np.concatenate([[0], np.cumsum(of_row[rows_of(self.rows)] * counted, dtype=np.int64)])
         return np.diff(total[self.offsets]).reshape(-1, self.world_size)
 
     def utilisation(self, of_row: IntArray) -> float:
         """How busy ranks are while the busiest works: mean over largest of a sum across ranks, averaged over steps.
 
+        Copies keep a rank busy, but not with work.
+
         Args:
             of_row: integers [rows of the dataset]: tokens, or what attention costs.
         """
         work = self.per_micro_batch(of_row)
-        return float((work.mean(axis=1) / work.max(axis=1)).mean())
+        of_copies = self.per_micro_batch(of_row, self.rows < 0)
+        return float(((work - of_copies).mean(axis=1) / work.max(axis=1)).mean())
 
     def largest(self, sizes: RowSizes) -> int:
         """Tokens of the largest micro-batch."""

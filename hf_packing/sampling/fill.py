@@ -8,21 +8,22 @@ to nothing against the exact order.
 import heapq
 from bisect import bisect_left, insort
 from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.shuffle import random_order
 
-NEARLY = (0.25, 0.05, 0.0)
+NEARLY = (0.2, 0.03, 0.0)
 """How far rows may be from the order of their lengths, as a share of their length: the first with which all fit."""
-SLACK, FEW = 100, 20
-"""One micro-batch in so many may be opened beyond the fewest, so that not every epoch needs the exact order; and none
-where the fewest are this few."""
 SHARED_BY, STEPS_TO_LEVEL = 8, 4
 """What is missing in one micro-batch is shared by so many, and by all of so many steps."""
 LOOSE = 0.95
 """Micro-batches that are no fuller than this need no packing: rows are dealt to them evenly."""
+GRAINS = 2**16
+"""Rooms are told apart to this share of the budget, so that there are never too many of them to keep in order."""
 
 
 Groups = list[list[int]]
@@ -30,14 +31,13 @@ Groups = list[list[int]]
 
 
 def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
-    """Micro-batches that hold all rows in every epoch: best-fit decreasing, and a little more where rows allow.
+    """Micro-batches that hold all rows in every epoch: those of best-fit decreasing.
 
     Args:
         tokens: integers [rows], from 1 to max_tokens.
         max_tokens: the budget.
     """
-    fewest = len(best_fit(longest_first(np.arange(len(tokens)), tokens), tokens, max_tokens))
-    return min(fewest + min(fewest // FEW, -(-fewest // SLACK)), len(tokens))
+    return len(best_fit(longest_first(np.arange(len(tokens)), tokens), tokens, max_tokens))
 
 
 def fill(tokens: IntArray, max_tokens: int, micro_batches: int, together: int, seed: int) -> Groups:
@@ -52,7 +52,7 @@ def fill(tokens: IntArray, max_tokens: int, micro_batches: int, together: int, s
     """
     if tokens.sum() < LOOSE * max_tokens * micro_batches:
         groups = deal_evenly(nearly_longest_first(tokens, NEARLY[0], seed), tokens, micro_batches)
-        if tokens_of(groups, tokens).max() <= max_tokens:
+        if sums(groups, tokens).max() <= max_tokens:
             return groups
     for nearly in NEARLY:
         groups = best_fit(nearly_longest_first(tokens, nearly, seed), tokens, max_tokens)
@@ -66,10 +66,11 @@ def flat(groups: Groups) -> tuple[IntArray, IntArray]:
     return np.array(list(chain.from_iterable(groups)), dtype=np.int64), np.cumsum([0, *map(len, groups)])
 
 
-def tokens_of(groups: Groups, tokens: IntArray) -> IntArray:
-    """int64 [groups]."""
+def sums(groups: Groups, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Numbers [groups]: of numbers [rows]."""
     rows, offsets = flat(groups)
-    return np.add.reduceat(tokens[rows], offsets[:-1])
+    total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
+    return total
 
 
 def longest_first(rows: IntArray, tokens: IntArray) -> IntArray:
@@ -85,21 +86,25 @@ def nearly_longest_first(tokens: IntArray, nearly: float, seed: int) -> IntArray
 
 def best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> Groups:
     """Row after row, each to the micro-batch with the least room that holds it."""
+    grain = -(-max_tokens // GRAINS)
+    lengths = tokens[rows]
     filled: Groups = []
+    room_in: list[int] = []
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
-    for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
-        place = bisect_left(rooms, length)
+    for row, length, least in zip(rows.tolist(), lengths.tolist(), (-(-lengths // grain)).tolist(), strict=True):
+        place = bisect_left(rooms, least)
         if place == len(rooms):
-            number, room = len(filled), max_tokens
+            number = len(filled)
             filled.append([])
+            room_in.append(max_tokens)
         else:
-            room = rooms[place]
-            number = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
+            number = with_room[rooms[place]].pop()
+            if not with_room[rooms[place]]:
+                del with_room[rooms[place]], rooms[place]
         filled[number].append(row)
-        room -= length
+        room_in[number] -= length
+        room = room_in[number] // grain
         if room in with_room:
             with_room[room].append(number)
         elif room:
@@ -109,20 +114,19 @@ def best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> Groups:
 
 
 def divide(groups: Groups, tokens: IntArray, max_tokens: int, more: int, together: int) -> Groups:
-    """So many more micro-batches from the same rows.
+    """So many more micro-batches from the same rows, or as many.
 
     Those with the shortest rows give all their rows up, which are dealt again, the longest first, each to the
-    micro-batch with the fewest tokens. So many take part that each loses little and that they fill whole steps.
+    micro-batch with the fewest tokens. So many take part that each loses little, that they fill whole steps, and that
+    the shortest rows of all are not always among themselves.
     """
-    if not more:
-        return groups
-    shortest = np.argsort(tokens_of(groups, tokens.astype(np.int64) ** 2), kind="stable")
-    wanted = -(-max(SHARED_BY * more, STEPS_TO_LEVEL * together) // together) * together
+    shortest = np.argsort(sums(groups, tokens.astype(np.int64) ** 2), kind="stable")
+    wanted = -(-max(SHARED_BY * max(more, 1), STEPS_TO_LEVEL * together) // together) * together
     given_up = min(wanted - more, len(groups))
     rows, _ = flat([groups[number] for number in shortest[:given_up].tolist()])
     if len(rows) >= given_up + more:
         dealt = deal_evenly(longest_first(rows, tokens), tokens, given_up + more)
-        if tokens_of(dealt, tokens).max() <= max_tokens:
+        if sums(dealt, tokens).max() <= max_tokens:
             return [groups[number] for number in shortest[given_up:].tolist()] + dealt
     return divide_fullest(groups, tokens, more)
 
@@ -141,8 +145,8 @@ def deal_evenly(rows: IntArray, tokens: IntArray, micro_batches: int) -> Groups:
 def divide_fullest(groups: Groups, tokens: IntArray, more: int) -> Groups:
     """Again and again, the micro-batch with the most tokens among those with two rows or more becomes two."""
     divided = list(groups)
-    sums = tokens_of(groups, tokens).tolist()
-    fullest = [(-sums[number], number) for number, group in enumerate(groups) if len(group) > 1]
+    tokens_of = sums(groups, tokens).tolist()
+    fullest = [(-tokens_of[number], number) for number, group in enumerate(groups) if len(group) > 1]
     heapq.heapify(fullest)
     for _ in range(more):
         _, number = heapq.heappop(fullest)

@@ -34,6 +34,10 @@ class InOrder(Batching):
     def cut(self, sizes: RowSizes) -> Cut:
         return whole_rows(sizes, sizes.tokens > 0)
 
+    def check_enough_rows(self, cut: Cut, world_size: int) -> None:  # noqa: ARG002
+        """One row is enough, of which other ranks have copies."""
+        super().check_enough_rows(cut, world_size=1)
+
     def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:  # noqa: ARG002
         return -(-len(cut.kept) // (self.rows_per_batch * world_size))
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.sampling.batching import Batching, check_batching, check_enough_rows
+from hf_packing.sampling.batching import MAX_RANKS, Batching, check_batching, check_sizes
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sizes import RowSizes
 
-PLANS = 1
+PLANS = 2
 """Counted up whenever the same arguments begin to give other micro-batches, so that no old run goes on with them."""
 
 
@@ -42,13 +42,13 @@ class RankBatchSampler:
         self, batching: Batching, sizes: RowSizes, world_size: int = 1, rank: int = 0, accumulation: int = 1
     ) -> None:
         self.batching = check_batching(batching)
-        self.sizes = sizes
-        self.world_size = check_whole_number("world_size", world_size)
-        self.rank = check_whole_number("rank", rank, minimum=0, maximum=world_size - 1)
+        self.sizes = check_sizes(sizes)
+        self.world_size = check_whole_number("world_size", world_size, maximum=MAX_RANKS)
+        self.rank = check_whole_number("rank", rank, minimum=0, maximum=self.world_size - 1)
         self.accumulation = check_whole_number("accumulation", accumulation)
         self.cut = batching.cut(sizes)
-        check_enough_rows(self.cut, world_size)
-        self.steps = batching.steps_per_epoch(self.cut, world_size, accumulation)
+        batching.check_enough_rows(self.cut, self.world_size)
+        self.steps = batching.steps_per_epoch(self.cut, self.world_size, self.accumulation)
         self.epoch = 0
         self.first_step = 0
         """Where the next iteration begins; what comes before is skipped without reading anything."""

@@ -14,6 +14,7 @@ from hf_packing.sampling.fill import (
     nearly_longest_first,
 )
 from hf_packing.sampling.level import level
+from hf_packing.sampling.redeal import deal_by_cost, redeal
 
 TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=80).map(np.array)
 
@@ -117,3 +118,48 @@ def test_steps_come_in_random_order():
     cost = np.arange(400, dtype=np.float64)
     mean = cost[level(cost, 4, 1, seed=0)].mean(axis=1)
     assert abs(np.corrcoef(np.arange(100), mean)[0, 1]) < 0.3
+
+
+COSTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 500)), min_size=1, max_size=60)
+
+
+def cheapest_with_room_first(rows, cost, tokens, max_tokens, micro_batches):
+    dealt = [[] for _ in range(micro_batches)]
+    for row in sorted(rows, key=lambda row: -cost[row]):
+        fitting = [n for n in range(micro_batches) if sum(tokens[r] for r in dealt[n]) + tokens[row] <= max_tokens]
+        if not fitting:
+            return None
+        dealt[min(fitting, key=lambda n: (sum(cost[r] for r in dealt[n]), n))].append(row)
+    return dealt
+
+
+@settings(max_examples=300)
+@given(COSTS, st.integers(30, 90), st.integers(1, 6))
+def test_deal_by_cost(rows, max_tokens, micro_batches):
+    tokens, cost = np.array(rows).T
+    expected = cheapest_with_room_first(range(len(rows)), cost.tolist(), tokens.tolist(), max_tokens, micro_batches)
+    assert deal_by_cost(np.arange(len(rows)), cost.astype(float), tokens, max_tokens, micro_batches) == expected
+
+
+@settings(max_examples=300)
+@given(COSTS, st.integers(30, 90), st.integers(1, 4), st.integers(0, 9))
+def test_dealt_again_every_step_keeps_its_rows_and_its_largest_cost_never_grows(rows, max_tokens, together, seed):
+    tokens, cost = np.array(rows).T
+    wanted = -(-fewest_micro_batches(tokens, max_tokens) // together) * together
+    if wanted > len(rows):
+        return
+    groups = fill(tokens, max_tokens, wanted, together, seed)
+    steps = np.random.default_rng(seed).permutation(wanted).reshape(-1, together)
+    level = redeal(groups, steps, cost.astype(float), tokens, max_tokens)
+    for step in steps.tolist():
+        before, after = ([each[number] for number in step] for each in (groups, level))
+        assert sorted(np.concatenate(before)) == sorted(np.concatenate(after))
+        assert all(after)
+        assert max(tokens[group].sum() for group in after) <= max_tokens
+        assert max(cost[group].sum() for group in after) <= max(cost[group].sum() for group in before)
+
+
+def test_one_costly_micro_batch_is_shared_out():
+    tokens, cost = np.full(8, 4), np.array([9.0, 9, 9, 9, 1, 1, 1, 1])
+    level = redeal([[0, 1, 2, 3], [4, 5, 6, 7]], np.array([[0, 1]]), cost, tokens, 16)
+    assert [cost[group].sum() for group in level] == [20, 20]

@@ -1,5 +1,6 @@
 """TokenBudget: law 7 for any ranks, accumulation and epoch; a hard cap; work that is level across ranks."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -80,7 +81,7 @@ def test_copies_only_where_no_micro_batch_can_be_divided(lengths, world_size, ma
     documents=st.integers(16, 40),
 )
 def test_documents_per_step(lengths, world_size, accumulation, documents):
-    updates = max(1, round(len(lengths) / documents))
+    updates = -(-len(lengths) // documents)
     assume(updates * accumulation * world_size <= len(lengths))
     sizes = sizes_of_documents(np.array(lengths))
     budget = hfp.TokenBudget(2000, match_documents_per_step=documents)
@@ -101,7 +102,9 @@ def test_what_is_measured_of_a_plan(lengths, world_size, seed):
     ]
     assert plan.per_micro_batch(sizes.tokens).tolist() == tokens
     assert plan.largest(sizes) == max(map(max, tokens))
-    busy = [sum(step) / len(step) / max(step) for step in tokens]
+    copied = plan.per_micro_batch(sizes.tokens, plan.rows < 0).tolist()
+    assert sum(map(sum, copied)) == sum(lengths[~row] for row in plan.rows[plan.rows < 0])
+    busy = [(sum(step) - sum(copies)) / len(step) / max(step) for step, copies in zip(tokens, copied, strict=True)]
     assert plan.utilisation(sizes.tokens) == pytest.approx(sum(busy) / len(busy))
 
 
@@ -191,7 +194,7 @@ def test_overflow(overflow, kept, lost):
         ({"max_tokens": 2.5}, "max_tokens: expected an integer from 1 to 2147483647, got 2.5"),
         ({"max_tokens": 8, "balance": "none"}, "balance: expected one of attention, tokens, got 'none'"),
         ({"max_tokens": 8, "overflow": "cut"}, "overflow: expected one of split, truncate, drop, error, got 'cut'"),
-        ({"max_tokens": 8, "linear_cost": -1}, "linear_cost: expected a number of at least 0, or None, got -1"),
+        ({"max_tokens": 8, "linear_cost": -1}, r"linear_cost: expected a number from 0 to 1e\+12, or None, got -1"),
         ({"max_tokens": 8, "match_documents_per_step": 0}, "match_documents_per_step: expected an integer from 1"),
         ({"max_tokens": 8, "seed": -1}, "seed: expected an integer from 0"),
     ],
@@ -214,11 +217,83 @@ def test_packed_rows_are_not_cut():
 
 def test_too_many_documents_per_step():
     sizes = sizes_of_documents(np.full(100, 10))
-    with pytest.raises(PackingError, match="50 do not fit into 2 x 2 micro-batches of 100 tokens; accumulate 3 steps"):
+    message = (
+        "50 do not fit into 2 x 2 micro-batches of 100 tokens, with 100 documents in all; possible is max_tokens of "
+        "more than 100, or gradient_accumulation_steps of 3, or match_documents_per_step of 33"
+    )
+    with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=50).plan_epoch(sizes, world_size=2, accumulation=2)
 
 
 def test_too_few_documents_per_step():
     sizes = sizes_of_documents(np.full(10, 10))
-    with pytest.raises(PackingError, match="3 are too few for 2 x 2 micro-batches"):
+    message = (
+        "3 are too few for 2 x 2 micro-batches of at least one row each, with 10 documents in all; possible is "
+        "gradient_accumulation_steps of 1, or match_documents_per_step of 5"
+    )
+    with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=3).plan_epoch(sizes, world_size=2, accumulation=2)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=60),
+    world_size=st.integers(1, 4),
+    accumulation=st.integers(1, 6),
+    documents=st.integers(1, 80),
+    max_tokens=st.integers(40, 200),
+)
+def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens):
+    sizes = sizes_of_documents(np.array(lengths))
+    budget = hfp.TokenBudget(max_tokens, match_documents_per_step=documents)
+    try:
+        budget.plan_epoch(sizes, world_size=world_size, accumulation=accumulation)
+    except PackingError as error:
+        for name, number in re.findall(r"(gradient_accumulation_steps|match_documents_per_step) of (\d+)", str(error)):
+            if name == "match_documents_per_step":
+                matched = replace(budget, match_documents_per_step=int(number))
+                matched.plan_epoch(sizes, world_size=world_size, accumulation=accumulation)
+            else:
+                budget.plan_epoch(sizes, world_size=world_size, accumulation=int(number))
+
+
+@pytest.mark.parametrize(("rows", "world_size"), [(128, 64), (256, 64), (512, 64), (96, 8), (2560, 64)])
+def test_equal_lengths_make_no_step_too_many(rows, world_size):
+    sizes = sizes_of_documents(np.full(rows, 2048))
+    plan = hfp.TokenBudget(4096).plan_epoch(sizes, world_size=world_size)
+    assert plan.num_steps == -(-rows // 2 // world_size)
+
+
+def run_together(plan):
+    """The rows of every step, whatever rank they are on."""
+    steps = np.split(plan.rows, plan.offsets[plan.world_size :: plan.world_size])[:-1]
+    return {frozenset(step.tolist()) for step in steps}
+
+
+@pytest.mark.parametrize("strategy", [hfp.BestFit(1024), hfp.FixedLength(1024)])
+def test_packed_rows_as_large_as_the_budget_meet_others_in_every_epoch(strategy, rng):
+    packs = hfp.plan_packing(lognormal(4000, rng, longest=4096), strategy)
+    sizes = sizes_of_packs(packs.segment_length, packs.pack_offsets)
+    budget = hfp.TokenBudget(1024)
+    first, second = (run_together(budget.plan_epoch(sizes, epoch=epoch, world_size=8)) for epoch in range(2))
+    assert len(first) > 200
+    assert len(first & second) < 0.1 * len(first)
+    assert budget.plan_epoch(sizes, world_size=8).utilisation(sizes.squares) > 0.98
+
+
+def test_few_steps_of_packed_rows_are_level_too(rng):
+    packs = hfp.plan_packing(lognormal(20_000, rng), hfp.BestFit(16384))
+    sizes = sizes_of_packs(packs.segment_length, packs.pack_offsets)
+    plan = hfp.TokenBudget(65536).plan_epoch(sizes, world_size=32)
+    cost = 6 * 2048 * plan.per_micro_batch(sizes.tokens) + plan.per_micro_batch(sizes.squares)
+    assert plan.num_steps < 10
+    assert (cost.mean(axis=1) / cost.max(axis=1)).mean() > 0.96
+
+
+def test_numpy_integers_of_any_size(sizes):
+    plain = hfp.TokenBudget(16384, linear_cost=2, match_documents_per_step=64)
+    numpy = hfp.TokenBudget(np.int32(16384), linear_cost=np.float64(2), match_documents_per_step=np.int64(64))
+    assert repr(plain) == repr(numpy)
+    expected = plain.plan_epoch(sizes, epoch=1, world_size=16)
+    for kind in (np.uint8, np.int8, np.uint64):
+        plan = numpy.plan_epoch(sizes, epoch=kind(1), world_size=kind(16), accumulation=kind(1))
+        assert np.array_equal(plan.rows, expected.rows)
