@@ -22,16 +22,23 @@ class PackingCollator:
     """Flatten packed rows, or plain documents, into one padding-free batch.
 
     A row's segments are read from `seq_lengths`; without it from `position_ids`, which restart at every segment; with
-    neither, the row is one document. Other columns than these, `input_ids` and `labels` are not passed on.
+    neither, the row is one document. Other columns than these, `input_ids`, `labels` and `token_type_ids` are not
+    passed on.
+
+    Args:
+        keep_first_labels: whether the first token of a segment keeps its label, for models whose logits are about the
+            token itself and not about the next one, such as masked language models.
 
     Returns, when called on a list of rows with `tokens` tokens in `segments` segments, a dict of
-        input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment;
+        input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
+            first labels are kept;
+        token_type_ids: int64 [1, tokens], where rows have them;
         cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], where segments begin and end;
         max_length_q, max_length_k: int, tokens of the longest segment;
         seq_idx: int32 [1, tokens], the segment of every token.
 
     Raises:
-        PackingError: rows without input_ids or without a token, lengths that disagree, labels in some rows only, an
+        PackingError: rows without input_ids or without a token, lengths that disagree, a column in some rows only, an
             attention_mask with zeros, a mask of what to train on that is not in the labels yet.
 
     Example:
@@ -43,6 +50,8 @@ class PackingCollator:
         [[-100, 6, -100, -100, 9]]
     """
 
+    keep_first_labels: bool = False
+
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         check_rows(rows)
         tokens = [integers("input_ids", row, number) for number, row in enumerate(rows)]
@@ -53,12 +62,15 @@ class PackingCollator:
         cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seq_lens[1:])
         begin = cu_seq_lens[:-1]
-        labels = labels_of(rows, tokens, input_ids)
-        labels[begin] = IGNORED_LABEL
+        labels = of_tokens("labels", rows, tokens)
+        labels = input_ids.copy() if labels is None else labels
+        if not self.keep_first_labels:
+            labels[begin] = IGNORED_LABEL
         position_ids = np.arange(len(input_ids))
         position_ids -= np.repeat(begin, lengths)
         seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         borders, longest = torch.from_numpy(cu_seq_lens), int(lengths.max())
+        types = of_tokens("token_type_ids", rows, tokens)
         return {
             "input_ids": torch.from_numpy(input_ids)[None],
             "labels": torch.from_numpy(labels)[None],
@@ -68,6 +80,7 @@ class PackingCollator:
             "max_length_q": longest,
             "max_length_k": longest,
             "seq_idx": torch.from_numpy(seq_idx)[None],
+            **({} if types is None else {"token_type_ids": torch.from_numpy(types)[None]}),
         }
 
 
@@ -98,16 +111,17 @@ def integers(name: str, row: Row, number: int) -> IntArray:
     return array
 
 
-def labels_of(rows: Sequence[Row], tokens: list[IntArray], input_ids: IntArray) -> IntArray:
-    if not any("labels" in row for row in rows):
-        return input_ids.copy()
-    labels = [integers("labels", row, number) for number, row in enumerate(rows)]
-    for number, (given, ids) in enumerate(zip(labels, tokens, strict=True)):
+def of_tokens(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArray | None:
+    """int64 [tokens]: a column with one integer for each token; None where no row has it."""
+    if not any(name in row for row in rows):
+        return None
+    values = [integers(name, row, number) for number, row in enumerate(rows)]
+    for number, (given, ids) in enumerate(zip(values, tokens, strict=True)):
         if len(given) != len(ids):
             raise PackingError(
-                f"column 'labels': expected {len(ids)} values in row {number}, as many as input_ids, got {len(given)}"
+                f"column {name!r}: expected {len(ids)} values in row {number}, as many as input_ids, got {len(given)}"
             )
-    return np.concatenate(labels, dtype=np.int64, casting="unsafe")
+    return np.concatenate(values, dtype=np.int64, casting="unsafe")
 
 
 def segment_lengths(rows: Sequence[Row], tokens: list[IntArray]) -> IntArray:

@@ -9,6 +9,7 @@ from hf_packing.planning.lengths import IntArray
 
 PACKED_ONLY = ("seq_lengths", "position_ids")
 INPUT_IDS, LABELS, ATTENTION_MASK = "input_ids", "labels", "attention_mask"
+TOKEN_TYPE_IDS = "token_type_ids"
 
 
 TokenColumns = dict[str, TokenColumn]

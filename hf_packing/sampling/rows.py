@@ -7,22 +7,23 @@ import datasets
 import numpy as np
 import torch
 
-from hf_packing.arrow.columns import ATTENTION_MASK, INPUT_IDS, LABELS
+from hf_packing.arrow.columns import ATTENTION_MASK, INPUT_IDS, LABELS, TOKEN_TYPE_IDS
 from hf_packing.arrow.packed_rows import IGNORED_LABEL, SEQ_LENGTHS
 from hf_packing.collate import LOSS_MASKS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
 
-OF_TOKENS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS)
+OF_TOKENS = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS)
 
 Row = dict[str, Any]
 
 
-def columns_read(names: Iterable[str]) -> list[str]:
+def columns_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
     """Columns that a batch is made of; masks of what to train on count only where there are no labels."""
-    known = set(names)
-    unread = set(LOSS_MASKS) if LABELS in known else set()
-    return [name for name in (*OF_TOKENS, SEQ_LENGTHS) if name in known - unread]
+    known = set(names).difference(unread)
+    if LABELS in known:
+        known.difference_update(LOSS_MASKS)
+    return [name for name in (*OF_TOKENS, SEQ_LENGTHS) if name in known]
 
 
 class SampledRows(torch.utils.data.Dataset[Row]):
@@ -32,10 +33,13 @@ class SampledRows(torch.utils.data.Dataset[Row]):
     does not find the sampler, so the epoch is passed on.
     """
 
-    def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
+    def __init__(self, dataset: Any, sampler: RankBatchSampler, unread: Sequence[str] = ()) -> None:
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            dataset = dataset.with_format("numpy", columns=columns_read(dataset.column_names))
+            if INPUT_IDS not in dataset.column_names:
+                raise PackingError(f"dataset: expected a column 'input_ids', got {', '.join(dataset.column_names)}")
+            dataset = dataset.with_format("numpy", columns=columns_read(dataset.column_names, unread))
         self.dataset = dataset
+        self.unread = unread
         self.sampler = sampler
 
     def __len__(self) -> int:
@@ -53,7 +57,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         numbers = known if pieces is None else pieces.document[known].tolist()
         read = getattr(self.dataset, "__getitems__", None)
         rows = read(numbers) if read else [self.dataset[number] for number in numbers]
-        rows = [{name: row[name] for name in columns_read(row)} for row in rows]
+        rows = [{name: row[name] for name in columns_read(row, self.unread)} for row in rows]
         self.check_lengths(numbers, rows)
         if pieces is not None:
             rows = [

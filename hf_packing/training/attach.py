@@ -5,24 +5,23 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patch import patch_model, unpatch_model
+from hf_packing.attention.patch import unpatch_model
 from hf_packing.attention.sharded import where_weights_are
-from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
-from hf_packing.sampling.sizes import sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.loss_of_model import learn_loss, refuse_unknown_loss
+from hf_packing.training.isolate import isolate
+from hf_packing.training.loss_of_model import own_loss, refuse_unknown_loss
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.model_cost import with_cost_of
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.progress import BatchesOfCheckpoint
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.refusals import check_trainer, has_loss_of, sft_trainer_of
+from hf_packing.training.rows_loader import collator_for
 from hf_packing.training.summary import EpochSummary, summary_of
 from hf_packing.training.trainer import PackedTrainer
+from hf_packing.training.trainer_loss import check_trainer_loss
 
 
 def attach(
@@ -40,7 +39,7 @@ def attach(
     documents apart, where it is now: with FSDP or DeepSpeed that is before it moves to its device. Its gradient does
     not depend on how a step is split into ranks and accumulated batches, and its evaluation loss is the mean over all
     trainable tokens, of per_device_eval_batch_size rows at once; predictions come one flat row for each batch.
-    per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer matter to training batches.
+    per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer decide which rows share a batch.
 
     Args:
         trainer: transformers' Trainer or TRL's SFTTrainer, also subclasses that do not make their own batches.
@@ -83,22 +82,38 @@ def attach(
         loss_of_trainer=makes_its_own_loss(trainer),
         sums_log_probs=sums_log_probs(trainer),
         prove=prove,
+        loss_function=trainer.compute_loss_func,
     )
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     summary = summary_of(planned.sampler(trainer), unpacked * data_rank(trainer.accelerator).world_size)
     for dataset in evaluated_datasets(trainer):
-        sizes_of(dataset)
-    patch_and_check(trainer, prove)
-    if not planned.loss_of_trainer and not learn_loss(trainer.model):
-        if loss == "sequence" or not trainer.model_accepts_loss_kwargs:
-            refuse_unknown_loss(trainer.model, loss)
-        planned.loss_of_trainer = True
+        planned.sizes(dataset)
+    name = f"{type(trainer).__name__}WithPlannedBatches"
+    kind = type(name, (PackedTrainer, type(trainer)), {"__module__": __name__})
+    patched_here = isolate(trainer.model, trainer.accelerator, prove)
+    try:
+        settle_loss(trainer, planned)
+    except PackingError:
+        if patched_here:
+            unpatch_model(trainer.model)
+        raise
+    planned.collator = collator_for(trainer.model)
     trainer.planned_batches, trainer.data_collator = planned, planned.collator
-    trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or not planned.loss_of_trainer
-    trainer.add_callback(BatchesOfCheckpoint())
-    kind = type(trainer)
-    trainer.__class__ = type(f"{kind.__name__}WithPlannedBatches", (PackedTrainer, kind), {"__module__": __name__})
+    trainer.add_callback(BatchesOfCheckpoint(loss))
+    trainer.__class__ = kind
     return summary
+
+
+def settle_loss(trainer: Trainer, planned: PlannedBatches) -> None:
+    """Decide who makes the loss, and that it is divided by what is in a whole step of the optimiser."""
+    if not planned.loss_of_trainer:
+        if own_loss(trainer.model) is not None or where_weights_are(trainer.model) is not None:
+            trainer.model_accepts_loss_kwargs = True
+            return
+        if planned.loss == "sequence":
+            refuse_unknown_loss(trainer.model, planned.loss)
+        planned.loss_of_trainer = True
+    check_trainer_loss(trainer)
 
 
 def matched(batching: Batching, documents: int) -> Batching:
@@ -138,21 +153,3 @@ def evaluated_datasets(trainer: Trainer) -> list[Any]:
     if isinstance(dataset, dict):
         return list(dataset.values())
     return [] if dataset is None else [dataset]
-
-
-def patch_and_check(trainer: Trainer, prove: bool) -> None:
-    """Patch the model; where it computes in mixed precision, look for leaks in that, too.
-
-    Raises:
-        ModelNotSupportedError: the model cannot be shown to keep documents apart; it is as it was before.
-    """
-    was_patched = is_patched(inner_model(trainer.model))
-    patch_model(trainer.model, prove=prove)
-    if trainer.accelerator.mixed_precision == "no" or where_weights_are(trainer.model) is not None:
-        return
-    with trainer.accelerator.autocast():
-        report = check_isolation(trainer.model)
-    if not report.isolated:
-        if not was_patched:
-            unpatch_model(trainer.model)
-        raise ModelNotSupportedError(f"in {trainer.accelerator.mixed_precision} mixed precision: {report.reason}")

@@ -24,20 +24,16 @@ class TokenMean:
 
     def __init__(self, device: torch.device) -> None:
         self.total = torch.zeros(2, dtype=exact_type(device), device=device)
+        self.batches = 0
 
     def add(self, summed_loss: torch.Tensor, tokens: torch.Tensor) -> None:
         self.total += torch.stack([summed_loss.detach().to(self.total), tokens.to(self.total)])
+        self.batches += 1
 
-    def over_ranks(self, accelerator: Accelerator) -> float:
-        """The mean; all ranks must ask for it.
-
-        Raises:
-            PackingError: there is no trainable token.
-        """
+    def over_ranks(self, accelerator: Accelerator) -> tuple[float, float]:
+        """The summed loss and the tokens it is of; all ranks must ask for them."""
         summed_loss, tokens = accelerator.reduce(self.total, reduction="sum").tolist()
-        if not tokens:
-            raise PackingError("dataset: expected a label to evaluate on, all are -100")
-        return float(summed_loss / tokens)
+        return summed_loss, tokens
 
 
 def summed_loss(logits: torch.Tensor, batch: Mapping[str, Any], shift: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,11 +74,14 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     model.eval()
     try:
         with torch.no_grad():
-            loader = rows_loader(dataset, sampler)
+            loader = rows_loader(dataset, sampler, model)
             for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
                 batch = send_to_device(batch, accelerator.device)
                 outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
                 mean.add(*summed_loss(outputs.logits, batch, shift))
     finally:
         model.train(was_training)
-    return mean.over_ranks(accelerator)
+    summed, tokens = mean.over_ranks(accelerator)
+    if not tokens:
+        raise PackingError("dataset: expected a label to evaluate on, all are -100")
+    return summed / tokens

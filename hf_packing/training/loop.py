@@ -12,22 +12,25 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_packing.attention.patch import patch_model
+from hf_packing.attention.patch import unpatch_model
+from hf_packing.attention.sharded import where_weights_are
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
-from hf_packing.training.loss_of_model import learn_loss, refuse_unknown_loss
+from hf_packing.training.isolate import isolate
+from hf_packing.training.loss_of_model import own_loss, refuse_unknown_loss
 from hf_packing.training.losses import Loss, check_loss, exact_type, items_in, with_share
 from hf_packing.training.model_cost import with_cost_of
+from hf_packing.training.progress import LOSS, check_same_loss
 from hf_packing.training.ranks import check_accelerator, data_rank
 from hf_packing.training.rows_loader import rows_loader
 
 Batch = dict[str, Any]
 
-OF_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order"}
+OF_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator"}
 """Arguments of DataLoader that planned batches have no use for."""
 
 
@@ -40,13 +43,19 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     """
 
     def __init__(
-        self, accelerator: Accelerator, loader: DataLoader[Batch], sampler: RankBatchSampler, loss: Loss
+        self,
+        accelerator: Accelerator,
+        loader: DataLoader[Batch],
+        sampler: RankBatchSampler,
+        loss: Loss,
+        keep_labels: bool,
     ) -> None:
         self.accelerator = accelerator
         self.loader = loader
         self.dataset = loader.dataset
         self.batches = sampler
         self.loss = loss
+        self.keep_labels = keep_labels
         self.gradient_state = GradientState()
         self.epoch = 0
         """Which epoch the next iteration is about."""
@@ -77,15 +86,16 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         try:
             self.loader.generator.manual_seed(self.epoch)
             batches = iter(self.loader)
-            while together := list(islice(batches, self.batches.accumulation)):
+            while together := list(islice(batches, self.left_of_update())):
                 together = [send_to_device(batch, self.accelerator.device) for batch in together]
                 items = self.items(together)
                 for batch in together:
                     self.step += 1
                     self.end_of_dataloader = self.step == len(self)
-                    yield with_share(batch, self.loss, items)
-            self.epoch, self.step = self.epoch + 1, 0
+                    yield with_share(batch, self.loss, items, self.keep_labels)
         finally:
+            if self.step == len(self):
+                self.epoch, self.step = self.epoch + 1, 0
             self.batches.first_step = 0
             self.end()
 
@@ -101,7 +111,12 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 f"gradient_accumulation_steps: expected {self.batches.accumulation}, as when prepare_dataloader was "
                 f"called, got {accumulated}, which DeepSpeed may have set; give Accelerator the same"
             )
-        self.accelerator.step = 0
+        if self.gradient_state.active_dataloader is None:  # else another loader is in the middle of its steps
+            self.accelerator.step = 0
+
+    def left_of_update(self) -> int:
+        """Batches until the next update of the optimiser."""
+        return self.batches.accumulation - self.step % self.batches.accumulation
 
     def items(self, batches: list[Batch]) -> torch.Tensor:
         """What the losses of these batches are divided by, so that accelerate's averages make them a mean of all."""
@@ -117,25 +132,39 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         Raises:
             PackingError: between two updates of the optimiser, where no checkpoint has the gradients of the first.
         """
-        if self.step % self.batches.accumulation and self.step != len(self):
+        if self.step % self.batches.accumulation and self.step != len(self) and not self.accelerator.sync_gradients:
             raise PackingError(
                 f"step: expected a checkpoint after {self.batches.accumulation} accumulated batches, got one after "
                 f"{self.step % self.batches.accumulation}"
             )
         done = self.step == len(self)
-        return {"epoch": self.epoch + done, "step": 0 if done else self.step, **self.batches.what_decides()}
+        return {
+            "epoch": self.epoch + done,
+            "step": 0 if done else self.step,
+            **self.batches.what_decides(),
+            LOSS: self.loss,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state.
 
         Raises:
-            PackingError: the state of other batches: another dataset, batching or accumulation, or in the middle of an
-                epoch another number of ranks.
+            PackingError: the state of other batches: another dataset, batching or loss, or in the middle of an epoch
+                another accumulation or number of ranks.
         """
         if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected one that state_dict returned, it has no {min(missing)!r}")
         self.batches.check_same(state, whole_epochs=not state["step"])
+        check_same_loss(state, self.loss)
         self.epoch, self.step, self.begin_at = state["epoch"], state["step"], state["step"]
+
+
+def labels_for_model(model: nn.Module | None, loss: Loss) -> bool:
+    """Whether a model that is given labels makes the right loss of them itself."""
+    if model is None or loss == "sequence":
+        return loss == "token"
+    own = own_loss(model)
+    return own is not None and own.divided_by_items
 
 
 def prepare_dataloader(
@@ -149,9 +178,9 @@ def prepare_dataloader(
 ) -> PackedLoader:
     """Batches of this rank for a loop of one's own, ready to be given to the model.
 
-    With loss="token", `model(**batch).loss` is right for every split into ranks and accumulated steps, wherever models
-    take `num_items_in_batch`; `compute_loss(model, batch)` is right for all models and for both losses. The loop
-    is the usual one: `accelerator.accumulate(model)`, `accelerator.backward(loss)`.
+    The loop is the usual one: `accelerator.accumulate(model)`, `accelerator.backward(loss)`. The loss is that of
+    `compute_loss(model, batch)`, right for every split into ranks and accumulated steps. With loss="token" it is
+    also `model(**batch).loss` for models that divide by `num_items_in_batch`; others get no labels in their batches.
 
     Args:
         accelerator: of the loop; its gradient_accumulation_steps count.
@@ -187,8 +216,10 @@ def prepare_dataloader(
     batching = with_cost_of(check_batching(batching), model)
     sizes = sizes_of(dataset)
     if model is not None:
-        patch_model(model)
-        if not learn_loss(model):
+        patched_here = isolate(model, accelerator)
+        if own_loss(model) is None and where_weights_are(model) is None:
+            if patched_here:
+                unpatch_model(model)
             refuse_unknown_loss(model, loss)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -197,6 +228,7 @@ def prepare_dataloader(
     rank, world_size = data_rank(accelerator)
     sampler = RankBatchSampler(batching, sizes, world_size, rank, accelerator.gradient_accumulation_steps)
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
-    loader = PackedLoader(accelerator, rows_loader(dataset, sampler, **(pinned | options)), sampler, loss)
+    rows = rows_loader(dataset, sampler, model, **(pinned | options))
+    loader = PackedLoader(accelerator, rows, sampler, loss, labels_for_model(model, loss))
     accelerator.register_for_checkpointing(loader)
     return loader

@@ -1,7 +1,9 @@
-"""How a model makes its loss from its logits, found out by asking it once: is a token's logit about the next token?"""
+"""How a model makes its loss from its logits, found out by asking it: is a token's logit about the next token?"""
 
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
@@ -14,12 +16,23 @@ from hf_packing.attention.inner import inner_model
 from hf_packing.attention.installed import is_patched
 from hf_packing.attention.probe import device_of_inputs
 from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention.twin import twin_of
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import weighted_loss, weights_of
+from hf_packing.training.losses import ITEMS, weighted_loss, weights_of
 
-LEARNT: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
-"""What models that were asked have answered."""
+
+class OwnLoss(NamedTuple):
+    """The loss a model returns, where it is the mean cross-entropy of its logits, plus that of its routers."""
+
+    predicts_next: bool
+    """Whether a token's logits are compared with the next token."""
+    divided_by_items: bool
+    """Whether the model divides by num_items_in_batch where it is given that."""
+
+
+LEARNT: "weakref.WeakKeyDictionary[PreTrainedModel, OwnLoss | None]" = weakref.WeakKeyDictionary()
+"""What models that were asked have answered; None for a loss that is another."""
 
 PROBED_TOKENS = 13
 CLOSE, CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3
@@ -27,16 +40,14 @@ CLOSE, CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3
 
 
 def predicts_next(model: nn.Module) -> bool:
-    """Whether the model's loss compares a token's logits with the next token, as those of most causal models do.
-
-    As the model has answered to `learn_loss`; for one that was not asked, as its kind of class does.
+    """Whether a token's logits are compared with the next token, as those of most causal models are.
 
     Raises:
-        PackingError: neither asked, nor a causal or a masked language model.
+        PackingError: neither a model whose loss can be learnt, nor a causal or a masked language model by its class.
     """
+    if (own := own_loss(model)) is not None:
+        return own.predicts_next
     inner = inner_model(model)
-    if (learnt := LEARNT.get(inner)) is not None:
-        return learnt
     names = {base.__name__ for base in type(inner).__mro__}
     if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return True
@@ -47,43 +58,66 @@ def predicts_next(model: nn.Module) -> bool:
     )
 
 
-def learn_loss(model: nn.Module) -> bool:
-    """Ask a model for its own loss of a short document, and compare.
+def own_loss(model: nn.Module) -> OwnLoss | None:
+    """What kind of loss the model returns; None for another kind. A model is asked once.
 
     Args:
-        model: patched.
-
-    Returns:
-        Whether its loss is known: the mean cross-entropy of its logits, with the next token or with the token itself,
-        plus the weighted loss of its routers. Also True for weights that are elsewhere, which cannot be asked.
+        model: patched, or one whose weights are elsewhere, in whose place a small one of the same kind is asked.
     """
-    if where_weights_are(model) is not None:
-        return True
     inner = inner_model(model)
-    documents, _ = random_documents(inner, [PROBED_TOKENS], seed=0)
-    batch = send_to_device(PackingCollator()([{"input_ids": documents[0]}]), device_of_inputs(inner))
+    if inner not in LEARNT:
+        LEARNT[inner] = ask(inner if where_weights_are(inner) is None else small_model_like(inner))
+    return LEARNT[inner]
+
+
+def small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
+    try:
+        return twin_of(model, torch.float32)
+    except Exception:  # a configuration may be refused for a hundred reasons
+        return None
+
+
+def ask(model: PreTrainedModel | None) -> OwnLoss | None:
+    """Compare the loss that a model returns for a short document with ours."""
+    if model is None:
+        return None
+    documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
+    packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
+    packed = send_to_device(packed, device_of_inputs(model))
+    batch = packed if is_patched(model) else {name: packed[name] for name in ("input_ids", "labels")}
+    outputs = answer(model, batch)
+    if not isinstance(logits := getattr(outputs, "logits", None), Tensor) or outputs.loss is None:
+        return None
+    routed = router_loss(outputs, model)
+    own = float(outputs.loss) - (0.0 if routed is None else float(routed))
+    for shift in (True, False):
+        weights = weights_of(packed, "token")
+        weights[0, 0] = not shift
+        items = weights.sum()
+        ours = float(weighted_loss(logits, packed["labels"], weights / items, shift))
+        if is_close(ours, own, logits):
+            halved = answer(model, {**batch, ITEMS: 2 * items})
+            lost = None if getattr(halved, "loss", None) is None else float(outputs.loss - halved.loss)
+            return OwnLoss(shift, lost is not None and is_close(lost, ours / 2, logits))
+    return None
+
+
+def answer(model: PreTrainedModel, batch: dict[str, Any]) -> Any:
+    """The model's outputs; None where it takes no such batch."""
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            outputs = model(**batch)
+            return model(**batch)
     except (TypeError, ValueError, RuntimeError):
-        return False
+        return None
     finally:
         model.train(was_training)
-    if not isinstance(logits := getattr(outputs, "logits", None), Tensor) or outputs.loss is None:
-        return False
-    weights = weights_of(batch, "token")
-    routers = router_loss(outputs, model)
-    routed = 0.0 if routers is None else float(routers)
+
+
+def is_close(ours: float, own: float, logits: Tensor) -> bool:
     close = CLOSE if logits.dtype in (torch.float32, torch.float64) else CLOSE_IN_HALF_PRECISION
-    own = float(outputs.loss)
-    for shift in (True, False):
-        ours = float(weighted_loss(logits, batch["labels"], weights / weights.sum(), shift)) + routed
-        if abs(ours - own) <= close * abs(own):
-            LEARNT[inner] = shift
-            return True
-    return False
+    return abs(ours - own) <= close * abs(own)
 
 
 def check_patched(model: nn.Module) -> None:
@@ -106,6 +140,24 @@ def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
         return None
     weighted: Tensor = auxiliary * getattr(inner_model(model).config.get_text_config(), "router_aux_loss_coef", 0.0)
     return weighted
+
+
+@contextmanager
+def without_router_loss(model: nn.Module) -> Iterator[None]:
+    """Within it, the model's outputs have the loss of its logits alone, as an evaluation is about."""
+
+    def leave_out(_: nn.Module, __: Any, outputs: Any) -> None:
+        if (routed := router_loss(outputs, model)) is None:
+            return
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss - routed.to(outputs.loss.device)
+        outputs.aux_loss = torch.zeros_like(outputs.aux_loss)
+
+    handle = model.register_forward_hook(leave_out)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def refuse_unknown_loss(model: nn.Module, loss: str) -> None:

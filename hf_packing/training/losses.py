@@ -76,16 +76,17 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
     return losses @ weights.flatten().to(losses)
 
 
-def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor) -> dict[str, Any]:
+def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
     """The batch with its share in the loss of a larger one.
 
     Args:
         batch: packed, with labels.
-        loss: "token" keeps the labels, beside num_items_in_batch, from which a model makes the right loss itself;
-            "sequence" moves them to targets, with a weight for each, as no model knows that loss.
+        loss: what is averaged.
         items: float scalar: what the summed losses are divided by.
+        keep_labels: beside num_items_in_batch, from which a model makes the right loss itself; else they become
+            targets, with a weight for each.
     """
-    if loss == "token":
+    if keep_labels:
         return {**batch, ITEMS: items}
     weights = weights_of(batch, loss) / items
     others = {name: value for name, value in batch.items() if name != "labels"}

@@ -31,23 +31,27 @@ class PlannedBatches:
     sums_log_probs: bool
     """Whether that is SFTTrainer's, whose evaluation can be summed exactly."""
     prove: bool
+    loss_function: Any = None
+    """The trainer's compute_loss_func."""
     collator: PackingCollator = field(default_factory=PackingCollator)
     evaluated: TokenMean | None = None
     """The mean of the evaluation that is running."""
-    known_sizes: tuple[Any, RowSizes] | None = None
-    """The training dataset that was looked at, and its sizes."""
+    known_sizes: dict[int, tuple[Any, RowSizes]] = field(default_factory=dict)
+    """Datasets that were looked at, by identity, and their sizes."""
+
+    def sizes(self, dataset: Any) -> RowSizes:
+        """Sizes of the rows of a dataset, which is looked at once."""
+        if id(dataset) not in self.known_sizes:
+            self.known_sizes[id(dataset)] = dataset, sizes_of(dataset)
+        return self.known_sizes[id(dataset)][1]
 
     def sampler(self, trainer: Trainer) -> RankBatchSampler:
         """The batches of this rank."""
-        dataset = trainer.train_dataset
-        if dataset is None:
+        if trainer.train_dataset is None:
             raise PackingError("train_dataset: expected one, the trainer has none")
-        if self.known_sizes is None or self.known_sizes[0] is not dataset:
-            self.known_sizes = dataset, sizes_of(dataset)
         rank, world_size = data_rank(trainer.accelerator)
-        return RankBatchSampler(
-            self.batching, self.known_sizes[1], world_size, rank, trainer.args.gradient_accumulation_steps
-        )
+        sizes, accumulation = self.sizes(trainer.train_dataset), trainer.args.gradient_accumulation_steps
+        return RankBatchSampler(self.batching, sizes, world_size, rank, accumulation)
 
     def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
         return self.loader(trainer, trainer.train_dataset, self.sampler(trainer))
@@ -55,13 +59,13 @@ class PlannedBatches:
     def loader_in_order(self, trainer: Trainer, dataset: Any) -> DataLoader[Any]:
         rank, world_size = data_rank(trainer.accelerator)
         batching = InOrder(trainer.args.per_device_eval_batch_size)
-        return self.loader(trainer, dataset, RankBatchSampler(batching, sizes_of(dataset), world_size, rank))
+        return self.loader(trainer, dataset, RankBatchSampler(batching, self.sizes(dataset), world_size, rank))
 
     def loader(self, trainer: Trainer, dataset: Any, sampler: RankBatchSampler) -> DataLoader[Any]:
         """Batches on the trainer's device; by now its model may be another one, which is patched, too.
 
         Raises:
-            PackingError: the collator is not the one that attach has set.
+            PackingError: the collator is not the one that attach has set, or the loss not the one it has seen.
             ModelNotSupportedError: the model cannot be shown to keep documents apart.
         """
         if trainer.data_collator is not self.collator:
@@ -69,11 +73,14 @@ class PlannedBatches:
                 f"data_collator: expected the one that attach has set, got {type(trainer.data_collator).__name__}, "
                 "which would not keep the documents of planned batches apart"
             )
+        if trainer.compute_loss_func is not self.loss_function:
+            raise PackingError("compute_loss_func: expected the one that the trainer had when attach was called")
         patch_model(trainer.model, prove=self.prove)
         args = trainer.args
         loader = rows_loader(
             dataset,
             sampler,
+            trainer.model,
             collate_fn=self.collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",

@@ -7,12 +7,21 @@ from transformers.trainer_callback import ExportableState
 
 from hf_packing.errors import PackingError
 from hf_packing.sampling.rows import SampledRows
+from hf_packing.training.losses import Loss
+
+LOSS = "loss"
+
+
+def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
+    if saved.get(LOSS) != loss:
+        raise PackingError(f"loss: expected {saved.get(LOSS)!r}, as when the checkpoint was saved, got {loss!r}")
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
-    """Saved with a trainer's state: everything that decides which batches follow."""
+    """Saved with a trainer's state: everything that decides which batches follow, and their losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss = "token") -> None:
+        self.loss = loss
         self.batches: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
@@ -37,5 +46,6 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     "nothing of them; ignore_data_skip=True begins with a whole epoch"
                 )
             rows.sampler.check_same(saved)
-        self.batches = rows.sampler.what_decides()
+            check_same_loss(saved, self.loss)
+        self.batches = {**rows.sampler.what_decides(), LOSS: self.loss}
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of others has no place for it

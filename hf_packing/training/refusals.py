@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import check_accelerator, parallelism
@@ -16,6 +17,16 @@ OF_BATCHES = (
     "get_batch_samples",
 )
 """What attach replaces; a trainer's own would not be called any more."""
+
+REPLACED = (
+    "default_data_collator",
+    "DefaultDataCollator",
+    "DataCollatorWithPadding",
+    "DataCollatorWithFlattening",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorForLanguageModeling",
+)
+"""Collators that only pad or flatten rows, and make labels of input_ids."""
 
 EXPECTED = {
     "average_tokens_across_devices": (True, "without it the gradient depends on the number of processes"),
@@ -54,6 +65,9 @@ def check_trainer(trainer: Any, loss: Loss) -> Trainer:
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, whose batches can be planned; {what}")
     if loss == "sequence" and not has_loss_of(trainer, sft_trainer or Trainer):
         raise PackingError(f"loss: expected 'token', since {name}.compute_loss makes its own, got {loss!r}")
+    if replaced := [method for method in OF_BATCHES if method in vars(trainer)]:
+        raise PackingError(f"{replaced[0]}: expected the method of {name}, got {vars(trainer)[replaced[0]]!r}")
+    check_collator(trainer.data_collator)
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(parallelism(trainer.accelerator), "tp_size", 1):
         raise PackingError(
@@ -62,6 +76,23 @@ def check_trainer(trainer: Any, loss: Loss) -> Trainer:
         )
     check_arguments(trainer, loss)
     return trainer
+
+
+def check_collator(collator: Any) -> None:
+    """Refuse a collator that does more than to make a batch of rows, since it will not be called any more."""
+    if getattr(collator, "mlm", False):
+        raise PackingError(
+            f"data_collator: expected tokens that are masked in the dataset, as by its with_transform, got "
+            f"{type(collator).__name__} with mlm=True, which would not be called any more"
+        )
+    name = getattr(collator, "__name__", type(collator).__name__)
+    module = getattr(collator, "__module__", "") if hasattr(collator, "__name__") else type(collator).__module__
+    if type(collator) is PackingCollator or (name in REPLACED and module.split(".")[0] in ("transformers", "trl")):
+        return
+    raise PackingError(
+        f"data_collator: expected one whose work PackingCollator does, such as {', '.join(REPLACED)}, got {name}, which "
+        "would not be called any more; what it does to labels can be done in the dataset"
+    )
 
 
 def check_arguments(trainer: Trainer, loss: Loss) -> None:

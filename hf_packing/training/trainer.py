@@ -1,5 +1,6 @@
 """What attach puts before a trainer's own methods: where batches come from, and what losses are divided by."""
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -11,9 +12,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_packing.errors import PackingError
 from hf_packing.training.evaluation import TokenMean, summed_loss
-from hf_packing.training.loss_of_model import predicts_next, router_loss
-from hf_packing.training.losses import items_in, weighted_loss, weights_of
+from hf_packing.training.loss_of_model import predicts_next, router_loss, without_router_loss
+from hf_packing.training.losses import ITEMS, items_in, weighted_loss, weights_of
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.trl_head import summed_log_probs, weighed
@@ -23,13 +25,17 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """A trainer with planned batches; `attach` makes one of a Trainer."""
 
     planned_batches: PlannedBatches
+    loss_is_scaled_for_ga = True
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return self.planned_batches.training_loader(self)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in known:
+                raise PackingError(f"eval_dataset: expected one of {', '.join(known) or 'none'}, got {eval_dataset!r}")
+            eval_dataset = known[eval_dataset]
         return self.planned_batches.loader_in_order(self, self.eval_dataset if eval_dataset is None else eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
@@ -55,7 +61,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         **others: Any,
     ) -> Any:
         planned = self.planned_batches
-        if not self.model.training:
+        if planned.evaluated is not None or (num_items_in_batch is None and not self.model.training):
             return self.compute_loss_of_evaluation(model, inputs, return_outputs)
         if planned.loss_of_trainer:
             with weighed(model, inputs) if planned.loss == "sequence" else nullcontext():
@@ -76,8 +82,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         planned = self.planned_batches
         if planned.loss_of_trainer:
             tokens, outputs = items_in(inputs, "token"), None
-            with summed_log_probs(model) as summed:
-                loss = super().compute_loss(model, inputs, return_outputs)
+            divided = {}
+            if planned.loss_function is not None:  # is called with None only where labels are missing
+                divided = {ITEMS: tokens.clamp(min=1) * data_rank(self.accelerator).world_size}
+            with summed_log_probs(model) as summed, without_router_loss(model):
+                loss = super().compute_loss(model, inputs, return_outputs, **divided)
             if return_outputs:
                 loss, outputs = loss
             total = loss * tokens if tokens else torch.zeros_like(loss)
@@ -106,7 +115,12 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
             if (name := f"{metric_key_prefix}_loss") in output.metrics:
-                output.metrics[name] = planned.evaluated.over_ranks(self.accelerator)
+                if not planned.evaluated.batches:
+                    raise PackingError(
+                        f"prediction_step: expected one that calls compute_loss, that of {type(self).__name__} does not"
+                    )
+                summed, tokens = planned.evaluated.over_ranks(self.accelerator)
+                output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
             planned.evaluated = None
         return output

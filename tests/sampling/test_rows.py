@@ -1,5 +1,7 @@
 """Sizes without reading a token, and rows as a sampler asks for them."""
 
+import re
+
 import datasets
 import numpy as np
 import pytest
@@ -73,11 +75,15 @@ def test_other_map_style_datasets_are_read_once(documents):
         ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths' beside 'position_ids'"),
         ({"input_ids": ["text"]}, "column 'input_ids': expected lists of integers, got string"),
         ({"seq_lengths": [3]}, "column 'seq_lengths': expected lists of integers, got int64"),
+        ({"seq_lengths": [[1.5]]}, "column 'seq_lengths': expected lists of integers, got list<item: double>"),
+        ({"seq_lengths": [[3], [-2]], "input_ids": [[1] * 3] * 2}, "add up to the 3 tokens of row 1, got [-2]"),
+        ({"seq_lengths": [[3], [2, 2]], "input_ids": [[1] * 3] * 2}, "add up to the 3 tokens of row 1, got [2, 2]"),
+        ({"seq_lengths": [[3]], "bucket": [4.0]}, "column 'bucket': expected an integer in every row, got double"),
         ({"seq_lengths": [[3], [2]], "bucket": [4, None]}, "column 'bucket': expected an integer in every row"),
     ],
 )
 def test_datasets_without_lengths(rows, message):
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(PackingError, match=re.escape(message)):
         sizes_of(datasets.Dataset.from_dict(rows))
 
 
@@ -86,11 +92,18 @@ def test_datasets_without_lengths(rows, message):
     [
         ([[1, 2]], "expected rows that are mappings, row 0 is a list"),
         ([{"input_ids": None}], "column 'input_ids': expected a list of integers in every row, row 0 has None"),
-        ([{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1]}], "column 'seq_lengths'.*row 1 has None"),
+        (
+            [{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1]}],
+            "'seq_lengths': expected in all rows or in none",
+        ),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "'labels': expected in all rows or in none, row 1"),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], "add up to the 3 tokens of row 0, got [2, 2]"),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}], "'seq_lengths', row 0: expected integers, got float64"),
+        ([{"seq_lengths": [3], "bucket": None}], "column 'bucket': expected an integer in every row, row 0 has None"),
     ],
 )
 def test_rows_without_lengths(rows, message):
-    with pytest.raises(PackingError, match=message):
+    with pytest.raises(PackingError, match=re.escape(message)):
         sizes_of(Plain(rows))
 
 
@@ -112,6 +125,31 @@ def test_labels_of_another_length(overflow, labels):
 def test_an_iterable_dataset(documents):
     with pytest.raises(PackingError, match="expected a map-style dataset, whose length is known, got IterableDataset"):
         sizes_of(documents.to_iterable_dataset())
+
+
+def test_lengths_without_tokens():
+    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', got seq_lengths"):
+        sampled(datasets.Dataset.from_dict({"seq_lengths": [[3]]}), hfp.TokenBudget(8))
+
+
+def test_an_iterable_dataset_with_a_length():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+        def __len__(self):
+            return 3
+
+    with pytest.raises(PackingError, match="expected a map-style dataset, whose length is known, got Stream"):
+        sizes_of(Stream())
+
+
+@pytest.mark.parametrize("make", [datasets.Dataset.from_list, list])
+def test_datasets_are_told_apart_by_their_labels(make):
+    prints = {
+        sizes_of(make([{"input_ids": [1, 2], "labels": [first, 2]}] * 1000)).fingerprint for first in (1, -100, -100)
+    }
+    assert len(prints) == 2
 
 
 def test_datasets_are_told_apart_by_their_tokens():

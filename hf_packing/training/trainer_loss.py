@@ -1,0 +1,91 @@
+"""Whether a trainer's own loss is divided by num_items_in_batch, found out by asking it once."""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from transformers import Trainer
+
+from hf_packing.attention.documents import random_documents
+from hf_packing.attention.feed import Signature
+from hf_packing.attention.inner import inner_model
+from hf_packing.attention.probe import device_of_inputs
+from hf_packing.attention.sharded import where_weights_are
+from hf_packing.collate import PackingCollator
+from hf_packing.errors import PackingError
+from hf_packing.training.losses import ITEMS
+from hf_packing.training.ranks import data_rank
+from hf_packing.training.refusals import has_loss_of, sft_trainer_of
+
+PROBED_TOKENS = 13
+MUCH = 1e-3
+"""Share of the loss that has to go where it is divided by twice as many items."""
+METRICS = "_metrics"
+"""Where SFTTrainer writes down what it sees."""
+
+
+def check_trainer_loss(trainer: Trainer) -> None:
+    """Have the trainer's own loss divided by what is in a whole step of the optimiser.
+
+    Raises:
+        PackingError: it does not divide by num_items_in_batch, and there is more than one micro-batch in a step.
+    """
+    if is_divided(trainer):
+        trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or takes_items(trainer)
+        return
+    micro_batches = trainer.args.gradient_accumulation_steps * data_rank(trainer.accelerator).world_size
+    if micro_batches > 1 and not getattr(trainer, "loss_is_scaled_for_ga", None):
+        raise PackingError(
+            f"trainer: expected a loss that is divided by {ITEMS}, that of {type(trainer).__name__} with "
+            f"{type(inner_model(trainer.model)).__name__} is not, so that its gradient would depend on how a step is "
+            f"split into {micro_batches} micro-batches"
+        )
+
+
+def takes_items(trainer: Trainer) -> bool:
+    return Signature(inner_model(trainer.model)).takes(ITEMS)
+
+
+def is_divided(trainer: Trainer) -> bool:
+    """Whether twice as many items make the loss of a short document smaller.
+
+    SFTTrainer is known to do so, unless a function of the user's makes its loss. Weights that are elsewhere cannot be
+    asked.
+    """
+    sft_trainer = sft_trainer_of(trainer)
+    if sft_trainer is not None and has_loss_of(trainer, sft_trainer) and trainer.compute_loss_func is None:
+        return True
+    if where_weights_are(trainer.model) is not None:
+        return True
+    if not takes_items(trainer) and trainer.compute_loss_func is None and trainer.label_smoother is None:
+        return False
+    once, twice = (loss_with(trainer, items) for items in (PROBED_TOKENS, 2 * PROBED_TOKENS))
+    return abs(once - twice) > MUCH * abs(once)
+
+
+def loss_with(trainer: Trainer, items: int) -> float:
+    """The trainer's loss of a random document, as in training; nothing that it writes down is kept."""
+    model = trainer.model
+    documents, _ = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
+    batch = send_to_device(PackingCollator()([{"input_ids": documents[0]}]), device_of_inputs(inner_model(model)))
+    aside: Any = copy.copy(trainer)
+    aside.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or takes_items(trainer)
+    aside.current_gradient_accumulation_steps = 1
+    if hasattr(trainer, METRICS):
+        setattr(aside, METRICS, copy.deepcopy(getattr(trainer, METRICS)))
+    was_training = model.training
+    model.train()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gradient checkpointing misses gradients
+            torch.manual_seed(0)
+            return float(aside.compute_loss(model, batch, num_items_in_batch=torch.tensor(items)))
+    except Exception as error:  # of code that is not ours
+        raise PackingError(
+            f"trainer: expected a compute_loss that takes a packed batch, that of {type(trainer).__name__} raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        model.train(was_training)
