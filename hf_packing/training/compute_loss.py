@@ -20,7 +20,7 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     Returns:
         float scalar. Its gradient, averaged over ranks and accumulated steps as accelerate does, is that of the whole
         batch's loss. Where the model has a mixture of experts, its weighted balancing loss is added, which accelerate
-        averages over ranks and accumulated steps.
+        averages over ranks and gradient_accumulation_steps, also where the last update of an epoch has fewer.
 
     Raises:
         PackingError: a batch that is not of prepare_dataloader; a model that is not patched, or no language model.

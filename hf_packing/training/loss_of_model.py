@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_packing.attention.documents import random_documents
+from hf_packing.attention.feed import Signature
 from hf_packing.attention.inner import inner_model
 from hf_packing.attention.installed import is_patched
 from hf_packing.attention.probe import device_of_inputs
@@ -84,7 +85,10 @@ def ask(model: PreTrainedModel | None) -> OwnLoss | None:
     documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
     packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
     packed = send_to_device(packed, device_of_inputs(model))
-    batch = packed if is_patched(model) else {name: packed[name] for name in ("input_ids", "labels")}
+    batch = packed
+    if not is_patched(model):
+        batch = {name: packed[name] for name in ("input_ids", "labels")}
+        batch |= {"use_cache": False} if Signature(model).takes("use_cache") else {}
     outputs = answer(model, batch)
     if not isinstance(logits := getattr(outputs, "logits", None), Tensor) or outputs.loss is None:
         return None

@@ -90,8 +90,8 @@ def check_collator(collator: Any) -> None:
     if type(collator) is PackingCollator or (name in REPLACED and module.split(".")[0] in ("transformers", "trl")):
         return
     raise PackingError(
-        f"data_collator: expected one whose work PackingCollator does, such as {', '.join(REPLACED)}, got {name}, which "
-        "would not be called any more; what it does to labels can be done in the dataset"
+        f"data_collator: expected one whose work PackingCollator does, such as {', '.join(REPLACED)}, got {name}, "
+        "which would not be called any more; what it does to labels can be done in the dataset"
     )
 
 

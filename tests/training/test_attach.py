@@ -1,6 +1,7 @@
 """attach on one process: what it changes, and what it leaves alone."""
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -124,8 +125,142 @@ def test_a_trainers_own_loss_is_told_what_to_divide_by(tmp_path):
     trainer = trainer_of(tmp_path, Own, gradient_accumulation_steps=2)
     hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.train()
-    assert len(seen) == 4
-    assert seen[0] == seen[1] != seen[2]
+    assert seen[:2] == [13, 26]  # it was asked what it does with them
+    assert len(seen) == 6
+    assert seen[2] == seen[3] != seen[4]
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_models_that_say_that_they_take_no_items(tmp_path, kind, smoothing):
+    """Gemma 4 and others; accumulating must not divide the loss once more."""
+    found = []
+    for accumulation in (1, 2, 4):
+        model = build("Llama")
+        model.accepts_loss_kwargs = False
+        changes = {"label_smoothing_factor": smoothing, "gradient_accumulation_steps": accumulation, "max_steps": 1}
+        trainer = trainer_of(tmp_path, kind, model=model, **changes)
+        hfp.attach(trainer, hfp.TokenBudget(1000), match_documents_per_step=45)
+        found += logged(trainer)
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
+
+
+class CallsSuper(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_a_trainers_own_loss_that_nothing_divides(tmp_path):
+    """BERT takes num_items_in_batch, and ignores it."""
+    trainer = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"), gradient_accumulation_steps=2)
+    message = "expected a loss that is divided by num_items_in_batch, that of CallsSuper with BertForMaskedLM is not"
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    assert not hfp.check_isolation(trainer.model).isolated
+    alone = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"))
+    hfp.attach(alone, hfp.TokenBudget(64))
+    assert logged(alone) == pytest.approx(logged(attached(trainer_of(tmp_path, model=tiny_model("bert", "masked")))))
+
+
+def attached(trainer):
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    return trainer
+
+
+def test_asking_a_trainer_for_its_loss_leaves_no_trace(tmp_path):
+    class Own(SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = trainer_of(tmp_path, Own)
+    state = torch.get_rng_state()
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not trainer._metrics["train"]
+    assert not trainer._total_train_tokens
+
+
+def test_a_trainer_whose_loss_cannot_be_asked(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, **_):  # noqa: ARG002
+            raise KeyError(inputs["name"])
+
+    with pytest.raises(PackingError, match="expected a compute_loss that takes a packed batch, that of Own raises"):
+        hfp.attach(trainer_of(tmp_path, Own), hfp.TokenBudget(64))
+
+
+def test_labels_that_make_the_input_of_a_decoder(tmp_path):
+    trainer = trainer_of(tmp_path, model=tiny_model("bart", "masked"))
+    with pytest.raises(PackingError, match="expected a compute_loss that takes a packed batch, that of Trainer raises"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+def test_training_in_evaluation_mode(tmp_path):
+    """Without dropout, say: it is training all the same."""
+
+    class InEvaluationMode(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.eval()
+            model.train = lambda *_: model
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    changes = {"gradient_accumulation_steps": 2}
+    found = [logged(attached(trainer_of(tmp_path, kind, **changes))) for kind in (Trainer, InEvaluationMode)]
+    assert found[0] == found[1]
+
+
+def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
+    class Final(Trainer):
+        def __init_subclass__(cls, *, allowed):
+            pass
+
+    trainer = trainer_of(tmp_path, Final)
+    before = vars(trainer).copy()
+    with pytest.raises(TypeError, match="allowed"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    assert vars(trainer) == before
+    assert not hfp.check_isolation(trainer.model).isolated or trainer.model.config.use_cache is False
+
+
+def masked_documents():
+    """Of a masked language model, with two token types, and labels also at first tokens."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for ids in documents(45)["input_ids"]:
+        hidden = rng.random(len(ids)) < 0.3
+        hidden[0] = len(rows) % 2
+        hidden[-1] |= not hidden.any()
+        rows.append(
+            {
+                "input_ids": np.where(hidden, 3, ids).tolist(),
+                "labels": np.where(hidden, ids, -100).tolist(),
+                "token_type_ids": (np.arange(len(ids)) > len(ids) // 2).astype(int).tolist(),
+            }
+        )
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "electra", "deberta-v2"])
+def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
+    model, data = tiny_model(architecture, "masked"), masked_documents()
+    types = {} if getattr(model.config, "type_vocab_size", 0) < 2 else {"token_type_ids"}
+    total = tokens = 0.0
+    for row in data:
+        names = ("input_ids", "labels", *types)
+        with torch.no_grad():
+            loss = model(**{name: torch.tensor([row[name]]) for name in names}).loss
+        trained = sum(label != -100 for label in row["labels"])
+        total, tokens = total + loss.item() * trained, tokens + trained
+    trainer = trainer_of(tmp_path, model=model, data=data, max_steps=1, gradient_accumulation_steps=2)
+    hfp.attach(trainer, hfp.TokenBudget(2000), match_documents_per_step=45)
+    assert logged(trainer)[0] == pytest.approx(total / tokens, rel=2e-5)
+
+
+def test_token_types_that_a_model_does_not_embed_are_left_out(tmp_path):
+    data = documents(45)
+    typed = data.map(lambda row: {"token_type_ids": [1] * len(row["input_ids"])})
+    found = [logged(attached(trainer_of(tmp_path, data=each))) for each in (data, typed)]
+    assert found[0] == found[1]
 
 
 def test_mixed_precision(tmp_path):
@@ -142,6 +277,19 @@ def test_a_model_that_is_made_when_training_begins(tmp_path):
     trainer.train()
     assert trainer.model is not first
     assert hfp.check_isolation(trainer.model).isolated
+
+
+def test_a_model_that_is_made_later_is_asked_for_its_loss_as_well(tmp_path):
+    data = documents(45).remove_columns("labels")
+    model = tiny_model("bart", "causal")
+    with torch.no_grad():
+        rows = [torch.tensor([ids]) for ids in data["input_ids"]]
+        sums = [model(input_ids=row, labels=row, use_cache=False).loss.item() * row.shape[1] for row in rows]
+    trainer = Trainer(
+        model_init=lambda: tiny_model("bart", "causal"), args=arguments(tmp_path, max_steps=1), train_dataset=data
+    )
+    hfp.attach(trainer, hfp.TokenBudget(2000))
+    assert logged(trainer) == pytest.approx([sum(sums) / sum(map(len, data["input_ids"]))], rel=1e-5)
 
 
 def test_lora(tmp_path):

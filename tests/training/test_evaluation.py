@@ -1,8 +1,11 @@
 """Evaluation is the mean over trainable tokens, whatever the batches."""
 
+import math
+
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from tiny_models import build
 from trainers import trainer_of
 from training_process import documents
@@ -19,8 +22,59 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     nothing = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[-100, -100]]})
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
+    assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
+    model = hfp.patch_model(build("Llama"))
     with pytest.raises(PackingError, match="dataset: expected a label to evaluate on, all are -100"):
-        trainer.evaluate(nothing)
+        hfp.evaluation_loss(Accelerator(cpu=True), model, nothing)
+
+
+def test_a_function_that_divides_by_the_items_it_is_given(tmp_path):
+    def loss(outputs, labels, num_items_in_batch):
+        logits, labels = outputs.logits[0, :-1], labels[0, 1:]
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+    found = []
+    for function in (None, loss):
+        trainer = trainer_of(tmp_path)
+        trainer.compute_loss_func = function
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        found.append(trainer.evaluate(documents(9))["eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_routers_are_no_part_of_it_whoever_makes_the_loss(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    found = []
+    for kind in (Trainer, Own, SFTTrainer):
+        model = build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+        trainer = trainer_of(tmp_path, kind, model=model)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        for rows in (1, 8):
+            trainer.args.per_device_eval_batch_size = rows
+            found.append(trainer.evaluate(documents(20))["eval_loss"])
+    assert found == pytest.approx([found[0]] * 6, rel=1e-5)
+
+
+def test_predicting_without_compute_loss(tmp_path):
+    class Own(Trainer):
+        def prediction_step(self, *_, **__):
+            return torch.tensor(1.0), None, None
+
+    trainer = trainer_of(tmp_path, Own)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="prediction_step: expected one that calls compute_loss, that of Own"):
+        trainer.evaluate(documents(9))
+
+
+def test_a_dataset_that_is_not_known(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.eval_dataset = {"few": documents(3)}
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="eval_dataset: expected one of few, got 'many'"):
+        trainer.evaluate("many")
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])

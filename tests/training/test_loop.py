@@ -1,15 +1,19 @@
 """prepare_dataloader on one process: epochs, state, accumulation, losses."""
 
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from tiny_models import build, with_loss_times
 from training_process import documents
 
 import hf_packing as hfp
+from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.errors import PackingError
 
 
@@ -64,7 +68,10 @@ def test_a_loop_goes_on_from_its_state():
 def test_no_checkpoint_between_accumulated_batches():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    next(iter(loader))
+    model = build("Llama")
+    for _ in loader:
+        with accelerator.accumulate(model):
+            break
     with pytest.raises(PackingError, match="step: expected a checkpoint after 2 accumulated batches, got one after 1"):
         loader.state_dict()
 
@@ -75,7 +82,89 @@ def test_iterating_draws_nothing_from_the_generator_of_dropout():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("name", ["batch_size", "shuffle", "collate_fn", "in_order"])
+def update_sizes(accelerator, model, loader, see):
+    """How many batches each update of the optimiser has."""
+    sizes, batches = [], 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(hfp.compute_loss(model, batch))
+        batches += 1
+        if accelerator.sync_gradients:
+            sizes.append(batches)
+            batches = 0
+        see(batch)
+    return sizes
+
+
+def test_another_loader_in_the_middle_of_an_update_changes_nothing():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = hfp.patch_model(build("Llama"))
+    loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
+    expected = update_sizes(accelerator, model, loader, lambda _: None)
+    assert set(expected[:-1]) == {2}
+    assert update_sizes(accelerator, model, loader, lambda _: list(other)) == expected
+    assert update_sizes(accelerator, model, loader, lambda _: next(iter(other))) == expected
+
+
+def test_a_checkpoint_where_another_loader_was_broken_off(tmp_path):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
+    expected = [batch["input_ids"].tolist() for batch in other]
+    other.set_epoch(0)
+    next(iter(other))
+    list(loader)
+    accelerator.save_state(tmp_path)
+    other.set_epoch(3)
+    accelerator.load_state(tmp_path)
+    assert [batch["input_ids"].tolist() for batch in other] == expected[1:]
+
+
+def test_an_epoch_ends_with_its_last_batch_even_if_nobody_asks_for_more():
+    loader = loader_of()
+    for _, batch in zip(range(len(loader)), loader, strict=False):
+        assert batch
+    assert (loader.epoch, loader.step) == (1, 0)
+
+
+def test_models_that_do_not_divide_by_the_items_of_a_step_are_given_no_labels():
+    model = tiny_model("bert", "masked")
+    batch = next(iter(loader_of(model=model)))
+    assert "labels" not in batch
+    assert hfp.compute_loss(model, batch).isfinite()
+    assert "labels" in next(iter(loader_of(model=build("Llama"))))
+
+
+def test_mixed_precision_is_proven_as_well(monkeypatch):
+    report = SimpleNamespace(isolated=False, reason="it does")
+    monkeypatch.setattr("hf_packing.training.isolate.check_isolation", lambda _: report)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
+            hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64), model=build("Llama"))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_state_of_another_loss():
+    state = loader_of().state_dict()
+    with pytest.raises(PackingError, match="loss: expected 'token', as when the checkpoint was saved, got 'sequence'"):
+        loader_of(loss="sequence").load_state_dict(state)
+
+
+@pytest.mark.parametrize("architecture", ["bart", "xlm"])
+def test_evaluation_asks_a_model_for_its_loss(architecture):
+    model = hfp.patch_model(tiny_model(architecture, "causal" if architecture == "bart" else "masked"))
+    total = tokens = 0
+    for ids in documents(9)["input_ids"]:
+        batch = hfp.PackingCollator(keep_first_labels=True)([{"input_ids": ids}])
+        total += model(**batch).loss.item() * len(ids)
+        tokens += len(ids)
+    data = documents(9).remove_columns("labels")
+    assert hfp.evaluation_loss(Accelerator(cpu=True), model, data) == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "shuffle", "collate_fn", "in_order", "generator"])
 def test_options_that_the_batching_decides(name):
     with pytest.raises(PackingError, match=f"{name}: expected none, since the batching decides"):
         loader_of(**{name: 1})
@@ -178,5 +267,5 @@ def test_sequence_weights_leave_models_no_labels():
 
 def test_more_ranks_than_rows():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PackingError, match="at least one row for each of 1 ranks, got 0 rows with tokens"):
+    with pytest.raises(PackingError, match="at least one row for each of 1 ranks, got 0 rows; 1 are empty or dropped"):
         hfp.prepare_dataloader(accelerator, datasets.Dataset.from_dict({"input_ids": [[]]}), hfp.TokenBudget(8))

@@ -1,5 +1,6 @@
 """Losses and their weights, beside sums over documents one by one."""
 
+import copy
 from itertools import chain
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from tiny_models import build, with_loss_times
 import hf_packing as hfp
 from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.errors import PackingError
-from hf_packing.training.loss_of_model import learn_loss, predicts_next
+from hf_packing.training.loss_of_model import own_loss, predicts_next, without_router_loss
 from hf_packing.training.losses import items_in, trainable_per_document, weighted_loss, weights_of
 from hf_packing.training.trl_head import summed_log_probs, weighed
 
@@ -83,13 +84,19 @@ def test_which_logits_are_about_the_next_token():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "expected"),
-    [("llama", "causal", True), ("bert", "masked", False), ("xlm", "masked", False), ("bart", "causal", False)],
+    ("architecture", "kind", "expected", "divided"),
+    [
+        ("llama", "causal", True, True),
+        ("mixtral", "causal", True, True),
+        ("bert", "masked", False, False),
+        ("xlm", "masked", False, False),
+        ("bart", "causal", False, False),
+    ],
 )
-def test_a_models_own_loss_decides(architecture, kind, expected):
+def test_a_models_own_loss_decides(architecture, kind, expected, divided):
     model = hfp.patch_model(tiny_model(architecture, kind))
-    assert learn_loss(model)
-    assert predicts_next(model) == expected
+    assert own_loss(model).divided_by_items == divided
+    assert predicts_next(model) == predicts_next(copy.deepcopy(model)) == expected
     batch = hfp.PackingCollator()([{"input_ids": [5, 6, 3, 9, 12]}])
     with torch.no_grad():
         own, logits = model(**batch).loss, model(**{name: batch[name] for name in batch if name != "labels"}).logits
@@ -100,12 +107,30 @@ def test_a_models_own_loss_decides(architecture, kind, expected):
 
 
 def test_a_loss_that_is_another():
-    assert not learn_loss(with_loss_times(2.0))
-    assert learn_loss(with_loss_times(1.0))
+    assert own_loss(with_loss_times(2.0)) is None
+    assert own_loss(with_loss_times(1.0)) == (True, True)
 
 
 def test_a_model_without_a_loss():
-    assert not learn_loss(with_loss_times(None))
+    assert own_loss(with_loss_times(None)) is None
+
+
+def test_a_small_model_answers_for_one_whose_weights_are_elsewhere():
+    with torch.device("meta"):
+        model = type(tiny_model("bart", "causal"))(tiny_model("bart", "causal").config)
+    assert not predicts_next(model)
+
+
+def test_evaluation_is_about_the_logits_alone():
+    model = hfp.patch_model(build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5))
+    batch = batch_of([[5, 6, 3], [4, 4]])
+    model.requires_grad_(False)
+    before = model(**batch)
+    with without_router_loss(model):
+        without = model(**batch)
+    assert float(without.aux_loss) == 0
+    assert float(without.loss) == pytest.approx(float(before.loss - 0.5 * before.aux_loss), rel=1e-5)
+    assert float(model(**batch).loss) == float(before.loss)
 
 
 class Head(torch.nn.Module):

@@ -4,9 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import trl
+from tiny_models import with_loss_times
 from trainers import trainer_of
-from training_process import documents
-from transformers import Trainer
+from training_process import documents, tokenizer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    Trainer,
+    default_data_collator,
+)
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -53,7 +60,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
     def refuse(*_, **__):
         raise hfp.ModelNotSupportedError("it leaks")
 
-    monkeypatch.setattr("hf_packing.training.attach.patch_model", refuse)
+    monkeypatch.setattr("hf_packing.training.isolate.patch_model", refuse)
     trainer = trainer_of(tmp_path)
     before = vars(trainer).copy()
     with pytest.raises(hfp.ModelNotSupportedError, match="it leaks"):
@@ -64,7 +71,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
 
 def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
     report = SimpleNamespace(isolated=False, reason="it does")
-    monkeypatch.setattr("hf_packing.training.attach.check_isolation", lambda _: report)
+    monkeypatch.setattr("hf_packing.training.isolate.check_isolation", lambda _: report)
     trainer = trainer_of(tmp_path, bf16=True)
     with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
         hfp.attach(trainer, hfp.TokenBudget(64))
@@ -88,6 +95,64 @@ def test_losses_that_contradict(tmp_path, changes, message):
     trainer = trainer_of(tmp_path, kind, **changes)
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SimpleNamespace(mlm=True), "masked in the dataset.*with mlm=True"),
+        (lambda: MaskingCollator(), "such as default_data_collator, .*got MaskingCollator, which would not be called"),
+        (lambda: lambda rows: rows, "got <lambda>, which would not be called any more"),
+    ],
+)
+def test_collators_of_the_users(tmp_path, make, message):
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = make()
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+class MaskingCollator(hfp.PackingCollator):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: default_data_collator,
+        hfp.PackingCollator,
+        lambda: DataCollatorWithPadding(tokenizer()),
+        DataCollatorWithFlattening,
+        lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+    ],
+)
+def test_collators_whose_work_is_done(tmp_path, make):
+    trainer = trainer_of(tmp_path)
+    trainer.data_collator = make()
+    assert hfp.attach(trainer, hfp.TokenBudget(64)).documents == 45
+
+
+def test_batches_that_were_set_on_the_trainer(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.get_train_dataloader = lambda: documents(45)
+    with pytest.raises(PackingError, match="get_train_dataloader: expected the method of Trainer, got <function"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+def test_a_loss_that_is_set_after_attaching(tmp_path):
+    trainer = trainer_of(tmp_path)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.compute_loss_func = lambda *_, **__: 0
+    with pytest.raises(PackingError, match="compute_loss_func: expected the one that the trainer had when attach"):
+        trainer.train()
+
+
+def test_a_model_whose_loss_is_refused_is_as_it_was(tmp_path):
+    trainer = trainer_of(tmp_path, model=with_loss_times(2.0))
+    with pytest.raises(PackingError, match="expected a model whose own loss is the cross-entropy of its logits"):
+        hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
+    with pytest.raises(PackingError, match="is not"):
+        hfp.unpatch_model(trainer.model)
 
 
 def test_context_parallelism(tmp_path):
