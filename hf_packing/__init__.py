@@ -31,6 +31,7 @@ HOME_OF = {
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
     "PackingPlan": "planning.plan",
+    "PackingReport": "report.report",
     "PatternTable": "planning.table",
     "ShortestPackFirst": "strategies.counting",
     "TokenBudget": "sampling.token_budget",
@@ -40,6 +41,7 @@ HOME_OF = {
     "compute_loss": "training.compute_loss",
     "evaluation_loss": "training.evaluation",
     "pack": "dataset",
+    "packing_report": "report.report",
     "patch_model": "attention.patch",
     "patched": "attention.patch",
     "plan_counts": "strategies.planning",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from hf_packing.planning.metrics import PackingMetrics
     from hf_packing.planning.plan import PackingPlan
     from hf_packing.planning.table import PatternTable
+    from hf_packing.report.report import PackingReport, packing_report
     from hf_packing.sampling.bucket_batches import BucketBatches
     from hf_packing.sampling.epoch_plan import EpochPlan
     from hf_packing.sampling.token_budget import TokenBudget
@@ -96,6 +99,7 @@ __all__ = [
     "PackingError",
     "PackingMetrics",
     "PackingPlan",
+    "PackingReport",
     "PatternTable",
     "ShortestPackFirst",
     "TokenBudget",
@@ -105,6 +109,7 @@ __all__ = [
     "compute_loss",
     "evaluation_loss",
     "pack",
+    "packing_report",
     "patch_model",
     "patched",
     "plan_counts",

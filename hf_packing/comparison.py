@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from html import escape
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -72,6 +73,12 @@ class Comparison(Sequence[ComparedStrategy]):
     def __repr__(self) -> str:
         return table_of(self.rows)
 
+    def _repr_html_(self) -> str:
+        head, *body = [COLUMNS, *(cells_of(row) for row in self.rows)]
+        lines = ["".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells) for cells in body]
+        header = "".join(f"<th>{escape(name)}</th>" for name in head)
+        return f"<table><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
 
 def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
     """Plan the same lengths with several strategies.
@@ -98,22 +105,29 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
     chosen = [check_strategy(strategy) for strategy in strategies]
     if not chosen:
         raise PackingError("strategies: expected at least one, got none")
+    found = [(measured, workload_of(plan, measured.strategy)) for measured, plan in each_planned(lengths, chosen)]
+    return Comparison(with_best_bounds(found))
+
+
+def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple[ComparedStrategy, PackingPlan]]:
+    """One plan after the other, so that no two are in memory."""
     lengths = read_lengths(lengths)
-    rows: list[ComparedStrategy] = []
-    workloads: list[Workload] = []
-    with tqdm(chosen, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
+    with tqdm(strategies, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
         for strategy in progress:
             progress.set_postfix_str(type(strategy).__name__)
             began = time.perf_counter()
             plan = plan_packing(lengths, strategy)
             seconds = time.perf_counter() - began
-            rows.append(ComparedStrategy(strategy, plan.metrics(), seconds, plan.note))
-            workloads.append(workload_of(plan, strategy))
-    proven = [row.metrics.lower_bound for row in rows]
-    for number, workload in enumerate(workloads):
-        bound = max(bound for other, bound in zip(workloads, proven, strict=True) if workload.is_as_hard_as(other))
-        rows[number] = replace(rows[number], metrics=replace(rows[number].metrics, lower_bound=bound))
-    return Comparison(rows)
+            yield ComparedStrategy(strategy, plan.metrics(), seconds, plan.note), plan
+
+
+def with_best_bounds(found: Sequence[tuple[ComparedStrategy, Workload]]) -> list[ComparedStrategy]:
+    """The rows, each with the best bound that any of them has proven for what it had to pack."""
+    rows = []
+    for row, workload in found:
+        bound = max(row.metrics.lower_bound for row, other in found if workload.is_as_hard_as(other))
+        rows.append(replace(row, metrics=replace(row.metrics, lower_bound=bound)))
+    return rows
 
 
 class Workload(NamedTuple):
@@ -140,13 +154,17 @@ COLUMNS = ("", "padding", "truncation", "dropped", "concatenation", "packs", "ab
 
 
 def table_of(rows: Sequence[ComparedStrategy]) -> str:
-    cells = [COLUMNS, *(cells_of(row) for row in rows)]
+    return aligned([COLUMNS, *(cells_of(row) for row in rows)])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """A table as text: the first column to the left, the others to the right."""
     name, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
-    aligned = [
+    lines = [
         [first.ljust(name), *(cell.rjust(width) for cell, width in zip(rest, others, strict=True))]
         for first, *rest in cells
     ]
-    return "\n".join("  ".join(line) for line in aligned)
+    return "\n".join("  ".join(line) for line in lines)
 
 
 def cells_of(row: ComparedStrategy) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ FLOORS = [
     ["sampling"],
     ["attention"],
     ["training"],
+    ["report"],
+    ["cli"],
 ]
 """From the ground up; a module imports from its own floor and from those below."""
 
@@ -36,6 +38,11 @@ THIRD_PARTY = {
     "collate": {"numpy", "torch"},
     "sampling": {"numpy", "pyarrow", "datasets", "torch"},
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
+    "report": {
+        *("numpy", "pyarrow", "datasets", "tokenizers", "torch", "transformers"),
+        *("jinja2", "markupsafe", "matplotlib"),
+    },
+    "cli": {"rich"},
     "attention": {"numpy", "torch", "transformers", "flash_attn", "flash_attn_interface", "tqdm"},
 }
 

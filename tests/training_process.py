@@ -83,6 +83,7 @@ class Recorder(TrainerCallback):
     def on_log(self, _, state, __, logs=None, **___):
         if "loss" in logs:
             self.log.write("losses", step=state.global_step, loss=logs["loss"])
+            self.log.write("logged", step=state.global_step, **logs)
 
     def on_pre_optimizer_step(self, _, state, __, model=None, **___):
         if state.global_step == 0 and self.settings["optimiser"] == "sgd":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -35,6 +36,13 @@ class IsolationReport:
         lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
         lines.append(f"largest change of a logit {self.max_leak:.2g}, gradient leak {self.max_gradient_leak:.2g}")
         return "\n".join(lines + (self.route.lines() if self.route else ["route: none, the model is not patched"]))
+
+    def _repr_html_(self) -> str:
+        rows = [line.partition(": ") if ": " in line else ("", "", line) for line in str(self).split("\n")]
+        cells = (
+            f"<tr><th>{escape(name)}</th><td style=text-align:left>{escape(text)}</td></tr>" for name, _, text in rows
+        )
+        return f"<table>{''.join(cells)}</table>"
 
 
 Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,33 @@ class PackingPlan:
             f"PackingPlan({self.num_documents} documents, {self.num_segments} segments, {self.num_packs} packs, "
             f"efficiency {metrics.packing_efficiency:.4f})"
         )
+
+    def __str__(self) -> str:
+        return described(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(described(self))}</pre>"
+
+
+def described(plan: PackingPlan) -> str:
+    """A plan in a few lines for people."""
+    metrics, per_pack = plan.metrics(), np.diff(plan.pack_offsets)
+    capacities, packs = np.unique(plan.pack_capacity, return_counts=True)
+    each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
+    holding = f" of {capacities[0]:,} tokens" if len(each) == 1 else f": {', '.join(each) or 'none'}"
+    lines = [
+        f"{metrics.num_documents:,} documents, {metrics.num_tokens:,} tokens, in {metrics.num_packs:,} packs{holding}",
+        f"padding {metrics.padding_ratio:.2%}, {metrics.concatenation_ratio:.2f} documents per pack, "
+        f"{per_pack.min(initial=metrics.num_segments):,} to {per_pack.max(initial=0):,} in one",
+        f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
+        f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
+    ]
+    if len(capacities) == 1:
+        lines.append(
+            f"no plan for the same segments has fewer than {metrics.lower_bound:,} packs: at most "
+            f"{metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} could be saved"
+        )
+    return "\n".join(lines + ([plan.note] if plan.note else []))
 
 
 def rebuild(arrays: dict[str, IntArray], proven_lower_bound: int, note: str) -> PackingPlan:

@@ -13,7 +13,7 @@ from hf_packing.planning.shuffle import check_seed
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of
 from hf_packing.sampling.fill import fewest_micro_batches, fill, flat, sums
-from hf_packing.sampling.level import nearly, on_ranks, run_together
+from hf_packing.sampling.level import LINEAR_COST, nearly, on_ranks, run_together
 from hf_packing.sampling.pieces import Cut, cut_rows
 from hf_packing.sampling.redeal import redeal
 from hf_packing.sampling.schedule import Schedule
@@ -21,8 +21,6 @@ from hf_packing.sampling.sizes import RowSizes
 
 Balance = Literal["attention", "tokens"]
 
-LINEAR_COST = 6 * 2048
-"""Of a model 2048 wide: its linear layers work on a token as long as attention does on 6 * 2048 pairs of tokens."""
 MOST_LINEAR = 1e12
 """As good as no attention."""
 

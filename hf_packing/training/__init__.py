@@ -3,6 +3,8 @@
 model_cost.py       how much of a model's work grows with tokens, how much with pairs of them
 losses.py           mean over tokens or over documents, whatever the split into ranks and accumulation
 loss_of_model.py    how a model makes its own loss, asked once
+trainer_loss.py     whether a trainer's own loss is divided by what is in a step, asked once
+isolate.py          a model patched as it will run
 compute_loss.py     the loss of a batch in a loop of one's own
 ranks.py            which processes train on the same rows, and what of accelerate cannot be served
 rows_loader.py      a DataLoader of one rank, from a sampler

@@ -7,7 +7,8 @@ from torch import nn
 
 from hf_packing.attention.inner import inner_model
 from hf_packing.sampling.batching import Batching
-from hf_packing.sampling.token_budget import LINEAR_COST, TokenBudget
+from hf_packing.sampling.level import LINEAR_COST
+from hf_packing.sampling.token_budget import TokenBudget
 
 
 def with_cost_of(batching: Batching, model: nn.Module | None) -> Batching:

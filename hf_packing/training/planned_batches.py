@@ -11,13 +11,16 @@ from hf_packing.attention.patch import patch_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching
+from hf_packing.sampling.bucket_batches import BucketBatches
 from hf_packing.sampling.in_order import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, sizes_of
+from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.evaluation import TokenMean
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.rows_loader import rows_loader
+from hf_packing.training.step_facts import StepFacts
 
 
 @dataclass
@@ -36,8 +39,17 @@ class PlannedBatches:
     collator: PackingCollator = field(default_factory=PackingCollator)
     evaluated: TokenMean | None = None
     """The mean of the evaluation that is running."""
+    facts: StepFacts = field(default_factory=StepFacts)
+    """Of the steps since the trainer last logged."""
     known_sizes: dict[int, tuple[Any, RowSizes]] = field(default_factory=dict)
     """Datasets that were looked at, by identity, and their sizes."""
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a micro-batch may have."""
+        of_batching = self.batching
+        assert isinstance(of_batching, (TokenBudget, BucketBatches))
+        return of_batching.max_tokens if isinstance(of_batching, TokenBudget) else of_batching.tokens_per_batch
 
     def sizes(self, dataset: Any) -> RowSizes:
         """Sizes of the rows of a dataset, which is looked at once."""

@@ -18,6 +18,7 @@ from hf_packing.training.loss_of_model import predicts_next, router_loss, withou
 from hf_packing.training.losses import ITEMS, items_in, weighted_loss, weights_of
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import data_rank
+from hf_packing.training.step_facts import ITEMS_COUNTED, facts_of
 from hf_packing.training.trl_head import summed_log_probs, weighed
 
 
@@ -47,10 +48,18 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        items = torch.stack([items_in(batch, self.planned_batches.loss) for batch in batches]).sum().to(device)
-        everywhere = self.accelerator.reduce(items, reduction="sum").clamp(min=1)
+        planned = self.planned_batches
         share_rows = self.accelerator.num_processes // data_rank(self.accelerator).world_size
-        return batches, everywhere / share_rows
+        facts = facts_of(batches, planned.loss).to(device)
+        everywhere = self.accelerator.gather(facts[None])[::share_rows]
+        planned.facts.add(everywhere)
+        return batches, everywhere[..., ITEMS_COUNTED].sum().clamp(min=1)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """With what packing does beside the training loss, to wherever the trainer reports."""
+        if "loss" in logs:
+            logs = {**logs, **self.planned_batches.facts.take(self.planned_batches.budget)}
+        super().log(logs, *args, **kwargs)
 
     def compute_loss(
         self,

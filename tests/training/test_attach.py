@@ -263,6 +263,24 @@ def test_token_types_that_a_model_does_not_embed_are_left_out(tmp_path):
     assert found[0] == found[1]
 
 
+LOGGED = ("packing_efficiency", "documents_per_step", "tokens_per_step", "token_utilisation", "attention_utilisation")
+
+
+def test_what_is_logged_while_training(tmp_path):
+    steps = hfp.attach(trainer_of(tmp_path), hfp.TokenBudget(64)).optimiser_steps
+    trainer = trainer_of(tmp_path, max_steps=2 * steps, logging_steps=steps)
+    summary = hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.train()
+    first, second, last = trainer.state.log_history
+    for entry in (first, second):
+        assert entry["documents_per_step"] == pytest.approx(summary.documents_per_step)
+        assert entry["tokens_per_step"] == pytest.approx(summary.tokens_per_step)
+        assert entry["packing_efficiency"] == pytest.approx(summary.tokens / (64 * summary.micro_batches))
+        assert entry["token_utilisation"] == entry["attention_utilisation"] == 1
+    assert not set(LOGGED) & set(last)
+    assert not set(LOGGED) & set(trainer.evaluate(documents(9)))
+
+
 def test_mixed_precision(tmp_path):
     trainer = trainer_of(tmp_path, bf16=True)
     hfp.attach(trainer, hfp.TokenBudget(64))

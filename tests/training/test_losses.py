@@ -16,6 +16,7 @@ from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.training.loss_of_model import own_loss, predicts_next, without_router_loss
 from hf_packing.training.losses import items_in, trainable_per_document, weighted_loss, weights_of
+from hf_packing.training.step_facts import StepFacts, facts_of
 from hf_packing.training.trl_head import summed_log_probs, weighed
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
@@ -131,6 +132,24 @@ def test_evaluation_is_about_the_logits_alone():
     assert float(without.aux_loss) == 0
     assert float(without.loss) == pytest.approx(float(before.loss - 0.5 * before.aux_loss), rel=1e-5)
     assert float(model(**batch).loss) == float(before.loss)
+
+
+@given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=2), min_size=1))
+def test_facts_of_steps_on_two_ranks(steps):
+    """Each step has the lengths of the documents of both ranks."""
+    seen = StepFacts()
+    for ranks in steps:
+        batches = [hfp.PackingCollator()([{"input_ids": [5] * length} for length in lengths]) for lengths in ranks]
+        seen.add(torch.stack([facts_of([batch], "token") for batch in batches]))
+    found = seen.take(50)
+    tokens = [[sum(lengths) for lengths in ranks] for ranks in steps]
+    squares = [[sum(n * n for n in lengths) for lengths in ranks] for ranks in steps]
+    assert found["packing_efficiency"] == pytest.approx(np.mean(tokens) / 50)
+    assert found["documents_per_step"] == pytest.approx(sum(len(own) for ranks in steps for own in ranks) / len(steps))
+    assert found["tokens_per_step"] == pytest.approx(np.sum(tokens) / len(steps))
+    assert found["token_utilisation"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in tokens]))
+    assert found["attention_utilisation"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in squares]))
+    assert seen.take(50) == {}
 
 
 class Head(torch.nn.Module):

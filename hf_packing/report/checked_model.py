@@ -1,0 +1,133 @@
+"""Whether a model keeps packed documents apart, by its name: as it is, and patched."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from hf_packing.attention.isolation import IsolationReport, check_isolation
+from hf_packing.attention.patch import patch_model
+from hf_packing.attention.survey.tiny import architectures, tiny_model
+from hf_packing.attention.twin import twin_of
+from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.report.documents import one_line
+
+KINDS = ("causal", "masked")
+HEADS = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """What was found."""
+
+    name: str
+    what: str
+    """Which model was looked at in its place."""
+    stock: IsolationReport
+    patched: IsolationReport | None
+    refusal: str = ""
+    """Why patch_model refuses it, where it does."""
+
+    @property
+    def isolated(self) -> bool:
+        """Whether documents stay apart once the model is patched."""
+        return self.patched is not None and self.patched.isolated
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.what}",
+            f"stock: {self.stock}".replace("\nroute: none, the model is not patched", ""),
+        ]
+        lines.append(
+            f"after patch_model: {self.patched}" if self.patched else f"patch_model refuses it: {self.refusal}"
+        )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.name,
+            "checked": self.what,
+            "isolated": self.isolated,
+            "stock_isolated": self.stock.isolated,
+            "stock_reason": self.stock.reason,
+            "stock_max_leak": self.stock.max_leak,
+            "route": None if self.patched is None or self.patched.route is None else self.patched.route.name,
+            "max_leak": None if self.patched is None else self.patched.max_leak,
+            "max_gradient_leak": None if self.patched is None else self.patched.max_gradient_leak,
+            "refusal": self.refusal,
+        }
+
+
+def check_model(name: str, weights: bool = False) -> CheckedModel:
+    """Look for leaks in a model, patch it, and look again.
+
+    Args:
+        name: of a model on the hub, a folder, or an architecture of transformers such as "llama".
+        weights: whether the model itself is loaded; without, a small one of the same configuration is looked at.
+
+    Raises:
+        PackingError: there is no such model.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, what = model_named(name, weights)
+        stock = check_isolation(model)
+        try:
+            return CheckedModel(name, what, stock, check_isolation(patch_model(model)))
+        except ModelNotSupportedError as error:
+            return CheckedModel(name, what, stock, None, str(error))
+
+
+def model_named(name: str, weights: bool) -> tuple[PreTrainedModel, str]:
+    """The model to look at, and what it is."""
+    if not Path(name).exists():
+        for kind in KINDS:
+            if name in architectures(kind):
+                return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
+    config = config_named(name)
+    kind = kind_of_model(config, name)
+    if weights:
+        return load(name, kind), "the model itself"
+    with torch.device("meta"):
+        large = HEADS[kind].from_config(config)
+    small = twin_of(large, torch.float32)
+    return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights"
+
+
+def config_named(name: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # of the hub, of the network, of files
+        raise PackingError(
+            f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, {name!r} cannot be loaded "
+            f"here: {one_line(error)}"
+        ) from None
+
+
+def kind_of_model(config: PreTrainedConfig, name: str) -> str:
+    """By the class that the configuration names, else by what transformers has for its type."""
+    named = set(getattr(config, "architectures", None) or [])
+    mappings = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    for kind in KINDS:
+        if named & set(mappings[kind].values()):
+            return kind
+    for kind in KINDS:
+        if config.model_type in mappings[kind]:
+            return kind
+    raise PackingError(f"MODEL: expected a causal or a masked language model, {name!r} is a {config.model_type}")
+
+
+def load(name: str, kind: str) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = HEADS[kind].from_pretrained(name)
+    except Exception as error:  # of the hub, of the network, of files
+        raise PackingError(f"--weights: expected those of {name!r}, they cannot be loaded: {one_line(error)}") from None
+    return model.to("cuda") if torch.cuda.is_available() else model

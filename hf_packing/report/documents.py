@@ -1,0 +1,213 @@
+"""Documents as they lie in files, folders, saved datasets or on the hub, row by row, and what could not be read."""
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow.parquet as pq
+
+from hf_packing.errors import PackingError
+
+Row = dict[str, Any]
+
+COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+ROWS = (".jsonl", ".ndjson", ".parquet")
+"""Files with a row for each document; in a folder that has any, nothing else is read."""
+JSON = ".json"
+"""The same, but in a folder with texts these are texts, too."""
+LEFT_OUT = ("__pycache__", "site-packages", "node_modules")
+"""Folders that have no documents of their own, as those that begin with a dot."""
+SHOWN = 80
+"""Characters of a value that a message shows."""
+
+
+@dataclass
+class Documents:
+    """Rows from one place, read anew in every iteration.
+
+    Args:
+        data: a .jsonl, .json or .parquet file, also compressed; a text file, whose lines are documents; a folder of
+            either kind of file, where each text file is one document; a folder that `save_to_disk` made; or the name of
+            a dataset on the hub.
+        split: of a dataset with several.
+        glob: of the files of a folder that are read, such as "*.py"; None for all.
+        skip_bad: whether rows that cannot be read are left out, and counted in `skipped`.
+    """
+
+    data: str
+    split: str = "train"
+    glob: str | None = None
+    skip_bad: bool = False
+    skipped: list[str] = field(default_factory=list, init=False)
+    """What was left out in the last iteration, and why."""
+    files: list[Path] = field(init=False)
+    """Empty for a dataset that `datasets` reads."""
+
+    def __post_init__(self) -> None:
+        self.files = [] if is_saved_dataset(Path(self.data)) else files_of(Path(self.data), self.glob)
+
+    def __iter__(self) -> Iterator[Row]:
+        self.skipped.clear()
+        for _, row in self.with_places():
+            yield row
+
+    def with_places(self) -> Iterator[tuple[str, Row]]:
+        """Every row, and where it is, for messages."""
+        if not self.files:
+            for number, row in enumerate(load(self.data, self.split)):
+                yield f"{self.data}, row {number}", row
+        one_each = Path(self.data).is_dir() and not all(has_rows(file) for file in self.files)
+        for file in self.files:
+            for place, row in self.rows_of(file, one_each):
+                yield f"{file}, {place}" if place else str(file), row
+
+    def rows_of(self, file: Path, one_each: bool) -> Iterator[tuple[str, Row]]:
+        kind = kind_of(file)
+        if one_each or not has_rows(file):
+            yield from self.texts(file, one_each)
+        elif kind == ".parquet":
+            for number, row in enumerate(parquet_rows(file)):
+                yield f"row {number}", row
+        else:
+            yield from self.json_rows(file)
+
+    def json_rows(self, file: Path) -> Iterator[tuple[str, Row]]:
+        with open_file(file) as stream:
+            first = stream.read(1)
+            while first.isspace():
+                first = stream.read(1)
+        with open_file(file) as stream:
+            if first == b"[":
+                yield from self.array(file, stream.read())
+                return
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode("utf-8-sig"))
+                except ValueError as error:
+                    self.leave_out(f"{file}, line {number}: expected JSON, {error}, got {shown(line)}")
+                    continue
+                if not isinstance(row, dict):
+                    self.leave_out(f"{file}, line {number}: expected an object with fields, got {shown(line)}")
+                    continue
+                yield f"line {number}", row
+
+    def array(self, file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
+        try:
+            rows = json.loads(content.decode("utf-8-sig"))
+        except ValueError as error:
+            raise PackingError(f"{file}: expected a JSON array, {error}") from None
+        for number, row in enumerate(rows):
+            if not isinstance(row, dict):
+                self.leave_out(f"{file}, row {number}: expected an object with fields, got {str(row)[:SHOWN]}")
+                continue
+            yield f"row {number}", row
+
+    def texts(self, file: Path, one_each: bool) -> Iterator[tuple[str, Row]]:
+        with open_file(file) as stream:
+            try:
+                text = stream.read().decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                why = f"{file}: expected text in UTF-8, {error}"
+                if one_each:
+                    self.skipped.append(why)  # folders have pictures and archives as well
+                else:
+                    self.leave_out(why)
+                return
+        if one_each:
+            yield "", {"text": text}
+            return
+        for number, line in enumerate(text.splitlines(), start=1):
+            yield f"line {number}", {"text": line}
+
+    def leave_out(self, why: str) -> None:
+        """Count a row that cannot be read, or refuse it.
+
+        Raises:
+            PackingError: bad rows are not to be skipped.
+        """
+        if not self.skip_bad:
+            raise PackingError(f"{why}; --skip-bad leaves such rows out, and counts them")
+        self.skipped.append(why)
+
+    def identity(self) -> list[Any]:
+        """What changes when the documents do: files with sizes and times, or the fingerprint of a dataset."""
+        if not self.files:
+            return [self.data, self.split, load(self.data, self.split)._fingerprint]
+        stats = [(str(file), file.stat()) for file in self.files]
+        return [self.data, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)]
+
+
+def files_of(path: Path, glob: str | None) -> list[Path]:
+    """The files to read, in order; none for what is no path."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        if path.suffix or path.is_absolute() or str(path).startswith("."):
+            raise PackingError(f"DATA: expected a file, a folder or a dataset's name, {str(path)!r} does not exist")
+        return []
+    files = [file for file in sorted(path.rglob(glob or "*")) if file.is_file() and not is_left_out(file, path)]
+    if not files:
+        raise PackingError(f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(path)!r} has none")
+    return [file for file in files if kind_of(file) in ROWS] or files
+
+
+def is_left_out(file: Path, folder: Path) -> bool:
+    return any(part in LEFT_OUT or part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def has_rows(file: Path) -> bool:
+    return kind_of(file) in (*ROWS, JSON)
+
+
+def kind_of(file: Path) -> str:
+    """The ending that says what is in a file, compressed or not."""
+    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+
+
+def open_file(file: Path) -> IO[bytes]:
+    opened: IO[bytes] = COMPRESSED.get(file.suffix, open)(file, "rb")
+    return opened
+
+
+def parquet_rows(file: Path) -> Iterator[Row]:
+    try:
+        table = pq.ParquetFile(file)
+    except Exception as error:  # pyarrow raises its own
+        raise PackingError(f"{file}: expected a parquet file, {error}") from None
+    for batch in table.iter_batches(batch_size=1024):
+        yield from batch.to_pylist()
+
+
+def is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def load(data: str, split: str) -> Any:
+    """A saved dataset, or one of the hub."""
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(data) if is_saved_dataset(Path(data)) else datasets.load_dataset(data)
+    except Exception as error:  # of the hub, of the network, of a script
+        raise PackingError(f"DATA: {data!r} is no file, no folder and no dataset: {one_line(error)}") from None
+    if isinstance(found, dict):
+        if split not in found:
+            raise PackingError(f"--split: expected one of {', '.join(map(str, found))}, got {split!r}")
+        return found[split]
+    return found
+
+
+def one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
+def shown(line: bytes) -> str:
+    return repr(line.decode("utf-8", errors="replace").strip()[:SHOWN])

@@ -1,0 +1,143 @@
+"""Documents -> a packed dataset on disk: tokenised in shards that outlive an interruption, put in place when done."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+import hf_packing
+from hf_packing.dataset import pack
+from hf_packing.errors import PackingError
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.storage import put_in_place
+from hf_packing.report.corpus import Corpus, Seen
+from hf_packing.strategies.base import Strategy
+from hf_packing.strategies.planning import plan_packing
+
+JOB = "job.json"
+PLAN = "plan"
+SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """What was made."""
+
+    folder: Path
+    plan: PackingPlan
+    rows: int
+    documents: int
+    tokenised_before: int
+    """Documents whose tokens an interrupted run had left."""
+
+    @property
+    def plan_folder(self) -> Path:
+        """For PackingPlan.load, and with it for unpack."""
+        return self.folder / PLAN
+
+
+def partial_folder(output: Path) -> Path:
+    """Where an unfinished run keeps its shards: beside its output, so that nobody takes them for it."""
+    return output.parent / f".{output.name}.partial"
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuse to write where something is.
+
+    Raises:
+        PackingError: the folder exists, and is not to be replaced, or is no dataset.
+    """
+    if not output.exists():
+        return
+    if not overwrite:
+        raise PackingError(
+            f"--output: expected a folder that does not exist, {str(output)!r} does; --overwrite replaces it"
+        )
+    if not (output / "dataset_info.json").is_file():
+        raise PackingError(f"--overwrite: expected a saved dataset to replace, {str(output)!r} is none")
+
+
+def make_packed_dataset(
+    corpus: Corpus, strategy: Strategy, output: Path, seen: Seen, *, overwrite: bool = False
+) -> PackedDataset:
+    """Tokenise, pack and save; a run that was interrupted goes on with what it has.
+
+    Args:
+        corpus: documents and their tokenizer.
+        strategy: that packs them.
+        output: the folder to make, for `datasets.load_from_disk`.
+        seen: is told how many documents were tokenised.
+        overwrite: whether a dataset there is replaced, once the new one is complete.
+
+    Raises:
+        PackingError: something is in the way; rows that cannot be read; no document with a token.
+    """
+    check_output(output, overwrite)
+    partial = partial_folder(output)
+    begin(partial, job_of(corpus))
+    before = tokenise(corpus, partial, seen)
+    shards = sorted(partial.glob("*.arrow"))
+    tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(shard)) for shard in shards])
+    lengths = pa.compute.list_value_length(tokens.data.column("input_ids")).to_numpy()
+    if not lengths.any():
+        raise PackingError(f"DATA: expected documents with tokens, got {len(lengths)} without")
+    fresh = partial / "packed"
+    shutil.rmtree(fresh, ignore_errors=True)
+    packed = pack(tokens, strategy, load_from_cache_file=False)
+    packed.save_to_disk(fresh)
+    rows = len(packed)
+    plan = plan_packing(lengths, strategy)
+    plan.save(fresh / PLAN)
+    shutil.rmtree(output, ignore_errors=True)
+    put_in_place(fresh, output)
+    shutil.rmtree(partial, ignore_errors=True)
+    return PackedDataset(output, plan, rows, len(lengths), before)
+
+
+def job_of(corpus: Corpus) -> dict[str, Any]:
+    """Everything that the tokens depend on."""
+    backend = corpus.tokenizer.backend.to_str() if corpus.tokenizer else ""
+    return {
+        "version": hf_packing.__version__,
+        "documents": corpus.documents.identity(),
+        "split": corpus.documents.split,
+        "skip_bad": corpus.documents.skip_bad,
+        "field": corpus.text_field,
+        "end_documents": corpus.end_documents,
+        "tokenizer": hashlib.sha256(backend.encode()).hexdigest(),
+    }
+
+
+def begin(partial: Path, job: dict[str, Any]) -> None:
+    """A folder for the shards of this job; those of another one are thrown away."""
+    written = json.dumps(job, sort_keys=True)
+    if partial.exists() and (not (partial / JOB).is_file() or (partial / JOB).read_text() != written):
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / JOB).write_text(written)
+
+
+def tokenise(corpus: Corpus, partial: Path, seen: Seen) -> int:
+    """One shard for each block of documents, written under another name first; documents found done."""
+    done = {int(shard.stem): shard for shard in partial.glob("*.arrow")}
+    before = 0
+    for number, block in enumerate(corpus.blocks()):
+        if number in done:
+            before += len(block)
+        else:
+            write_shard(partial / f"{number:06d}.arrow", *corpus.tokens_of(block))
+        seen(len(block))
+    return before
+
+
+def write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]) -> None:
+    table = pa.table({"input_ids": input_ids, "labels": labels}, schema=SCHEMA)
+    unfinished = file.with_suffix(".unfinished")
+    with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as stream:
+        stream.write_table(table)
+    unfinished.rename(file)

@@ -1,0 +1,68 @@
+"""A report as one HTML page with everything inside, readable on a phone, light or dark; and its pictures as PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+import hf_packing
+from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, picture
+from hf_packing.report.tables import COLUMNS, MEANING, cells_of, headline, html_table, lengths_line
+
+if TYPE_CHECKING:
+    from hf_packing.report.report import PackingReport
+
+
+def save_page(report: PackingReport, path: Path) -> list[Path]:
+    """Write the page, and the light pictures as PNG into a folder with its name beside it; the files written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page = page_of(report)
+    folder = path.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    files = [path]
+    for plot in PLOTS:
+        files.append(folder / f"{plot.name}.png")
+        files[-1].write_bytes(picture(report, plot, LIGHT, "png"))
+    path.write_text(page, encoding="utf-8")
+    return files
+
+
+def page_of(report: PackingReport) -> str:
+    """The page; nothing in it is fetched from elsewhere."""
+    template = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=True).get_template("page.html")
+    lengths, setup = report.lengths, report.setup
+    return template.render(
+        title=report.source or headline(report),
+        lengths_line=lengths_line(report),
+        facts=[
+            ("documents", f"{lengths.documents:,}"),
+            ("tokens", f"{lengths.tokens:,}"),
+            ("longest", f"{lengths.longest:,}"),
+            ("empty", f"{lengths.empty:,}"),
+        ],
+        recommendation=report.recommendation,
+        table=Markup(html_table(COLUMNS, cells_of(report), report.recommendation.strategy)),
+        plots=[
+            {
+                "name": plot.name,
+                "title": plot.title,
+                "caption": plot.caption,
+                "pictures": [(theme.name, inline_svg(report, plot, theme)) for theme in THEMES],
+            }
+            for plot in PLOTS
+        ],
+        meanings=MEANING,
+        setup=(
+            f"{setup.ranks} ranks; padding with {setup.padded_rows} documents a micro-batch; linear layers work on a "
+            f"token as long as attention on {setup.linear_cost:,.0f} pairs of tokens."
+        ),
+        version=hf_packing.__version__,
+    )
+
+
+def inline_svg(report: PackingReport, plot: Plot, theme: Theme) -> Markup:
+    svg = picture(report, plot, theme, "svg").decode()
+    return Markup(svg[svg.index("<svg") :])

@@ -1,0 +1,84 @@
+"""Which of the strategies of a report to take, in a sentence, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_packing.report.summary_of_lengths import LengthSummary
+
+if TYPE_CHECKING:
+    from hf_packing.report.report import ReportRow
+
+FEW_CUT = 0.01
+"""Share of documents that a row may be too short for."""
+WORTH_IT = 0.005
+"""Share of packs that is worth another strategy."""
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """One of the strategies."""
+
+    strategy: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.strategy}: {self.reason}"
+
+
+def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendation:
+    """The strategy to take: nothing dropped, as few documents cut as possible, then as few packs.
+
+    Rows are as long as documents need, not longer: longer ones cost memory, and their attention is no cheaper.
+    """
+    wanted = row_length(lengths, [row.max_length for row in rows])
+    of_length = [row for row in rows if row.max_length == wanted]
+    kept = [row for row in of_length if not row.compared.metrics.num_dropped_tokens] or of_length
+    fewest_cut = min(row.compared.metrics.num_cut_documents for row in kept)
+    careful = [
+        row for row in kept if row.compared.metrics.num_cut_documents <= fewest_cut + FEW_CUT * lengths.documents
+    ]
+    single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
+    fewest = min(row.compared.metrics.num_packs for row in single)
+    best = next(
+        row for row in sorted(single, key=simplicity) if row.compared.metrics.num_packs <= fewest * (1 + WORTH_IT)
+    )
+    return Recommendation(best.name, reason(lengths, best, of_length))
+
+
+def row_length(lengths: LengthSummary, given: Sequence[int]) -> int:
+    """The shortest that is too short for few documents; the longest where none is."""
+    fitting = [length for length in sorted(given) if lengths.longer_than(length) <= FEW_CUT * lengths.documents]
+    return fitting[0] if fitting else max(given)
+
+
+def simplicity(row: ReportRow) -> int:
+    """Best fit before others: it is as fast as any, and next to the best where lengths vary."""
+    names = ["BestFit", "Optimal"]
+    kind = type(row.compared.strategy).__name__
+    return names.index(kind) if kind in names else len(names)
+
+
+def reason(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> str:
+    metrics, longer = best.compared.metrics, lengths.longer_than(best.max_length)
+    parts = []
+    if metrics.num_cut_documents == longer:
+        parts.append(
+            f"it cuts {longer:,} documents, those longer than a row, and no other" if longer else "it cuts none"
+        )
+    else:
+        parts.append(f"it cuts {metrics.truncation_ratio:.2%} of the documents")
+    parts.append(f"leaves {metrics.padding_ratio:.2%} of the slots empty")
+    if best.compared.gap is not None:
+        parts.append(f"and needs at most {best.compared.gap:.2%} more packs than any plan would")
+    text = ", ".join(parts)
+    most = max(others, key=lambda row: row.compared.metrics.num_cut_documents)
+    if most.compared.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
+        text += f"; {most.name} would cut {most.compared.metrics.truncation_ratio:.1%}"
+    fewer = [row for row in others if row.compared.metrics.num_packs > metrics.num_packs * (1 + WORTH_IT)]
+    if fewer:
+        worst = max(fewer, key=lambda row: row.compared.metrics.num_packs)
+        text += f"; {worst.name} would need {worst.compared.metrics.num_packs / metrics.num_packs - 1:.1%} more packs"
+    return text

@@ -1,0 +1,49 @@
+"""How long documents are, in a few numbers."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_packing.planning.lengths import IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class LengthSummary:
+    """Lengths in tokens, those of empty documents left out but counted."""
+
+    documents: int
+    """With tokens."""
+    empty: int
+    tokens: int
+    mean: float
+    median: float
+    p90: float
+    p99: float
+    longest: int
+    counts: IntArray = field(repr=False)
+    """int64 [longest + 1]: how many documents have each length."""
+
+    def longer_than(self, tokens: int) -> int:
+        """Documents with more tokens."""
+        return int(self.counts[tokens + 1 :].sum())
+
+
+def summary_of_lengths(lengths: IntArray) -> LengthSummary:
+    """The summary.
+
+    Args:
+        lengths: integers [documents], at least one above zero.
+    """
+    real = lengths[lengths > 0]
+    median, p90, p99 = np.percentile(real, [50, 90, 99]).tolist()
+    return LengthSummary(
+        documents=len(real),
+        empty=len(lengths) - len(real),
+        tokens=int(real.sum(dtype=np.int64)),
+        mean=float(real.mean()),
+        median=median,
+        p90=p90,
+        p99=p99,
+        longest=int(real.max()),
+        counts=np.bincount(real),
+    )

@@ -1,0 +1,113 @@
+"""A report as tables: of text, and of HTML for notebooks and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from hf_packing.comparison import aligned
+
+if TYPE_CHECKING:
+    from hf_packing.report.report import PackingReport, PaddedRow, ReportRow
+
+COLUMNS = (
+    "",
+    "padding",
+    "documents cut",
+    "tokens dropped",
+    "documents/pack",
+    "packs",
+    "above bound",
+    "steps",
+    "attention balance",
+    "speed-up",
+)
+MEANING = {
+    "padding": "slots without a token",
+    "documents cut": "share of the documents that are not whole in one pack",
+    "tokens dropped": "share of the tokens that are in no pack",
+    "documents/pack": "documents per pack",
+    "above bound": "packs beyond the fewest that are proven to be needed",
+    "steps": "per epoch, one pack on each rank at a time",
+    "attention balance": "attention's work, mean over largest of the ranks: as packs come, and levelled by TokenBudget",
+    "speed-up": "time per real token with padding / with these packs, levelled; counted in operations, not measured",
+}
+
+
+def cells_of(report: PackingReport) -> list[tuple[str, ...]]:
+    """The rows of the table: padding first, then the strategies, by the length of their rows."""
+    rows = []
+    for padded in report.padded:
+        rows.append(padded_cells(padded, report))
+        rows.extend(strategy_cells(row) for row in report.rows if row.max_length == padded.max_length)
+    return rows
+
+
+def padded_cells(row: PaddedRow, report: PackingReport) -> tuple[str, ...]:
+    return (
+        f"padding, at most {row.max_length}",
+        f"{row.padding_ratio:.2%}",
+        f"{row.cut_documents / report.lengths.documents:.2%}",
+        f"{row.lost_tokens / report.lengths.tokens:.2%}",
+        "1.00",
+        f"{report.lengths.documents:,}",
+        "",
+        f"{row.work.steps:,}",
+        f"{row.work.balance:.0%}",
+        "1.0",
+    )
+
+
+def strategy_cells(row: ReportRow) -> tuple[str, ...]:
+    metrics = row.compared.metrics
+    return (
+        row.name,
+        f"{metrics.padding_ratio:.2%}",
+        f"{metrics.truncation_ratio:.2%}",
+        f"{metrics.dropped_token_ratio:.2%}",
+        f"{metrics.concatenation_ratio:.2f}",
+        f"{metrics.num_packs:,}",
+        "" if row.compared.gap is None else f"{row.compared.gap:.2%}",
+        f"{row.work.steps:,}",
+        f"{row.work.balance:.0%}, {row.levelled.balance:.0%}",
+        f"{row.speed_up:.1f}",
+    )
+
+
+def headline(report: PackingReport) -> str:
+    lengths = report.lengths
+    text = f"{lengths.documents:,} documents, {lengths.tokens:,} tokens"
+    return text + (f", and {lengths.empty:,} empty documents" if lengths.empty else "")
+
+
+def lengths_line(report: PackingReport) -> str:
+    lengths = report.lengths
+    return (
+        f"lengths: mean {lengths.mean:,.0f}, median {lengths.median:,.0f}, 90 % up to {lengths.p90:,.0f}, "
+        f"99 % up to {lengths.p99:,.0f}, longest {lengths.longest:,}"
+    )
+
+
+def as_text(report: PackingReport) -> str:
+    title = [f"{report.source}: {headline(report)}" if report.source else headline(report), lengths_line(report)]
+    return "\n".join([*title, "", aligned([COLUMNS, *cells_of(report)]), "", f"take {report.recommendation}"])
+
+
+def as_html(report: PackingReport) -> str:
+    return (
+        f"<p>{escape(headline(report))}<br>{escape(lengths_line(report))}</p>"
+        f"{html_table(COLUMNS, cells_of(report), report.recommendation.strategy)}"
+        f"<p>Take <b>{escape(report.recommendation.strategy)}</b>: {escape(report.recommendation.reason)}.</p>"
+    )
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: str = "") -> str:
+    """A table whose first column names its rows; the marked row stands out."""
+    head = "".join(f'<th title="{escape(MEANING.get(name, ""))}">{escape(name)}</th>' for name in columns)
+    body = "".join(
+        f"<tr{' class=taken style=font-weight:bold' if first == marked else ''}><th style=text-align:left>"
+        f"{escape(first)}</th>{''.join(f'<td style=text-align:right>{escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,92 @@
+"""Texts -> tokens, with whatever tokenizer the user names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+from hf_packing.report.documents import one_line
+from hf_packing.report.rendering import BadRowError, Rendered, Template, chatml
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """What the commands need of a tokenizer."""
+
+    name: str
+    backend: Tokenizer
+    template: Template = chatml
+    end: int | None = None
+    """The token that ends a document, where the tokenizer has one; a chat template ends its own."""
+
+    def encode(self, texts: Sequence[str]) -> list[Encoding]:
+        encoded: list[Encoding] = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return encoded
+
+    def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
+        """int64 [documents], tokens; ended: whether each gets a token at its end."""
+        encodings = self.backend.encode_batch_fast([each.text for each in rendered], add_special_tokens=False)
+        return np.array([len(encoding) for encoding in encodings], dtype=np.int64) + ended
+
+    def tokens(self, rendered: Sequence[Rendered], ended: bool) -> tuple[list[list[int]], list[list[int]]]:
+        """input_ids and labels of documents; labels are -100 within prompts."""
+        end = [self.end] if ended and self.end is not None else []
+        input_ids, labels = [], []
+        for each, encoding in zip(rendered, self.encode([each.text for each in rendered]), strict=True):
+            ids = encoding.ids
+            trained = np.array([stop > each.prompt for _, stop in encoding.offsets], dtype=bool)
+            input_ids.append([*ids, *end])
+            labels.append([*np.where(trained, ids, IGNORED).tolist(), *end] if each.prompt else [*ids, *end])
+        return input_ids, labels
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """A tokenizer by its name on the hub, a folder, or a tokenizer.json file.
+
+    Raises:
+        PackingError: there is none, or it cannot be loaded without a network.
+    """
+    path = Path(name)
+    if path.is_file():
+        try:
+            return TextTokenizer(name, without_limits(Tokenizer.from_file(str(path))))
+        except Exception as error:  # tokenizers raises bare exceptions
+            raise PackingError(f"--tokenizer: expected a tokenizer.json, {name!r} is none: {one_line(error)}") from None
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of the hub, of the network, of files
+        raise PackingError(
+            f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, {name!r} cannot be loaded here: "
+            f"{one_line(error)}"
+        ) from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise PackingError(f"--tokenizer: expected a fast tokenizer, {name!r} is a {type(loaded).__name__}")
+    template = template_of(loaded) if loaded.chat_template else chatml
+    return TextTokenizer(name, without_limits(backend), template, loaded.eos_token_id)
+
+
+def template_of(tokenizer: Any) -> Template:
+    def render(messages: Sequence[Any]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+        except Exception as error:  # templates raise what they like
+            raise BadRowError(f"expected messages that the chat template takes, {one_line(error)}") from None
+
+    return render
+
+
+def without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    """Files may ask for padding and for cutting, which would hide how long documents are."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

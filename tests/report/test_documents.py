@@ -1,0 +1,269 @@
+"""Documents from files and folders, as text and as tokens, and what cannot be read."""
+
+import gzip
+import json
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from hf_packing.errors import PackingError
+from hf_packing.report.corpus import Corpus
+from hf_packing.report.documents import Documents
+from hf_packing.report.rendering import chatml, kind_of_row, render
+from hf_packing.report.tokenise import TextTokenizer, load_tokenizer
+
+ROWS = [{"text": "one two"}, {"text": "three"}, {"text": ""}]
+WORDS = ["[UNK]", "<end>", "one", "two", "three", "user", "assistant"]
+
+
+@pytest.fixture
+def tokenizer():
+    """A token for every word."""
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return TextTokenizer("words", backend)
+
+
+def write_lines(file, rows):
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def write_gzip(file, rows):
+    file.write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+    return file
+
+
+def write_array(file, rows):
+    file.write_text(json.dumps(rows))
+    return file
+
+
+def write_parquet(file, rows):
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+def write_saved(folder, rows):
+    datasets.Dataset.from_list(rows).save_to_disk(folder)
+    return folder
+
+
+def write_splits(folder, rows):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", write_lines),
+        ("a.json", write_lines),
+        ("a.json", write_array),
+        ("a.jsonl.gz", write_gzip),
+        ("a.parquet", write_parquet),
+        ("saved", write_saved),
+        ("splits", write_splits),
+    ],
+)
+def test_rows_of_every_format(tmp_path, name, write):
+    documents = Documents(str(write(tmp_path / name, ROWS)))
+    assert list(documents) == ROWS
+    assert list(documents) == ROWS
+    assert documents.skipped == []
+
+
+def test_a_text_file_has_a_document_in_each_line(tmp_path):
+    (tmp_path / "a.txt").write_text("one two\n\nthree\n")
+    assert [row["text"] for row in Documents(str(tmp_path / "a.txt"))] == ["one two", "", "three"]
+
+
+def test_a_folder_of_texts_has_a_document_in_each_file(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.py").write_text("three\n")
+    (tmp_path / "a.md").write_text("one\ntwo\n")
+    (tmp_path / "settings.json").write_text('{"of": "no document"}')
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    for left_out in (".git", "__pycache__", "site-packages"):
+        (tmp_path / left_out).mkdir()
+        (tmp_path / left_out / "c.txt").write_text("not a document")
+    documents = Documents(str(tmp_path))
+    assert [row["text"] for row in documents] == ["one\ntwo\n", '{"of": "no document"}', "three\n"]
+    assert len(documents.skipped) == 1
+    assert "picture.png: expected text in UTF-8" in documents.skipped[0]
+    assert [row["text"] for row in Documents(str(tmp_path), glob="*.py")] == ["three\n"]
+
+
+def test_a_folder_with_rows_has_nothing_but_rows(tmp_path):
+    write_lines(tmp_path / "b.jsonl", ROWS[1:])
+    write_parquet(tmp_path / "a.parquet", ROWS[:1])
+    (tmp_path / "README.md").write_text("about the rows")
+    assert list(Documents(str(tmp_path))) == ROWS
+
+
+def test_a_line_that_is_no_json(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "two"\n[3]\n{"text": "three"}\n')
+    with pytest.raises(PackingError, match=r"a.jsonl, line 2: expected JSON, .*got '\{\"text\": \"two\"'; --skip-bad"):
+        list(Documents(str(file)))
+    documents = Documents(str(file), skip_bad=True)
+    assert [row["text"] for row in documents] == ["one", "three"]
+    assert len(documents.skipped) == 2
+    assert "line 3: expected an object with fields, got '[3]'" in documents.skipped[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b"[1, 2", "a.json: expected a JSON array, "),
+        ("a.parquet", b"no", "a.parquet: expected a parquet file, "),
+        ("a.txt", b"\xff\xfe\xff", "a.txt: expected text in UTF-8"),
+    ],
+)
+def test_files_that_are_damaged(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(PackingError, match=message):
+        list(Documents(str(tmp_path / name)))
+
+
+def test_places_that_are_none(tmp_path):
+    with pytest.raises(PackingError, match="DATA: expected a file, a folder or a dataset's name, .* does not exist"):
+        Documents(str(tmp_path / "a.jsonl"))
+    with pytest.raises(PackingError, match="DATA: expected files like \\*.py, the folder .* has none"):
+        Documents(str(tmp_path), glob="*.py")
+    write_splits(tmp_path / "splits", ROWS)
+    with pytest.raises(PackingError, match="--split: expected one of train, got 'test'"):
+        list(Documents(str(tmp_path / "splits"), split="test"))
+
+
+def test_a_dataset_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", lambda _: (_ for _ in ()).throw(ConnectionError("offline\nmore")))
+    with pytest.raises(PackingError, match="'nobody/nothing' is no file, no folder and no dataset: offline$"):
+        list(Documents("nobody/nothing"))
+
+
+def test_kinds_of_rows():
+    assert kind_of_row({"id": 1, "text": "a"}, None) == "text"
+    assert kind_of_row({"prompt": "a", "completion": "b"}, None) == "prompt"
+    assert kind_of_row({"messages": []}, None) == "messages"
+    assert kind_of_row({"text": "a", "input_ids": [1]}, None) == "input_ids"
+    assert kind_of_row({"text": "a", "content": "b"}, "content") == "content"
+    for row in ({"prompt": "a"}, {"body": "a"}, {"text": None, "body": "a"}):
+        with pytest.raises(
+            PackingError, match="expected text, prompt and completion, .* the fields are .*--field names"
+        ):
+            kind_of_row(row, None)
+    with pytest.raises(PackingError, match="expected body, the fields are text"):
+        kind_of_row({"text": "a"}, "body")
+
+
+def test_what_is_rendered():
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None}]
+    assert render({"text": "one"}, "text", chatml) == ("one", 0)
+    assert render({"prompt": "one", "completion": "two"}, "prompt", chatml) == ("one\ntwo", 4)
+    assert render({"messages": messages}, "messages", chatml).text == (
+        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+    )
+    both = render({"prompt": messages[:1], "completion": messages[1:]}, "prompt", chatml)
+    assert both.text[: both.prompt] == "<|im_start|>user\none<|im_end|>\n"
+    for row, kind in (({"text": 5}, "text"), ({"messages": "one"}, "messages"), ({"messages": ["one"]}, "messages")):
+        with pytest.raises(PackingError, match="expected "):
+            render(row, kind, chatml)
+
+
+def lengths_of(corpus):
+    seen = []
+    lengths = corpus.lengths(seen.append)
+    assert sum(seen) == len(lengths)
+    return lengths.tolist()
+
+
+def test_lengths_and_tokens(tmp_path, tokenizer):
+    file = write_lines(tmp_path / "a.jsonl", ROWS)
+    corpus = Corpus(Documents(str(file)), tokenizer)
+    assert lengths_of(corpus) == [2, 1, 0]
+    assert not corpus.ended
+    ended = Corpus(Documents(str(file)), TextTokenizer("words", tokenizer.backend, end=1))
+    assert lengths_of(ended) == [3, 2, 1]
+    assert lengths_of(Corpus(Documents(str(file)), ended.tokenizer, end_documents=False)) == [2, 1, 0]
+    (block,) = ended.blocks()
+    assert ended.tokens_of(block) == ([[2, 3, 1], [4, 1], [1]],) * 2
+
+
+def test_prompts_are_not_trained_on(tmp_path, tokenizer):
+    rows = [{"prompt": "one two", "completion": "three"}, {"prompt": "", "completion": "one"}]
+    corpus = Corpus(
+        Documents(str(write_lines(tmp_path / "a.jsonl", rows))), TextTokenizer("words", tokenizer.backend, end=1)
+    )
+    (block,) = corpus.blocks()
+    assert corpus.tokens_of(block) == ([[2, 3, 4, 1], [2, 1]], [[-100, -100, 4, 1], [2, 1]])
+
+
+def test_tokens_that_are_there_already(tmp_path):
+    rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
+    corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))))
+    assert lengths_of(corpus) == [2, 1]
+    (block,) = corpus.blocks()
+    assert corpus.tokens_of(block) == ([[5, 6], [7]], [[-100, 6], [7]])
+
+
+def test_rows_without_text(tmp_path, tokenizer):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"body": "two"}, {"text": "three"}])
+    message = "a.jsonl, line 2: expected text as in the rows before, the fields are body"
+    with pytest.raises(PackingError, match=f"{message}.*--skip-bad"):
+        Corpus(Documents(str(file)), tokenizer).lengths(lambda _: None)
+    skipping = Corpus(Documents(str(file), skip_bad=True), tokenizer)
+    assert lengths_of(skipping) == [1, 1]
+    assert len(skipping.documents.skipped) == 1
+    with pytest.raises(PackingError, match="--tokenizer: expected one for documents with text, got none"):
+        Corpus(Documents(str(file))).lengths(lambda _: None)
+
+
+def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("hf_packing.report.corpus.CHARACTERS_AT_ONCE", 10)
+    rows = [{"text": "one " * number} for number in range(9)]
+    corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))), tokenizer)
+    assert len(list(corpus.blocks())) > 3
+    assert lengths_of(corpus) == list(range(9))
+    assert corpus.characters == sum(len(row["text"]) for row in rows)
+
+
+def test_loading_tokenizers(tmp_path, tokenizer):
+    file = tmp_path / "tokenizer.json"
+    tokenizer.backend.enable_truncation(1)
+    tokenizer.backend.enable_padding(length=9)
+    tokenizer.backend.save(str(file))
+    assert [len(each.ids) for each in load_tokenizer(str(file)).encode(["one two three"])] == [3]
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(PackingError, match="--tokenizer: expected a tokenizer.json, .* is none: "):
+        load_tokenizer(str(tmp_path / "broken.json"))
+    with pytest.raises(
+        PackingError, match="--tokenizer: expected a name on the hub, .*'nobody/nothing' cannot be loaded"
+    ):
+        load_tokenizer("nobody/nothing")
+
+
+def test_a_folder_with_a_tokenizer_brings_its_template(tmp_path, tokenizer):
+    from transformers import PreTrainedTokenizerFast
+
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<end>", unk_token="[UNK]")
+    saved.chat_template = "{% for message in messages %}{{ message.content }} three {% endfor %}"
+    saved.save_pretrained(tmp_path / "tokenizer")
+    loaded = load_tokenizer(str(tmp_path / "tokenizer"))
+    assert loaded.end == 1
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "one two"}]}])
+    corpus = Corpus(Documents(str(file)), loaded)
+    (block,) = corpus.blocks()
+    assert corpus.tokens_of(block)[0] == [[2, 3, 4]]
+
+
+@pytest.mark.parametrize("name", ["chat", "instruct", "math", "toolcall", "wiki"])
+def test_lengths_of_real_documents(shared_data, name):
+    corpus = Corpus(
+        Documents(str(shared_data / f"{name}.jsonl.gz")), load_tokenizer(str(shared_data / "tokenizer.json"))
+    )
+    assert np.array_equal(corpus.lengths(lambda _: None), np.load(shared_data / "lengths" / f"{name}.npy"))

@@ -1,0 +1,176 @@
+"""packing_report: figures beside slow literal ones, the recommendation, tables, JSON, pictures."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.cli import plain
+from hf_packing.errors import MissingDependencyError, PackingError
+from hf_packing.report.plots import PLOTS, THEMES, picture
+from hf_packing.report.work import packed_work, padded_work
+from hf_packing.sampling.level import LINEAR_COST
+
+LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=80).map(np.array).filter(np.any)
+
+
+@pytest.fixture
+def chat(rng):
+    """Lengths like those of chats."""
+    return np.clip(rng.lognormal(6.9, 0.55, 4000), 1, 9000).astype(int)
+
+
+def slowest(micro_batches, ranks):
+    """Of (real tokens, cost) for each micro-batch in order: tokens, and time when ranks wait for each other."""
+    tokens = sum(real for real, _ in micro_batches)
+    steps = [micro_batches[first : first + ranks] for first in range(0, len(micro_batches), ranks)]
+    return tokens, sum(max(cost for _, cost in step) for step in steps)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 4))
+def test_work_of_packs(lengths, ranks, linear):
+    plan = hfp.plan_packing(lengths, hfp.BestFit(50))
+    packs = np.split(plan.segment_length.astype(int), plan.pack_offsets[1:-1])
+    tokens, time = slowest([(sum(pack), sum(linear * n + n * n for n in pack)) for pack in packs], ranks)
+    work = packed_work(plan, ranks, linear)
+    assert (work.tokens, work.slots, work.steps) == (tokens, tokens, -(-len(packs) // ranks))
+    assert work.time == pytest.approx(time)
+    assert packed_work(plan, ranks, linear, levelled=True).time <= time * (1 + 1e-12)
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(1, 70))
+def test_work_of_padding(lengths, ranks, rows, max_length):
+    """All orders of equal documents are one order."""
+    work = padded_work(lengths, max_length, rows, ranks, 3.0, seed=0)
+    cut = [min(length, max_length) for length in lengths if length]
+    assert work.tokens == sum(cut)
+    assert sum(cut) <= work.slots <= max(cut) * len(cut)
+    micro_batches = -(-len(cut) // rows)
+    assert work.steps == -(-micro_batches // ranks)
+    equal = padded_work(np.full(10, 8), max_length, 4, 2, 3.0, seed=0)
+    length = min(8, max_length)
+    cost = [4 * length * (3 + length)] * 2 + [2 * length * (3 + length)]
+    assert (equal.tokens, equal.time) == slowest(
+        [(4 * length, cost[0]), (4 * length, cost[1]), (2 * length, cost[2])], 2
+    )
+
+
+def test_figures_are_those_of_compare(chat):
+    report = hfp.packing_report(chat, [2048, 4096])
+    for row, compared in zip(
+        report.rows, hfp.compare(chat, [row.compared.strategy for row in report.rows]), strict=True
+    ):
+        assert row.compared.metrics == compared.metrics
+        assert row.compared.gap == compared.gap
+    assert [row.name for row in report.rows] == [
+        *("FixedLength(2048)", "FirstCome(2048)", "BestFit(2048)"),
+        *("FixedLength(4096)", "FirstCome(4096)", "BestFit(4096)", "Bucket((2048, 4096))"),
+    ]
+    assert [padded.cut_documents for padded in report.padded] == [(chat > 2048).sum(), (chat > 4096).sum()]
+
+
+def test_speed_up_is_time_per_real_token(chat):
+    report = hfp.packing_report(chat, 4096, strategies=[hfp.BestFit(4096)], ranks=4, padded_rows=8)
+    (row,) = report.rows
+    before = padded_work(chat, 4096, 8, 4, LINEAR_COST, seed=0)
+    after = packed_work(hfp.plan_packing(chat, hfp.BestFit(4096)), 4, LINEAR_COST, levelled=True)
+    assert row.speed_up == pytest.approx((before.time / before.tokens) / (after.time / after.tokens))
+    assert row.speed_up > 1.5
+    assert row.levelled.balance > row.work.balance
+
+
+def test_equal_documents_gain_nothing():
+    (row,) = hfp.packing_report(np.full(800, 512), 512, strategies=[hfp.BestFit(512)], padded_rows=1).rows
+    assert row.speed_up == pytest.approx(1)
+
+
+def test_rows_as_long_as_documents_need(chat):
+    taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192]).recommendation
+    assert taken.strategy == "BestFit(4096)"
+    longer = (chat > 4096).sum()
+    assert f"it cuts {longer:,} documents, those longer than a row, and no other" in taken.reason
+    assert "FixedLength(4096) would cut" in taken.reason
+    assert hfp.packing_report(chat, [1024]).recommendation.strategy == "BestFit(1024)"
+
+
+def test_the_optimum_where_best_fit_is_far_from_it(rng):
+    lengths = rng.integers(300, 701, 3000)
+    strategies = [hfp.FixedLength(2048), hfp.BestFit(2048), hfp.Optimal(2048, time_limit=5)]
+    assert hfp.packing_report(lengths, strategies=strategies).recommendation.strategy.startswith("Optimal(2048")
+    assert hfp.packing_report(lengths, strategies=strategies[:2]).recommendation.strategy == "BestFit(2048)"
+
+
+def test_nothing_is_dropped_where_it_need_not_be(chat):
+    strategies = [hfp.BestFit(2048, overflow="drop"), hfp.FirstCome(2048)]
+    assert hfp.packing_report(chat, strategies=strategies).recommendation.strategy == "FirstCome(2048)"
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.lists(st.integers(1, 64), min_size=1, max_size=3, unique=True))
+def test_any_lengths_make_a_report(lengths, row_lengths):
+    report = hfp.packing_report(lengths, row_lengths)
+    assert report.lengths.documents + report.lengths.empty == len(lengths)
+    assert report.recommendation.strategy in [row.name for row in report.rows]
+    json.loads(json.dumps(report.to_dict(), default=plain))
+    assert str(report).count("\n") >= len(report.rows)
+
+
+def test_tables(chat):
+    report = hfp.packing_report([*chat.tolist(), 0], 2048, source="a <b>")
+    text = str(report)
+    assert text.startswith(f"a <b>: 4,000 documents, {chat.sum():,} tokens, and 1 empty documents")
+    table = text.split("\n\n")[1].splitlines()
+    assert len({len(line) for line in table}) == 1
+    assert f"take {report.recommendation}" in text
+    html = report._repr_html_()
+    assert html.count("<tr") == 1 + len(report.padded) + len(report.rows)
+    assert "class=taken" in html
+
+
+def test_json(chat):
+    found = json.loads(json.dumps(hfp.packing_report(chat, 2048).to_dict(), default=plain))
+    assert {row["strategy"] for row in found["strategies"]} == {"FixedLength(2048)", "FirstCome(2048)", "BestFit(2048)"}
+    assert found["lengths"]["documents"] == 4000
+    assert "counts" not in found["lengths"]
+    assert all(0 < row["attention_balance"] <= row["attention_balance_levelled"] <= 1 for row in found["strategies"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": []}, "lengths: expected documents with tokens, got 0 without"),
+        ({"lengths": [0, 0]}, "lengths: expected documents with tokens, got 2 without"),
+        ({"lengths": [3], "max_length": []}, "max_length: expected at least one, got none"),
+        ({"lengths": [3], "max_length": [0]}, "max_length: expected an integer from 1"),
+        ({"lengths": [3], "ranks": 0}, "ranks: expected an integer from 1"),
+        ({"lengths": [3], "padded_rows": 0}, "padded_rows: expected an integer from 1"),
+        ({"lengths": [3], "strategies": ["best_fit"]}, "strategy: expected a strategy such as BestFit"),
+        ({"lengths": [3], "strategies": []}, "strategies: expected at least one, got none"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(PackingError, match=message):
+        hfp.packing_report(**arguments)
+
+
+@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.name)
+def test_every_picture_has_marks(chat, plot):
+    report = hfp.packing_report(chat, [2048, 4096])
+    light, dark = (picture(report, plot, theme, "svg").decode() for theme in THEMES)
+    for svg, theme in ((light, "light"), (dark, "dark")):
+        ids = [element.get("id", "") for element in ET.fromstring(svg).iter()]
+        assert sum(re.fullmatch(rf"{plot.name}-{theme}-mark-\d+", each) is not None for each in ids) > 0
+    assert light == picture(report, plot, THEMES[0], "svg").decode()
+    assert picture(report, plot, THEMES[0], "png").startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(chat, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r'pictures need matplotlib: pip install "hf-packing\[plots\]"'):
+        hfp.packing_report(chat, 2048).save(tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
