@@ -12,6 +12,7 @@ loop.py             prepare_dataloader: batches for a loop of one's own
 evaluation.py       the mean loss over the tokens of a dataset
 refusals.py         trainers whose batches or losses are their own
 trl_head.py         the log-probabilities of SFTTrainer's fused head
+step_facts.py       what steps are made of, for a trainer's logs
 planned_batches.py  what attach keeps for a trainer, and its loaders
 trainer.py          what attach puts before a trainer's own methods
 progress.py         what a checkpoint says of batches, and refusing another run's
