@@ -25,6 +25,8 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/samplers.py
 	$(VENV)/bin/python benchmarks/attention.py
 	$(VENV)/bin/python benchmarks/by_segment.py
+	$(VENV)/bin/python benchmarks/training.py
+	$(VENV)/bin/python benchmarks/startup.py
 
 clean:
 	rm -rf $(VENV) outputs

@@ -15,6 +15,12 @@ TOY = {
         ["--steps", "2", "--documents", "4", "--max-length", "32", "--sample", "200"],
         "Jamba: route: varlen",
     ),
+    "training.py": (
+        ["--documents", "40", "--max-length", "512", "--longest", "256", "--hidden", "64", "--layers", "1"]
+        + ["--rounds", "1", "--steps", "1"],
+        "times as fast as TRL packing",
+    ),
+    "startup.py": (["--documents", "300", "--tokens", "512", "--rounds", "1"], "hf_packing: TokenBudget is"),
     "gpu_train.py": (
         ["--tokens", "256", "--row", "64", "--hidden", "128", "--layers", "2", "--vocabulary", "256", "--steps", "2"],
         "ideal",
