@@ -1,6 +1,7 @@
 """Filling and levelling micro-batches, beside slow literal versions of the same."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,23 @@ def test_best_fit(tokens, max_tokens, random):
     random.shuffle(rows)
     expected = tightest_room_first(rows, tokens.tolist(), max_tokens)
     assert best_fit(np.array(rows), tokens, max_tokens) == expected
+
+
+@settings(max_examples=300)
+@given(TOKENS, st.integers(30, 90))
+def test_the_fewest_are_those_of_best_fit_decreasing(tokens, max_tokens):
+    rows = longest_first(np.arange(len(tokens)), tokens)
+    assert fewest_micro_batches(tokens, max_tokens) == len(tightest_room_first(rows, tokens.tolist(), max_tokens))
+
+
+@pytest.mark.parametrize("budget", [2**16, 2**16 + 1, 2**20])
+def test_rows_fit_into_the_fewest_whatever_the_budget(budget, rng):
+    tokens = np.where(rng.random(3000) < 0.5, rng.uniform(0.3, 0.42, 3000), rng.uniform(0.01, 0.51, 3000)) * budget
+    tokens = tokens.astype(int)
+    fewest = fewest_micro_batches(tokens, budget)
+    groups = fill(tokens, budget, fewest, 1, seed=0)
+    assert len(groups) == fewest
+    assert max(int(tokens[group].sum()) for group in groups) <= budget
 
 
 @settings(max_examples=300)
