@@ -1,5 +1,6 @@
 """All Python in the README and in docs is run, page by page; links lead somewhere."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from matplotlib import image
 from tiny_models import build
 from trainers import arguments
 from training_process import documents, tokenizer
@@ -87,6 +89,16 @@ def test_pages_have_python():
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_picture_is_that_of_its_script(tmp_path):
+    script = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "pictures" / "draw.py")
+    draw = importlib.util.module_from_spec(script)
+    script.loader.exec_module(draw)
+    draw.main(tmp_path / "packing.png")
+    made, kept = (image.imread(folder / "packing.png") for folder in (tmp_path, ROOT / "docs" / "pictures"))
+    assert made.shape == kept.shape
+    assert np.abs(made - kept).mean() < 0.02  # fonts differ between machines
 
 
 def test_every_strategy_has_a_page():

@@ -17,6 +17,7 @@ from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.evaluation import TokenMean
+from hf_packing.training.loss_of_model import own_loss
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.rows_loader import rows_loader
@@ -88,6 +89,7 @@ class PlannedBatches:
         if trainer.compute_loss_func is not self.loss_function:
             raise PackingError("compute_loss_func: expected the one that the trainer had when attach was called")
         patch_model(trainer.model, prove=self.prove)
+        own_loss(trainer.model)  # asked now, not in the middle of a step
         args = trainer.args
         loader = rows_loader(
             dataset,
