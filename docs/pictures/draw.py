@@ -13,6 +13,7 @@ import hf_packing as hfp
 
 LENGTHS = [13, 4, 9, 6, 16, 3, 11, 5, 7, 2, 12, 8]
 ROW = 16
+PICTURE = Path(__file__).with_name("packing.png")
 HEIGHT = 0.8
 PADDING = "#e3e6ea"
 INK = "#1f2430"
@@ -53,7 +54,7 @@ def draw_attention(axes, row: list[tuple[int, int]], apart: bool, title: str) ->
     axes.set(xticks=[], yticks=[], xlabel="read these tokens", ylabel="tokens of one row")
 
 
-def main(file: Path = Path(__file__).with_name("packing.png")) -> None:
+def main(file: Path = PICTURE) -> None:
     best, fixed = (hfp.plan_packing(LENGTHS, strategy(ROW, seed=None)) for strategy in (hfp.BestFit, hfp.FixedLength))
     cut = set(np.flatnonzero(np.bincount(fixed.segment_document) > 1).tolist())
     figure, axes = plt.subplots(
