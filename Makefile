@@ -17,16 +17,11 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+BENCHMARKS := plan strategies pack collate samplers attention by_segment training startup
+
 bench: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/plan.py
-	$(VENV)/bin/python benchmarks/strategies.py
-	$(VENV)/bin/python benchmarks/pack.py
-	$(VENV)/bin/python benchmarks/collate.py
-	$(VENV)/bin/python benchmarks/samplers.py
-	$(VENV)/bin/python benchmarks/attention.py
-	$(VENV)/bin/python benchmarks/by_segment.py
-	$(VENV)/bin/python benchmarks/training.py
-	$(VENV)/bin/python benchmarks/startup.py
+	for name in $(BENCHMARKS); do $(VENV)/bin/python benchmarks/$$name.py --save || exit 1; done
+	$(VENV)/bin/python benchmarks/write_readme.py
 
 clean:
 	rm -rf $(VENV) outputs

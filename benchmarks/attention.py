@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import in_turn, machine, ratio
+from measure import figure, in_turn, machine, ratio, recorded
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -112,6 +112,7 @@ def main() -> None:
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
                     memory = pool.apply(memory_of, (name, lengths))
             times = ratio(seconds[name], seconds["by segment"]) if name != "by segment" else ""
+            figure(row=title, side=name, seconds=seconds[name], peak_mebibytes=memory)
             median = statistics.median(seconds[name]) * 1e3
             print(f"{title:10}{name:16}{median:>9.1f}{times:>24}{memory:>10.0f}")
         row = PackedRow.of(lengths)
@@ -120,4 +121,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

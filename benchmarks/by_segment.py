@@ -19,7 +19,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 from documents import standard_library_functions, tokenise, train_tokenizer
-from measure import in_turn, machine, ratio
+from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
@@ -101,10 +101,12 @@ def main() -> None:
         print(f"\n{name}: {'; '.join(route.lines())}")
         print(f"{real:,} real tokens in {len(steps)} steps, {1 - real / slots:.0%} padding")
         for side, run in sides.items():
+            figure(model=name, side=side, real_tokens=real, seconds=seconds[side], losses=run.losses)
             speed, first, last = real / sum(seconds[side]), run.losses[0], run.losses[-1]
             print(f"{side:8}{speed:>9,.0f} real tokens/s, loss of the first step {first:.5f}, of the last {last:.4f}")
         print(f"packed is {ratio(seconds['padded'], seconds['packed'])} times as fast, step by step")
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

@@ -8,7 +8,7 @@ import statistics
 
 import numpy as np
 import torch
-from measure import in_turn, machine
+from measure import figure, in_turn, machine, recorded
 from transformers import DataCollatorWithFlattening
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -55,8 +55,10 @@ def main() -> None:
 
     seconds = in_turn({name: lambda call=call: several(call) for name, call in sides.items()}, arguments.rounds)
     for name, taken in seconds.items():
+        figure(side=name, milliseconds=[each / CALLS * 1e3 for each in taken])
         print(f"{name:40}{statistics.median(taken) / CALLS * 1e3:>8.3f} ms")
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from measure import in_turn, machine, ratio
+from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
@@ -165,6 +165,7 @@ def main() -> None:
     print(f"\n{'':20}{'real tokens/s':>15}{'of a step':>12}{'peak GiB':>10}   ideal is so many times as fast")
     for name, run in runs.items():
         speed, full = sum(run.real) / sum(seconds[name]), statistics.mean(run.real) / arguments.tokens
+        figure(side=name, real_tokens=run.real, seconds=seconds[name], peak_gibibytes=run.memory)
         each = [
             [taken / real for taken, real in zip(seconds[side], runs[side].real, strict=True)]
             for side in (name, "ideal")
@@ -173,4 +174,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

@@ -1,11 +1,79 @@
-"""What the benchmarks share: how a figure is taken, and what it was taken on."""
+"""What the benchmarks share: how a figure is taken, what it was taken on, and where it is kept."""
 
 import importlib.metadata
+import io
+import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+figures: list[dict[str, Any]] = []
+"""What this run has measured, for the file of its result."""
+
+
+def figure(**facts: Any) -> None:
+    """Keep what was measured, beside printing it."""
+    figures.append(facts)
+
+
+@contextmanager
+def recorded(script: str) -> Iterator[None]:
+    """With --save, which is taken from the command line, what is printed and measured goes to results as JSON.
+
+    Args:
+        script: the benchmark's __file__.
+    """
+    save = "--save" in sys.argv
+    if not save:
+        yield
+        return
+    sys.argv.remove("--save")
+    printed = Copy(sys.stdout)
+    with redirect_stdout(printed):
+        yield
+    name = Path(script).stem
+    result = {
+        "benchmark": name,
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "printed": printed.getvalue().splitlines(),
+        "figures": figures,
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1, default=float) + "\n")
+
+
+VERSIONS = ("hf-packing", "torch", "transformers", "trl", "accelerate", "datasets", "numpy", "pyarrow")
+
+
+class Copy(io.StringIO):
+    """Keeps what is written, and hands it on.
+
+    Args:
+        other: where it also goes.
+    """
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        self.other = other
+
+    def write(self, text: str) -> int:
+        self.other.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.other.flush()
 
 
 def machine(*packages: str) -> str:

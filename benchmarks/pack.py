@@ -10,7 +10,7 @@ import tempfile
 import datasets
 import numpy as np
 import pyarrow as pa
-from measure import in_turn, machine, ratio
+from measure import figure, in_turn, machine, ratio, recorded
 from trl import pack_dataset
 
 import hf_packing as hfp
@@ -66,6 +66,7 @@ def compare(documents: datasets.Dataset, max_length: int, rounds: int) -> None:
     print(f"{'':32}{'median s':>10}{'Mtokens/s':>11}{'rows':>9}{'efficiency':>12}   columns")
     for side, name in names.items():
         packed, median = results[side], statistics.median(seconds[side])
+        figure(side=name, max_length=max_length, tokens=tokens, seconds=seconds[side], rows=len(packed))
         row = f"{name:32}{median:>10.3f}{tokens / median / 1e6:>11.0f}{len(packed):>9,}"
         print(f"{row}{tokens / len(packed) / max_length:>12.3%}   {', '.join(packed.column_names)}")
     print(f"as fast as TRL: same columns {ratio(seconds['trl'], seconds['ours'])} times,", end=" ")
@@ -73,4 +74,5 @@ def compare(documents: datasets.Dataset, max_length: int, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

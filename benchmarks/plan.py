@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from lengths import log_normal
-from measure import machine
+from measure import figure, machine, recorded
 
 import hf_packing as hfp
 
@@ -53,6 +53,7 @@ def main() -> None:
     for documents in arguments.documents:
         for max_length in arguments.max_length:
             row = in_own_process(documents, max_length, arguments)
+            figure(documents=documents, max_length=max_length, strategy=arguments.strategy, **row)
             print(
                 f"{documents:>12,}{max_length:>12,}{row['seconds']:>9.2f}{documents / row['seconds']:>13,.0f}"
                 f"{row['gigabytes']:>6.1f}{row['packs']:>13,}{row['above']:>13.5%}",
@@ -110,6 +111,7 @@ def deal_shards(shards: int, max_length: int) -> None:
             print(f"  {shard + 1} of {shards} shards, {dealing:.0f} s of dealing", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     whole = fill.min() > 0 and fill.max() <= max_length and fill.sum(dtype=np.int64) == counts @ np.arange(len(counts))
+    figure(documents=int(counts.sum()), shards=shards, max_length=max_length, seconds=dealing, gigabytes=peak)
     print(f"dealt in {dealing:.0f} s, {counts.sum() / dealing:,.0f} documents/s; peak memory {peak:.1f} GB, of which")
     print(f"{fill.nbytes / 1e9:.1f} GB are this check's: every pack filled, none overfull, all tokens there: {whole}")
 
@@ -135,6 +137,8 @@ def beside_trl(max_lengths: list[int]) -> None:
             plan = hfp.plan_packing(lengths, hfp.BestFit(max_length))
             ours.append(time.perf_counter() - began)
         median = statistics.median(ours)
+        facts = {"trl_seconds": theirs, "trl_packs": rows, "seconds": median, "packs": plan.num_packs}
+        figure(documents=TRL_DOCUMENTS, max_length=max_length, **facts)
         print(
             f"{max_length:>12,}{theirs:>9.2f}{rows:>10,}{median:>9.3f}{plan.num_packs:>10,}{theirs / median:>15.0f}",
             flush=True,
@@ -142,4 +146,5 @@ def beside_trl(max_lengths: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from lengths import log_normal
-from measure import machine
+from measure import figure, machine, recorded
 from torch.utils.data import RandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
@@ -87,6 +87,9 @@ def main() -> None:
         slots = np.array(
             [[len(b) * int(lengths[b].max()) if padded else int(lengths[b].sum()) for b in s] for s in steps]
         )
+        facts = {"padding": 1 - real.sum() / slots.sum(), "token_utilisation": busy(real)}
+        facts |= {"attention_utilisation": busy(squares), "largest": int(slots.max()), "seconds": seconds}
+        figure(sampler=name, ranks=ranks, **facts)
         left_out = len(lengths) - sum(len(batch) for step in steps for batch in step)
         print(
             f"{name:32}{1 - real.sum() / slots.sum():>9.1%}{busy(real):>9.3f}{busy(squares):>11.3f}{slots.max():>10,}"
@@ -99,4 +102,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

@@ -21,7 +21,7 @@ import datasets
 import numpy as np
 from accelerate import Accelerator
 from lengths import log_normal
-from measure import in_turn, machine, ratio
+from measure import figure, in_turn, machine, ratio, recorded
 from torch.utils.data import DataLoader
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -66,7 +66,9 @@ def main() -> None:
     print(machine("hf-packing", "trl", "transformers", "torch", "datasets"))
     print("\nimporting, seconds, median of fresh interpreters")
     for what in IMPORTED:
-        print(f"{what:32}{statistics.median(import_seconds(what) for _ in range(arguments.rounds)):>8.3f}")
+        taken = [import_seconds(what) for _ in range(arguments.rounds)]
+        figure(imported=what, seconds=taken)
+        print(f"{what:32}{statistics.median(taken):>8.3f}")
     lengths = log_normal(arguments.documents, 6, 1.2, longest=arguments.tokens)
     random = np.random.default_rng(0)
     ids = [random.integers(0, 32_000, length, dtype=np.int32) for length in lengths]
@@ -95,10 +97,12 @@ def main() -> None:
     )
     trl, *ours = sides
     for name in sides:
+        figure(side=name, seconds=seconds[name])
         print(f"{name:32}{statistics.median(seconds[name]):>8.2f} s")
     for name in ours:
         print(f"{name} is {ratio(seconds[trl], seconds[name])} times as fast as {trl}")
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

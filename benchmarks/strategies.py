@@ -6,7 +6,7 @@ python benchmarks/strategies.py --documents 1000000
 import argparse
 
 from lengths import log_normal, refinedweb_like, uniform
-from measure import machine
+from measure import figure, machine, recorded
 
 import hf_packing as hfp
 
@@ -39,12 +39,16 @@ def main() -> None:
         ("RefinedWeb-like, the buckets of arXiv 2407.07495", refinedweb_like(n), with_small),
     ):
         rows = hfp.compare(lengths, strategies)
+        for row in rows:
+            figure(lengths=name, strategy=row.name, seconds=row.seconds, above_bound=row.gap, **vars(row.metrics))
         print(f"\n{name}, {n:,} documents\n{rows!r}", flush=True)
         print(*(f"{row.name}: {row.note}" for row in rows if row.note), sep="\n")
     lengths = refinedweb_like(10 * n)
     print(f"\nRefinedWeb-like, rows against plain concatenation (arXiv 2404.10830), {10 * n:,} documents")
     for max_length in (2048, 8192):
         concat, best_fit = hfp.compare(lengths, [hfp.FixedLength(max_length), hfp.BestFit(max_length)])
+        for row in (concat, best_fit):
+            figure(lengths="RefinedWeb-like", strategy=row.name, seconds=row.seconds, **vars(row.metrics))
         more = best_fit.metrics.num_packs / concat.metrics.num_packs - 1
         print(
             f"{best_fit.name}: {best_fit.metrics.num_packs:,} rows for {concat.metrics.num_packs:,}, {more:+.5%}, "
@@ -54,4 +58,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

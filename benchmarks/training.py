@@ -26,7 +26,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
 from documents import standard_library_functions, tokenise, train_tokenizer
-from measure import in_turn, machine, ratio
+from measure import figure, in_turn, machine, ratio, recorded
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
@@ -139,13 +139,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="of each side in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sample", type=int, help="look at so many of the functions only, to try it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    functions = standard_library_functions()
+    functions = standard_library_functions().shuffle(seed=0)
+    functions = functions.select(range(arguments.sample or len(functions)))
     tokenizer = train_tokenizer(functions)
-    tokenised = tokenise(functions.shuffle(seed=0), tokenizer)
+    tokenised = tokenise(functions, tokenizer)
     fitting = tokenised.filter(lambda row: 2 <= len(row["input_ids"]) <= arguments.longest)
     documents = fitting.select(range(min(arguments.documents, len(fitting))))
     lengths = np.array([len(ids) for ids in documents["input_ids"]])
@@ -169,6 +171,8 @@ def main() -> None:
     seconds = in_turn({name: lambda name=name: timed(name) for name in SIDES}, arguments.rounds)
     per_token = {name: [s / t for s, t in zip(seconds[name], tokens[name], strict=True)] for name in SIDES}
     for name in SIDES:
+        facts = {"loss_before": before[name][0], "labels": before[name][1], "seconds": seconds[name]}
+        figure(side=name, real_tokens=tokens[name], **facts)
         print(f"{name:<12} {sum(tokens[name]) / sum(seconds[name]):,.0f} real tokens/s")
     for other in SIDES[:-1]:
         print(f"hf_packing is {ratio(per_token[other], per_token['hf_packing'])} times as fast as {other}")
@@ -176,4 +180,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with recorded(__file__):
+        main()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -22,10 +23,10 @@ from hf_packing.report.tokenise import load_tokenizer
 DONE, NOT_ISOLATED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 
-WIDE = 120
-"""Columns of what is no terminal."""
+WIDE = 100
+"""Columns that the table of a report needs."""
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 2 * WIDE)
 err = Console(stderr=True, highlight=False)
 
 
@@ -43,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = given.run(given)
     except (PackingError, MissingDependencyError) as error:
         say(err, f"error: {' '.join(str(error).split())}", style="red")
+        return BAD_INPUT
+    except (OSError, EOFError, UnicodeError, pa.ArrowException) as error:  # of files, and of the disk
+        say(err, f"error: {type(error).__name__}: {' '.join(str(error).split())}", style="red")
         return BAD_INPUT
     except KeyboardInterrupt:
         say(err, "error: interrupted", style="red")
@@ -179,10 +183,15 @@ def documents_bar(description: str) -> Iterator[Seen]:
 
 
 def print_report(found: Any) -> None:
+    from hf_packing.comparison import aligned
     from hf_packing.report.tables import COLUMNS, cells_of, headline, lengths_line
 
     say(out, f"{found.source}: {headline(found)}")
     say(out, lengths_line(found))
+    if out.width < WIDE:
+        say(out, aligned([COLUMNS, *cells_of(found)]))
+        say(out, f"take {found.recommendation}")
+        return
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     for number, column in enumerate(COLUMNS):
         header = column.replace(" ", "\n").replace("/", "/\n")

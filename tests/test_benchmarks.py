@@ -1,5 +1,8 @@
 """Benchmarks that train, attend or need trainers run at toy size; the figures mean nothing there."""
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ TOY = {
     ),
     "training.py": (
         ["--documents", "40", "--max-length", "512", "--longest", "256", "--hidden", "64", "--layers", "1"]
-        + ["--rounds", "1", "--steps", "1"],
+        + ["--rounds", "1", "--steps", "1", "--sample", "200"],
         "times as fast as TRL packing",
     ),
     "startup.py": (["--documents", "300", "--tokens", "512", "--rounds", "1"], "hf_packing: TokenBudget is"),
@@ -34,3 +37,37 @@ def test_runs(script):
     done = subprocess.run([sys.executable, BENCHMARKS / script, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
+
+
+def test_every_benchmark_is_run_by_make():
+    (names,) = re.findall(r"^BENCHMARKS := (.*)$", (BENCHMARKS.parent / "Makefile").read_text(), re.MULTILINE)
+    scripts = {file.stem for file in BENCHMARKS.glob("*.py") if "__main__" in file.read_text()}
+    assert set(names.split()) == scripts - {"gpu_train", "write_readme"}
+
+
+def test_what_is_kept_of_a_run(tmp_path):
+    shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (tmp_path / "benchmarks" / "results").mkdir()
+    command = [sys.executable, "benchmarks/collate.py", "--rounds", "2", "--save", "--tokens", "512"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    result = json.loads((tmp_path / "benchmarks" / "results" / "collate.json").read_text())
+    assert result["printed"] == done.stdout.splitlines()
+    assert result["command"] == "python benchmarks/collate.py --rounds 2 --tokens 512"
+    assert {"processor", "cores", "python", "versions"} <= set(result)
+    assert len(result["figures"]) == 5
+    assert all(len(each["milliseconds"]) == 2 for each in result["figures"])
+    subprocess.run([sys.executable, "benchmarks/write_readme.py"], cwd=tmp_path, check=True)
+    page = (tmp_path / "benchmarks" / "README.md").read_text()
+    assert "## collate" in page
+    assert done.stdout.strip() in page
+
+
+def test_the_page_is_that_of_the_results():
+    made = subprocess.run(
+        [sys.executable, "-c", "from write_readme import page; print(page(), end='')"],
+        cwd=BENCHMARKS,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert made == (BENCHMARKS / "README.md").read_text()

@@ -40,9 +40,9 @@ THIRD_PARTY = {
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
     "report": {
         *("numpy", "pyarrow", "datasets", "tokenizers", "torch", "transformers"),
-        *("jinja2", "markupsafe", "matplotlib"),
+        *("jinja2", "markupsafe", "matplotlib", "filelock"),
     },
-    "cli": {"rich"},
+    "cli": {"pyarrow", "rich"},
     "attention": {"numpy", "torch", "transformers", "flash_attn", "flash_attn_interface", "tqdm"},
 }
 

@@ -85,7 +85,7 @@ def check_model(name: str, weights: bool = False) -> CheckedModel:
 
 def model_named(name: str, weights: bool) -> tuple[PreTrainedModel, str]:
     """The model to look at, and what it is."""
-    if not Path(name).exists():
+    if not weights and not Path(name).exists():
         for kind in KINDS:
             if name in architectures(kind):
                 return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"

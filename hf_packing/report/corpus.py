@@ -10,7 +10,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.report.documents import Documents, Row
 from hf_packing.report.rendering import KINDS, BadRowError, Rendered, kind_of_row, render
-from hf_packing.report.tokenise import TextTokenizer
+from hf_packing.report.tokenise import IGNORED, TextTokenizer
 
 CHARACTERS_AT_ONCE = 2_000_000
 """About so many are tokenised in one call, which uses all cores."""
@@ -23,6 +23,30 @@ class Tokenised(NamedTuple):
 
     input_ids: list[int]
     labels: list[int]
+
+
+def tokenised(row: Row) -> Tokenised:
+    """The tokens of a row that has them, and its labels; a mask of what to train on becomes labels."""
+    if packed := {"seq_lengths", "position_ids"} & row.keys():
+        raise PackingError(f"DATA: expected documents, rows with {min(packed)} are packed already")
+    input_ids = whole_numbers("input_ids", row["input_ids"])
+    if (mask := row.get("attention_mask")) is not None and not all(mask):
+        raise BadRowError("expected documents without padding, attention_mask has a 0")
+    labels = row.get("labels")
+    if labels is None:
+        masks = [row[name] for name in ("completion_mask", "assistant_masks") if row.get(name) is not None]
+        labels = [token if all(kept) else IGNORED for token, *kept in zip(input_ids, *masks, strict=False)]
+    labels = whole_numbers("labels", labels)
+    if len(labels) != len(input_ids):
+        raise BadRowError(f"expected as many labels as the {len(input_ids)} input_ids, got {len(labels)}")
+    return Tokenised(input_ids, labels)
+
+
+def whole_numbers(name: str, values: Any) -> list[int]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() >= 2**31):
+        raise BadRowError(f"expected a list of integers below 2**31 in {name}, got {str(values)[:40]}")
+    return [int(value) for value in array]
 
 
 Block = list[Any]
@@ -107,8 +131,7 @@ class Corpus:
         if row.get(self.kind) is None:
             raise BadRowError(f"expected {self.kind} as in the rows before, the fields are {', '.join(row) or 'none'}")
         if self.kind == "input_ids":
-            labels = row.get("labels")
-            return Tokenised(row["input_ids"], row["input_ids"] if labels is None else labels)
+            return tokenised(row)
         assert self.tokenizer is not None
         return render(row, self.kind, self.tokenizer.template)
 

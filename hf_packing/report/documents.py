@@ -18,6 +18,8 @@ Row = dict[str, Any]
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ROWS = (".jsonl", ".ndjson", ".parquet")
 """Files with a row for each document; in a folder that has any, nothing else is read."""
+TABLES = (".csv", ".tsv", ".xlsx")
+"""Files whose lines are no documents."""
 JSON = ".json"
 """The same, but in a folder with texts these are texts, too."""
 LEFT_OUT = ("__pycache__", "site-packages", "node_modules")
@@ -47,17 +49,23 @@ class Documents:
     """What was left out in the last iteration, and why."""
     files: list[Path] = field(init=False)
     """Empty for a dataset that `datasets` reads."""
+    other_files: list[str] = field(init=False)
+    """Files of the folder that are not read, and why."""
 
     def __post_init__(self) -> None:
         self.files = [] if is_saved_dataset(Path(self.data)) else files_of(Path(self.data), self.glob)
+        with_rows = [file for file in self.files if kind_of(file) in ROWS]
+        others = [file for file in self.files if kind_of(file) not in ROWS] if with_rows else []
+        self.other_files = [f"{file}: a text beside files with rows" for file in others]
+        self.files = with_rows or self.files
 
     def __iter__(self) -> Iterator[Row]:
-        self.skipped.clear()
         for _, row in self.with_places():
             yield row
 
     def with_places(self) -> Iterator[tuple[str, Row]]:
         """Every row, and where it is, for messages."""
+        self.skipped[:] = self.other_files
         if not self.files:
             for number, row in enumerate(load(self.data, self.split)):
                 yield f"{self.data}, row {number}", row
@@ -68,7 +76,9 @@ class Documents:
 
     def rows_of(self, file: Path, one_each: bool) -> Iterator[tuple[str, Row]]:
         kind = kind_of(file)
-        if one_each or not has_rows(file):
+        if kind in TABLES:
+            self.leave_out(f"{file}: expected JSONL, parquet or text, a {kind} file is none of them")
+        elif one_each or not has_rows(file):
             yield from self.texts(file, one_each)
         elif kind == ".parquet":
             for number, row in enumerate(parquet_rows(file)):
@@ -90,7 +100,7 @@ class Documents:
                     continue
                 try:
                     row = json.loads(line.decode("utf-8-sig"))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     self.leave_out(f"{file}, line {number}: expected JSON, {error}, got {shown(line)}")
                     continue
                 if not isinstance(row, dict):
@@ -123,8 +133,8 @@ class Documents:
         if one_each:
             yield "", {"text": text}
             return
-        for number, line in enumerate(text.splitlines(), start=1):
-            yield f"line {number}", {"text": line}
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+            yield f"line {number}", {"text": line.removesuffix("\r")}
 
     def leave_out(self, why: str) -> None:
         """Count a row that cannot be read, or refuse it.
@@ -155,7 +165,7 @@ def files_of(path: Path, glob: str | None) -> list[Path]:
     files = [file for file in sorted(path.rglob(glob or "*")) if file.is_file() and not is_left_out(file, path)]
     if not files:
         raise PackingError(f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(path)!r} has none")
-    return [file for file in files if kind_of(file) in ROWS] or files
+    return files
 
 
 def is_left_out(file: Path, folder: Path) -> bool:
@@ -168,7 +178,7 @@ def has_rows(file: Path) -> bool:
 
 def kind_of(file: Path) -> str:
     """The ending that says what is in a file, compressed or not."""
-    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    return (Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix).lower()
 
 
 def open_file(file: Path) -> IO[bytes]:

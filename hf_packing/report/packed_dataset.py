@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+from filelock import FileLock, Timeout
 
 import hf_packing
 from hf_packing.dataset import pack
@@ -21,6 +22,8 @@ from hf_packing.strategies.planning import plan_packing
 
 JOB = "job.json"
 PLAN = "plan"
+SHARDS, TOKENISED = "shards", "[0-9]*.arrow"
+"""The folder, and its files; `pack` keeps its own cache beside them."""
 SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
 
 
@@ -78,13 +81,32 @@ def make_packed_dataset(
         PackingError: something is in the way; rows that cannot be read; no document with a token.
     """
     check_output(output, overwrite)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
+    try:
+        with lock:
+            made = make(corpus, strategy, output, seen)
+            Path(lock.lock_file).unlink(missing_ok=True)
+            return made
+    except Timeout:
+        raise PackingError(f"--output: expected one that no other run writes, one writes {str(output)!r}") from None
+
+
+def make(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> PackedDataset:
+    """The job, while no other run does it."""
     partial = partial_folder(output)
     begin(partial, job_of(corpus))
-    before = tokenise(corpus, partial, seen)
-    shards = sorted(partial.glob("*.arrow"))
+    documents, before = tokenise(corpus, partial / SHARDS, seen)
+    shards = sorted((partial / SHARDS).glob(TOKENISED))
+    if not shards:
+        shutil.rmtree(partial)
+        raise PackingError("DATA: expected documents with tokens, got none")
     tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(shard)) for shard in shards])
     lengths = pa.compute.list_value_length(tokens.data.column("input_ids")).to_numpy()
+    if len(lengths) != documents:
+        raise PackingError(f"{partial}: expected the tokens of {documents} documents, got {len(lengths)}; remove it")
     if not lengths.any():
+        shutil.rmtree(partial)
         raise PackingError(f"DATA: expected documents with tokens, got {len(lengths)} without")
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
@@ -93,8 +115,7 @@ def make_packed_dataset(
     rows = len(packed)
     plan = plan_packing(lengths, strategy)
     plan.save(fresh / PLAN)
-    shutil.rmtree(output, ignore_errors=True)
-    put_in_place(fresh, output)
+    replace(output, fresh, aside=partial / "replaced")
     shutil.rmtree(partial, ignore_errors=True)
     return PackedDataset(output, plan, rows, len(lengths), before)
 
@@ -108,7 +129,8 @@ def job_of(corpus: Corpus) -> dict[str, Any]:
         "split": corpus.documents.split,
         "skip_bad": corpus.documents.skip_bad,
         "field": corpus.text_field,
-        "end_documents": corpus.end_documents,
+        "end": corpus.tokenizer.end if corpus.tokenizer and corpus.end_documents else None,
+        "template": corpus.tokenizer.template_text if corpus.tokenizer else "",
         "tokenizer": hashlib.sha256(backend.encode()).hexdigest(),
     }
 
@@ -118,21 +140,35 @@ def begin(partial: Path, job: dict[str, Any]) -> None:
     written = json.dumps(job, sort_keys=True)
     if partial.exists() and (not (partial / JOB).is_file() or (partial / JOB).read_text() != written):
         shutil.rmtree(partial)
-    partial.mkdir(parents=True, exist_ok=True)
+    (partial / SHARDS).mkdir(parents=True, exist_ok=True)
     (partial / JOB).write_text(written)
 
 
-def tokenise(corpus: Corpus, partial: Path, seen: Seen) -> int:
-    """One shard for each block of documents, written under another name first; documents found done."""
-    done = {int(shard.stem): shard for shard in partial.glob("*.arrow")}
-    before = 0
+def replace(output: Path, fresh: Path, aside: Path) -> None:
+    """Put a finished folder in place; what was there stands aside until it is, and comes back if it cannot be."""
+    shutil.rmtree(aside, ignore_errors=True)
+    if output.exists():
+        output.rename(aside)
+    try:
+        put_in_place(fresh, output)
+    except BaseException:
+        if aside.exists() and not output.exists():
+            aside.rename(output)
+        raise
+
+
+def tokenise(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
+    """One shard for each block of documents, written under another name first; all documents, and those found done."""
+    done = {int(shard.stem): shard for shard in folder.glob(TOKENISED)}
+    documents, before = 0, 0
     for number, block in enumerate(corpus.blocks()):
+        documents += len(block)
         if number in done:
             before += len(block)
         else:
-            write_shard(partial / f"{number:06d}.arrow", *corpus.tokens_of(block))
+            write_shard(folder / f"{number:06d}.arrow", *corpus.tokens_of(block))
         seen(len(block))
-    return before
+    return documents, before
 
 
 def write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]) -> None:

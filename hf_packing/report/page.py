@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def save_page(report: PackingReport, path: Path) -> list[Path]:
-    """Write the page, and the light pictures as PNG into a folder with its name beside it; the files written."""
+    """Write the page, and the light pictures as PNG into a folder beside it; the files written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     page = page_of(report)
-    folder = path.with_suffix("")
+    folder = path.with_name(f"{path.stem}-pictures")
     folder.mkdir(exist_ok=True)
     files = [path]
     for plot in PLOTS:

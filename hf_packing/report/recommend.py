@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from hf_packing.report.report import ReportRow
 
 FEW_CUT = 0.01
-"""Share of documents that a row may be too short for."""
+"""Share of the tokens that may be of documents too long for a row."""
+FEW_EMPTY = 0.03
+"""Share of slots that may be empty before longer rows are worth it."""
 WORTH_IT = 0.005
 """Share of packs that is worth another strategy."""
 
@@ -33,7 +35,7 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
 
     Rows are as long as documents need, not longer: longer ones cost memory, and their attention is no cheaper.
     """
-    wanted = row_length(lengths, [row.max_length for row in rows])
+    wanted = row_length(lengths, rows)
     of_length = [row for row in rows if row.max_length == wanted]
     kept = [row for row in of_length if not row.compared.metrics.num_dropped_tokens] or of_length
     fewest_cut = min(row.compared.metrics.num_cut_documents for row in kept)
@@ -48,10 +50,20 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
     return Recommendation(best.name, reason(lengths, best, of_length))
 
 
-def row_length(lengths: LengthSummary, given: Sequence[int]) -> int:
-    """The shortest that is too short for few documents; the longest where none is."""
-    fitting = [length for length in sorted(given) if lengths.longer_than(length) <= FEW_CUT * lengths.documents]
-    return fitting[0] if fitting else max(given)
+def row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
+    """The shortest that is too short for few tokens, and that leaves few slots empty; else the least."""
+    given = sorted({row.max_length for row in rows})
+    empty = {length: careful_padding([row for row in rows if row.max_length == length]) for length in given}
+    fitting = [length for length in given if lengths.share_longer_than(length) <= FEW_CUT] or given[-1:]
+    least = min(empty[length] for length in fitting)
+    return next(length for length in fitting if empty[length] <= max(FEW_EMPTY, least))
+
+
+def careful_padding(rows: Sequence[ReportRow]) -> float:
+    """What the strategies leave empty that cut the fewest documents."""
+    fewest = min(row.compared.metrics.num_cut_documents for row in rows)
+    careful = [row.compared.metrics for row in rows if row.compared.metrics.num_cut_documents == fewest]
+    return min(metrics.padding_ratio for metrics in careful)
 
 
 def simplicity(row: ReportRow) -> int:
@@ -69,14 +81,14 @@ def reason(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow])
             f"it cuts {longer:,} documents, those longer than a row, and no other" if longer else "it cuts none"
         )
     else:
-        parts.append(f"it cuts {metrics.truncation_ratio:.2%} of the documents")
+        parts.append(f"it cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents")
     parts.append(f"leaves {metrics.padding_ratio:.2%} of the slots empty")
     if best.compared.gap is not None:
-        parts.append(f"and needs at most {best.compared.gap:.2%} more packs than any plan would")
+        parts.append(f"and needs at most {best.compared.gap:.2%} more packs than any plan that cuts no others")
     text = ", ".join(parts)
     most = max(others, key=lambda row: row.compared.metrics.num_cut_documents)
     if most.compared.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
-        text += f"; {most.name} would cut {most.compared.metrics.truncation_ratio:.1%}"
+        text += f"; {most.name} would cut {most.compared.metrics.num_cut_documents / lengths.documents:.1%}"
     fewer = [row for row in others if row.compared.metrics.num_packs > metrics.num_packs * (1 + WORTH_IT)]
     if fewer:
         worst = max(fewer, key=lambda row: row.compared.metrics.num_packs)

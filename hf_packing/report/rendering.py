@@ -1,5 +1,6 @@
 """A row as the text that is tokenised: text as it is, a prompt and its completion, or messages of a chat."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,12 @@ class Rendered(NamedTuple):
     text: str
     prompt: int = 0
     """Characters at its beginning that are not trained on."""
+    complete: bool = False
+    """Whether a chat template has ended it."""
 
 
-Template = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Messages -> text."""
+Template = Callable[[Sequence[Mapping[str, Any]], bool], str]
+"""Messages, and whether the assistant is to answer them -> text."""
 
 
 def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
@@ -53,27 +56,54 @@ def render(row: Mapping[str, Any], kind: str, template: Template) -> Rendered:
         BadRowError: values of another type.
     """
     if kind == "messages":
-        return Rendered(template(messages_of(row[kind])))
+        return Rendered(unicode(template(messages_of(row[kind]), False)), complete=True)
     if kind == "prompt":
-        prompt, completion = row["prompt"], row["completion"]
+        prompt, completion = row["prompt"], row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
-            return Rendered(f"{prompt}\n{completion}", len(prompt) + 1)
+            return Rendered(unicode(f"{prompt}\n{completion}"), len(prompt) + 1)
         messages = [*messages_of(prompt), *messages_of(completion)]
-        text, before = template(messages), template(messages_of(prompt))
-        return Rendered(text, len(before) if text.startswith(before) else 0)
+        text, before = template(messages, False), template(messages_of(prompt), True)
+        if not text.startswith(before):
+            raise BadRowError("expected a chat template that renders a prompt alike with and without its completion")
+        return Rendered(unicode(text), len(before), complete=True)
     if not isinstance(row[kind], str):
         raise BadRowError(f"expected text in {kind!r}, got {type(row[kind]).__name__}")
-    return Rendered(row[kind])
+    return Rendered(unicode(row[kind]))
+
+
+def unicode(text: str) -> str:
+    """The text, if it can be written down."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(f"expected Unicode, {error}") from None
+    return text
 
 
 def messages_of(value: Any) -> Sequence[Mapping[str, Any]]:
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_list or not all(isinstance(each, Mapping) for each in value):
         raise BadRowError(f"expected a list of messages, got {type(value).__name__}")
+    for message in value:
+        if "role" not in message or not ("content" in message or "tool_calls" in message):
+            raise BadRowError(f"expected messages with role and content, one has {', '.join(message) or 'nothing'}")
     return list(value)
 
 
-def chatml(messages: Sequence[Mapping[str, Any]]) -> str:
+def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False) -> str:
     """For tokenizers without a chat template."""
     begin, end = CHATML
-    return "".join(f"{begin}{message.get('role')}\n{message.get('content') or ''}{end}" for message in messages)
+    text = "".join(f"{begin}{message['role']}\n{content_of(message)}{end}" for message in messages)
+    return f"{text}{begin}assistant\n" if ask else text
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """Text, the texts of parts, and calls of tools as JSON."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in content):
+            raise BadRowError("expected parts of a message that are text, some are not")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, (str, type(None))):
+        raise BadRowError(f"expected text as content of a message, got {type(content).__name__}")
+    return (content or "") + (json.dumps(calls) if calls else "")

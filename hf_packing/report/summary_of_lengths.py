@@ -23,6 +23,11 @@ class LengthSummary:
     counts: IntArray = field(repr=False)
     """int64 [longest + 1]: how many documents have each length."""
 
+    def share_longer_than(self, tokens: int) -> float:
+        """The share of all tokens that is in documents with more tokens than so many."""
+        longer = np.arange(tokens + 1, len(self.counts)) @ self.counts[tokens + 1 :]
+        return float(longer / self.tokens)
+
     def longer_than(self, tokens: int) -> int:
         """Documents with more tokens."""
         return int(self.counts[tokens + 1 :].sum())

@@ -28,7 +28,7 @@ MEANING = {
     "documents cut": "share of the documents that are not whole in one pack",
     "tokens dropped": "share of the tokens that are in no pack",
     "documents/pack": "documents per pack",
-    "above bound": "packs beyond the fewest that are proven to be needed",
+    "above bound": "packs beyond the fewest that are proven to be needed for the same pieces of documents",
     "steps": "per epoch, one pack on each rank at a time",
     "attention balance": "attention's work, mean over largest of the ranks: as packs come, and levelled by TokenBudget",
     "speed-up": "time per real token with padding / with these packs, levelled; counted in operations, not measured",
@@ -40,7 +40,7 @@ def cells_of(report: PackingReport) -> list[tuple[str, ...]]:
     rows = []
     for padded in report.padded:
         rows.append(padded_cells(padded, report))
-        rows.extend(strategy_cells(row) for row in report.rows if row.max_length == padded.max_length)
+        rows.extend(strategy_cells(row, report) for row in report.rows if row.max_length == padded.max_length)
     return rows
 
 
@@ -59,14 +59,14 @@ def padded_cells(row: PaddedRow, report: PackingReport) -> tuple[str, ...]:
     )
 
 
-def strategy_cells(row: ReportRow) -> tuple[str, ...]:
+def strategy_cells(row: ReportRow, report: PackingReport) -> tuple[str, ...]:
     metrics = row.compared.metrics
     return (
         row.name,
         f"{metrics.padding_ratio:.2%}",
-        f"{metrics.truncation_ratio:.2%}",
+        f"{metrics.num_cut_documents / report.lengths.documents:.2%}",
         f"{metrics.dropped_token_ratio:.2%}",
-        f"{metrics.concatenation_ratio:.2f}",
+        f"{report.lengths.documents / max(metrics.num_packs, 1):.2f}",
         f"{metrics.num_packs:,}",
         "" if row.compared.gap is None else f"{row.compared.gap:.2%}",
         f"{row.work.steps:,}",

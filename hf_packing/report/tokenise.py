@@ -23,6 +23,8 @@ class TextTokenizer:
     name: str
     backend: Tokenizer
     template: Template = chatml
+    template_text: str = "ChatML"
+    """What the template is, to tell templates apart."""
     end: int | None = None
     """The token that ends a document, where the tokenizer has one; a chat template ends its own."""
 
@@ -33,13 +35,14 @@ class TextTokenizer:
     def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
         """int64 [documents], tokens; ended: whether each gets a token at its end."""
         encodings = self.backend.encode_batch_fast([each.text for each in rendered], add_special_tokens=False)
-        return np.array([len(encoding) for encoding in encodings], dtype=np.int64) + ended
+        ends = np.array([ended and not each.complete for each in rendered], dtype=np.int64)
+        return np.array([len(encoding) for encoding in encodings], dtype=np.int64) + ends
 
     def tokens(self, rendered: Sequence[Rendered], ended: bool) -> tuple[list[list[int]], list[list[int]]]:
         """input_ids and labels of documents; labels are -100 within prompts."""
-        end = [self.end] if ended and self.end is not None else []
         input_ids, labels = [], []
         for each, encoding in zip(rendered, self.encode([each.text for each in rendered]), strict=True):
+            end = [self.end] if ended and not each.complete and self.end is not None else []
             ids = encoding.ids
             trained = np.array([stop > each.prompt for _, stop in encoding.offsets], dtype=bool)
             input_ids.append([*ids, *end])
@@ -72,13 +75,13 @@ def load_tokenizer(name: str) -> TextTokenizer:
     if backend is None:
         raise PackingError(f"--tokenizer: expected a fast tokenizer, {name!r} is a {type(loaded).__name__}")
     template = template_of(loaded) if loaded.chat_template else chatml
-    return TextTokenizer(name, without_limits(backend), template, loaded.eos_token_id)
+    return TextTokenizer(name, without_limits(backend), template, str(loaded.chat_template), loaded.eos_token_id)
 
 
 def template_of(tokenizer: Any) -> Template:
-    def render(messages: Sequence[Any]) -> str:
+    def render(messages: Sequence[Any], ask: bool) -> str:
         try:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask))
         except Exception as error:  # templates raise what they like
             raise BadRowError(f"expected messages that the chat template takes, {one_line(error)}") from None
 

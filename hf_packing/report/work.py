@@ -76,11 +76,12 @@ def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, levelled: boo
 
 
 def work_of(tokens: int, slots: npt.NDArray[np.generic], squares: FloatArray, ranks: int, linear_cost: float) -> Work:
-    """Micro-batches in order, so many at the same time; a last step that is incomplete counts as one."""
+    """Micro-batches in order, so many at the same time. A last step that is incomplete counts as one, but its time as
+    if it were shared evenly: how many ranks stand idle there says nothing of padding or packing."""
     cost = linear_cost * slots.astype(np.float64) + squares
     steps = -(-len(cost) // ranks)
-    time = float(on_ranks(cost, ranks).max(axis=1, initial=0).sum())
     whole = len(cost) // ranks * ranks
+    time = float(on_ranks(cost[:whole], ranks).max(axis=1, initial=0).sum() + cost[whole:].sum() / ranks)
     attention = on_ranks(squares[:whole] if whole else squares, ranks)
     busy = attention.mean(axis=1) / np.maximum(attention.max(axis=1, initial=0), 1)
     return Work(tokens, int(slots.sum()), steps, time, float(busy.mean()) if len(busy) else 1.0)

@@ -10,6 +10,7 @@ import time
 
 import datasets
 import pytest
+from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +45,7 @@ def test_report(capsys, tmp_path, data, tokenizer):
     assert "take BestFit(16)" in printed
     assert f"written: {page}" in printed
     assert page.is_file()
-    assert all((page.parent / "report" / f"{name}.png").is_file() for name in ("lengths", "fill", "ranks"))
+    assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill", "ranks"))
 
 
 def test_report_as_json(capsys, data, tokenizer):
@@ -133,6 +134,61 @@ def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypat
     assert whole.to_dict() == datasets.load_from_disk(tmp_path / "at_once").to_dict()
 
 
+@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.report.packed_dataset.replace"])
+def test_interrupted_after_packing_it_goes_on_as_well(tmp_path, data, tokenizer, monkeypatch, where):
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    monkeypatch.setattr(where, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(given) == 130
+    monkeypatch.undo()
+    assert main(given) == 0
+    assert len(datasets.load_from_disk(tmp_path / "packed")) > 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "packed", "tokenizer.json"]
+
+
+def test_what_is_replaced_comes_back(tmp_path, data, tokenizer, monkeypatch):
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    assert main(given) == 0
+    before = datasets.load_from_disk(tmp_path / "packed").to_dict()
+    monkeypatch.setattr(
+        "hf_packing.report.packed_dataset.put_in_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
+    assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
+
+
+def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
+    with FileLock(tmp_path / ".packed.lock"):
+        assert main(given) == 2
+    assert "--output: expected one that no other run writes" in capsys.readouterr().err
+
+
+def test_another_end_of_sequence_tokenises_anew(capsys, tmp_path, data, tokenizer, monkeypatch):
+    given = ["pack", data, "--output", str(tmp_path / "packed"), "--json", "--tokenizer", str(tmp_path / "folder")]
+    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
+    monkeypatch.setattr("datasets.Dataset.save_to_disk", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(given) == 130
+    monkeypatch.undo()
+    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="one").save_pretrained(tmp_path / "folder")
+    capsys.readouterr()
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["tokenised_before"] == 0
+
+
+def test_files_that_cannot_be_read_or_written(capsys, tmp_path, data, tokenizer):
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00")
+    (tmp_path / "file").write_text("no folder")
+    for given in (
+        ["report", str(tmp_path / "cut.jsonl.gz"), "--tokenizer", tokenizer],
+        ["report", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "file" / "a.html")],
+        ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "file" / "packed")],
+    ):
+        assert main(given) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+
+
 def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     monkeypatch.setattr(
@@ -165,7 +221,7 @@ def test_ctrl_c_leaves_nothing_that_looks_complete(tmp_path, tokenizer):
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob(".packed.partial/*.arrow")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".packed.partial/shards/*.arrow")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

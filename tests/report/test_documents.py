@@ -99,10 +99,12 @@ def test_a_folder_of_texts_has_a_document_in_each_file(tmp_path):
 
 
 def test_a_folder_with_rows_has_nothing_but_rows(tmp_path):
-    write_lines(tmp_path / "b.jsonl", ROWS[1:])
+    write_lines(tmp_path / "b.JSONL", ROWS[1:])
     write_parquet(tmp_path / "a.parquet", ROWS[:1])
     (tmp_path / "README.md").write_text("about the rows")
-    assert list(Documents(str(tmp_path))) == ROWS
+    documents = Documents(str(tmp_path))
+    assert list(documents) == ROWS
+    assert documents.skipped == [f"{tmp_path / 'README.md'}: a text beside files with rows"]
 
 
 def test_a_line_that_is_no_json(tmp_path):
@@ -146,6 +148,54 @@ def test_a_dataset_that_cannot_be_loaded(monkeypatch):
         list(Documents("nobody/nothing"))
 
 
+def test_tables_are_no_texts(tmp_path):
+    (tmp_path / "a.csv").write_text("text\none\n")
+    with pytest.raises(PackingError, match="a.csv: expected JSONL, parquet or text, a .csv file is none of them"):
+        list(Documents(str(tmp_path / "a.csv")))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "expected documents without padding"),
+        ({"input_ids": [5, 6], "seq_lengths": [2]}, "rows with seq_lengths are packed already"),
+        ({"input_ids": [5, 6], "labels": [5]}, "expected as many labels as the 2 input_ids, got 1"),
+        ({"input_ids": "abc"}, "expected a list of integers below 2\\*\\*31 in input_ids, got abc"),
+        ({"input_ids": [1.5]}, "expected a list of integers"),
+        ({"input_ids": [2**31]}, "expected a list of integers below"),
+        ({"text": "\ud800"}, "expected Unicode, "),
+        (
+            {"messages": [{"from": "human", "value": "one"}]},
+            "expected messages with role and content, one has from, value",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected parts of a message that are text"),
+        ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "expected a list of messages"),
+    ],
+)
+def test_rows_that_would_be_misread(tmp_path, tokenizer, row, message):
+    file = write_lines(tmp_path / "a.jsonl", [row])
+    with pytest.raises(PackingError, match=message):
+        Corpus(Documents(str(file)), tokenizer).lengths(lambda _: None)
+
+
+def test_masks_of_what_to_train_on_become_labels(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}]
+    corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))))
+    (block,) = corpus.blocks()
+    assert corpus.tokens_of(block) == ([[5, 6, 7]], [[-100, 6, 7]])
+
+
+def test_what_messages_hold():
+    calls = [{"name": "find", "arguments": {}}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    text = chatml(messages)
+    assert "user\none two<|im_end|>" in text
+    assert json.dumps(calls) in text
+
+
 def test_kinds_of_rows():
     assert kind_of_row({"id": 1, "text": "a"}, None) == "text"
     assert kind_of_row({"prompt": "a", "completion": "b"}, None) == "prompt"
@@ -163,13 +213,13 @@ def test_kinds_of_rows():
 
 def test_what_is_rendered():
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None}]
-    assert render({"text": "one"}, "text", chatml) == ("one", 0)
-    assert render({"prompt": "one", "completion": "two"}, "prompt", chatml) == ("one\ntwo", 4)
+    assert render({"text": "one"}, "text", chatml) == ("one", 0, False)
+    assert render({"prompt": "one", "completion": "two"}, "prompt", chatml) == ("one\ntwo", 4, False)
     assert render({"messages": messages}, "messages", chatml).text == (
         "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
     )
     both = render({"prompt": messages[:1], "completion": messages[1:]}, "prompt", chatml)
-    assert both.text[: both.prompt] == "<|im_start|>user\none<|im_end|>\n"
+    assert both.text[: both.prompt] == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     for row, kind in (({"text": 5}, "text"), ({"messages": "one"}, "messages"), ({"messages": ["one"]}, "messages")):
         with pytest.raises(PackingError, match="expected "):
             render(row, kind, chatml)

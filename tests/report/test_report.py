@@ -13,6 +13,7 @@ import hf_packing as hfp
 from hf_packing.cli import plain
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.report.plots import PLOTS, THEMES, picture
+from hf_packing.report.tables import cells_of
 from hf_packing.report.work import packed_work, padded_work
 from hf_packing.sampling.level import LINEAR_COST
 
@@ -28,8 +29,10 @@ def chat(rng):
 def slowest(micro_batches, ranks):
     """Of (real tokens, cost) for each micro-batch in order: tokens, and time when ranks wait for each other."""
     tokens = sum(real for real, _ in micro_batches)
-    steps = [micro_batches[first : first + ranks] for first in range(0, len(micro_batches), ranks)]
-    return tokens, sum(max(cost for _, cost in step) for step in steps)
+    whole = len(micro_batches) // ranks * ranks
+    steps = [micro_batches[first : first + ranks] for first in range(0, whole, ranks)]
+    last = sum(cost for _, cost in micro_batches[whole:]) / ranks  # as if it were shared evenly
+    return tokens, sum(max(cost for _, cost in step) for step in steps) + last
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4))
@@ -90,12 +93,36 @@ def test_equal_documents_gain_nothing():
 
 
 def test_rows_as_long_as_documents_need(chat):
-    taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192]).recommendation
-    assert taken.strategy == "BestFit(4096)"
-    longer = (chat > 4096).sum()
-    assert f"it cuts {longer:,} documents, those longer than a row, and no other" in taken.reason
-    assert "FixedLength(4096) would cut" in taken.reason
-    assert hfp.packing_report(chat, [1024]).recommendation.strategy == "BestFit(1024)"
+    shares = {length: chat[chat > length].sum() / chat.sum() for length in (2048, 4096, 8192)}
+    assert shares[2048] > shares[4096] > 0.01 > shares[8192]
+    taken = hfp.packing_report(chat, [1024, 2048, 4096, 8192, 16384]).recommendation
+    assert taken.strategy == "BestFit(8192)"
+    assert (chat > 8192).sum() == 0
+    assert "it cuts none" in taken.reason
+    assert "FixedLength(8192) would cut" in taken.reason
+    short = hfp.packing_report(chat, [1024]).recommendation
+    assert short.strategy == "BestFit(1024)"
+    assert f"it cuts {(chat > 1024).sum():,} documents, those longer than a row, and no other" in short.reason
+
+
+def test_longer_rows_where_short_ones_stay_half_empty():
+    assert hfp.packing_report(np.full(4000, 1025), [2048, 8192]).recommendation.strategy == "BestFit(8192)"
+
+
+def test_a_few_long_documents_may_hold_most_of_the_tokens():
+    lengths = np.repeat([100, 200_000], [9901, 99])
+    assert hfp.packing_report(lengths, [2048, 8192]).recommendation.strategy == "BestFit(8192)"
+
+
+def test_empty_documents_are_in_no_share(chat):
+    report = hfp.packing_report(np.concatenate([chat, np.zeros(40_000, dtype=int)]), 1024)
+    cells = {row[0]: row for row in cells_of(report)}
+    assert cells["BestFit(1024)"][2] == cells["padding, at most 1024"][2] == f"{(chat > 1024).mean():.2%}"
+
+
+def test_idle_ranks_are_no_speed_up():
+    (row,) = hfp.packing_report(np.full(40, 3000), 3000, strategies=[hfp.BestFit(3000)]).rows
+    assert row.speed_up == pytest.approx(1)
 
 
 def test_the_optimum_where_best_fit_is_far_from_it(rng):

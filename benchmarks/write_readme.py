@@ -1,0 +1,39 @@
+"""benchmarks/README.md from the results: what was measured, by which command, on what.
+
+python benchmarks/write_readme.py
+"""
+
+import ast
+import json
+import shlex
+from pathlib import Path
+
+from measure import RESULTS
+
+HERE = Path(__file__).parent
+HEAD = """# Benchmarks
+
+`make bench` runs them all and writes `results/*.json` and this page; each by itself: `python benchmarks/NAME.py`, with
+`--save` to keep its result. Both sides of a comparison run in turn in one process on the same data; ratios are medians
+over the rounds, with the smallest and the largest. Machines are noisy: trust ratios, not seconds.
+"""
+
+
+def section(result: dict) -> str:
+    """One benchmark's heading, purpose, command, machine and figures."""
+    script = HERE.parent / shlex.split(result["command"])[1]
+    first, *others = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")
+    about = "\n\n".join(paragraph for paragraph in others if not paragraph.startswith("python "))
+    printed = "\n".join(line.rstrip() for line in result["printed"]).strip("\n")
+    parts = [f"## {result['benchmark']}", first, about, f"`{result['command']}`", f"```\n{printed}\n```"]
+    return "\n\n".join(part for part in parts if part)
+
+
+def page() -> str:
+    """The whole page, benchmarks in alphabetical order."""
+    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
+    return "\n\n".join([HEAD.rstrip(), *map(section, results)]) + "\n"
+
+
+if __name__ == "__main__":
+    (HERE / "README.md").write_text(page())

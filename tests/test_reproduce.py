@@ -1,0 +1,178 @@
+"""The papers' reproductions at toy size: what must hold at any size. Their figures are in recipes/reproduce/results."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+import hf_packing as hfp
+
+REPRODUCE = Path(__file__).parents[1] / "recipes" / "reproduce"
+LPFHP_PACKS = {"2": 10_099_081, "3": 9_090_154, "8": 8_207_569, "any": 8_138_483}
+"""Of the authors' code on the same histogram (arXiv 2107.02027)."""
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The scripts' own modules can be imported, those whose names are found nowhere else."""
+    monkeypatch.syspath_prepend(str(REPRODUCE))
+
+
+def call(script, folder, *options, **environment):
+    known = {"HF_HOME": str(folder / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(REPRODUCE / f"{script}.py"), "--quick", "--output", str(folder), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | known | environment, timeout=300
+    )
+
+
+def tables(script, folder, *options):
+    """Run a script and read the tables it wrote: for each caption the rows, by their first cell."""
+    done = call(script, folder, *options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    written = (folder / f"{script}.md").read_text()
+    assert f"Python 3.{sys.version_info.minor}" in written.splitlines()[0]
+    assert f"hf-packing {hfp.__version__}" in written.splitlines()[0]
+    assert written.strip() in done.stdout.replace("\n\n\n", "\n\n")
+    found = {}
+    for section in written.split("\n## ")[1:]:
+        caption, *lines = section.splitlines()
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        found[caption] = [dict(enumerate(row)) for row in (rows[0], *rows[2:])]
+    return found
+
+
+def starting_with(found, caption):
+    return next(rows for name, rows in found.items() if name.startswith(caption))
+
+
+def number(cell):
+    return float(cell.strip("%").replace(",", ""))
+
+
+def test_bucket_pre_training(tmp_path):
+    found = tables("bucket_pretraining", tmp_path)
+    table = {row[0]: row for row in starting_with(found, "Table 1")[1:]}
+    for name, row in table.items():
+        if row[4] and name != "buckets":
+            assert number(row[3]) == pytest.approx(number(row[4]), rel=0.05), name
+    assert number(table["buckets"][3]) < 0.3 < number(table["multi-bucket"][3])
+    assert number(table["buckets"][1]) <= number(table["buckets"][2])
+    assert number(table["buckets"][5]) >= number(table["fixed 2048"][5])
+    assert number(table["buckets, 512 and 1024 too"][5]) < number(table["fixed 2048"][5])
+    speeds = starting_with(found, "Table 2")[1:]
+    assert [row[0] for row in speeds] == ["256", "512", "1024", "2048"]
+    assert number(speeds[0][2]) > number(speeds[-1][2])
+
+
+def test_krell(tmp_path, shared_data):  # noqa: ARG001
+    found = tables("krell", tmp_path)
+    packs = {(row[0], row[1]): row for row in starting_with(found, "16,279,552 sequences")[1:]}
+    assert {depth: int(number(packs["LPFHP", depth][2])) for depth in LPFHP_PACKS} == LPFHP_PACKS
+    for row in packs.values():
+        assert row[3] in ("", row[2])
+    losses = starting_with(found, "A BERT")[1:]
+    assert len(losses) >= 5
+    assert all(abs(number(row[4])) < 1e-4 for row in losses)
+    assert any(abs(number(row[5])) > 1e-4 for row in losses), "sequences that see each other train just as well"
+    assert number(losses[-1][1]) < number(losses[0][1])
+
+
+def test_fewer_truncations(tmp_path):
+    found = tables("fewer_truncations", tmp_path)
+    for row in starting_with(found, "Table 2")[1:]:
+        concatenated, best_fit, longer = (number(row[place]) for place in (5, 6, 7))
+        assert best_fit == longer < concatenated
+        assert number(row[2]) >= number(row[1])
+    lengths = {row[0]: row for row in starting_with(found, "Documents cut")[1:]}
+    assert number(lengths["513 to 1024"][2]) > 20
+    assert number(lengths["513 to 1024"][3]) == 0
+    assert number(lengths["8193 to 16384"][5]) == 100
+    assert (tmp_path / "fewer_truncations.png").stat().st_size > 10_000
+
+
+def test_packing_with_flash_attention(tmp_path, shared_data):  # noqa: ARG001
+    found = tables("packing_with_flash_attention", tmp_path, "--sets", "math", "instruct")
+    for name in ("math", "instruct"):
+        methods = {row[0]: row for row in starting_with(found, f"{name}: 24 documents")[1:]}
+        assert len(methods) == 11
+        padded, flat = methods["random + padding"], methods["minibatch + PosID"]
+        assert (padded[1], flat[1]) == ("6", "6")
+        assert number(flat[3]) == pytest.approx(number(padded[3]), abs=1e-3)
+        assert number(flat[4]) == pytest.approx(number(padded[4]), abs=1e-3)
+        assert methods["fixed length"][4] != methods["fixed length + PosID"][4]
+        assert number(methods["multipack + PosID, 1 pack a step"][1]) > number(methods["multipack + PosID"][1])
+    assert len(starting_with(found, "The paper's claims")) == 13
+    assert [row[0] for row in starting_with(found, "math: validation loss by row length")] == ["row", "64", "128"]
+
+
+@pytest.mark.parametrize(
+    ("script", "file"),
+    [("krell", "bert_wikipedia_512_histogram.json"), ("packing_with_flash_attention", "math.jsonl.gz")],
+)
+def test_data_that_is_not_there_is_named(tmp_path, script, file):
+    done = call(script, tmp_path, HF_PACKING_DATA=str(tmp_path))
+    assert done.returncode == 1
+    assert f"expected {file} in {tmp_path}" in done.stderr
+    assert not list(tmp_path.glob("*.md"))
+
+
+@pytest.mark.parametrize("max_length", [8, 100, 1024])
+def test_the_papers_best_fit_has_as_many_packs_as_ours(modules, rng, max_length):  # noqa: ARG001
+    from segment_tree_best_fit import best_fit_packs
+
+    for documents in (1, 7, 400):
+        lengths = rng.integers(1, 2 * max_length, documents)
+        assert best_fit_packs(lengths, max_length) == hfp.plan_packing(lengths, hfp.BestFit(max_length)).num_packs
+
+
+def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
+    from packed_bert import IGNORED, masked, mean_over_sequences
+
+    tokens, mask = rng.integers(0, 100, 2000), 100
+    document = masked(tokens.copy(), mask, rng)
+    asked = document["labels"] != IGNORED
+    assert asked.mean() == pytest.approx(0.15, abs=0.01)
+    assert not asked[0]
+    assert (document["labels"][asked] == tokens[asked]).all()
+    assert (document["input_ids"][~asked] == tokens[~asked]).all()
+    assert (document["input_ids"][asked] == mask).mean() == pytest.approx(0.8, abs=0.1)
+
+    logits = torch.from_numpy(rng.normal(size=(1, 6, 9))).float()
+    labels = torch.tensor([[3, 4, IGNORED, IGNORED, 5, IGNORED]])
+    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED)
+    loss = mean_over_sequences(logits, labels, torch.tensor([[0, 0, 0, 1, 2, 2]]))
+    assert loss.item() == pytest.approx(((each[0] + each[1]) / 2 + each[4]).item() / 2)
+
+
+def test_every_method_trains_on_every_token_once(modules, rng):  # noqa: ARG001
+    from methods import METHODS, batch_of, steps_of
+
+    documents = Dataset.from_dict({"input_ids": [rng.integers(1, 50, n).tolist() for n in rng.integers(1, 40, 60)]})
+    tokens = Counter(token for document in documents["input_ids"] for token in document)
+    assert len(METHODS) == 8
+    for method in METHODS:
+        seen = Counter()
+        for rows in steps_of(method, documents, 64):
+            ids = batch_of(method, rows)["input_ids"]
+            seen.update(ids[ids > 0].tolist())
+        assert seen == tokens, method.name
+
+
+def test_without_position_ids_a_row_is_one_document(modules):  # noqa: ARG001
+    from methods import BY_NAME, WITH, WITHOUT, batch_of, steps_of
+
+    documents = Dataset.from_dict({"input_ids": [np.arange(1, 6).tolist()] * 8})
+    borders = {
+        name: [
+            batch_of(BY_NAME[name], rows)["cu_seq_lens_q"].tolist() for rows in steps_of(BY_NAME[name], documents, 20)
+        ]
+        for name in (WITH, WITHOUT)
+    }
+    assert borders == {WITH: [list(range(0, 45, 5))], WITHOUT: [[0, 20, 40]]}
