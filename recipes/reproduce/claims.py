@@ -1,0 +1,95 @@
+"""What arXiv 2407.09105 claims of its methods, and whether it is so of what was trained here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common import yes_or_no
+from epoch import Outcome
+from methods import MINI_BATCH, MULTIPACK, PADDING, RANDOM, SORTED, WITH, WITHOUT
+
+Outcomes = Mapping[str, Outcome]
+"""By method."""
+
+MORE_STEPS = f"{MULTIPACK}, 1 pack a step"
+SORTED_IN_STEPS, RANDOM_IN_STEPS = (f"{name}, steps of multipack" for name in (SORTED, RANDOM))
+AHEAD = (WITH, MULTIPACK, SORTED, RANDOM)
+"""Packed ahead, with position ids."""
+AHEAD_IN_STEPS = (WITH, MULTIPACK, RANDOM_IN_STEPS)
+"""In as many steps as multipack, but for sorted ones."""
+EQUAL = 0.02
+"""Losses that differ by less count as equal: what another order of the documents makes of them."""
+MOST = 0.5
+"""Share of a gap that is most of it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the paper."""
+
+    text: str
+    paper: str
+    """Its figures: Mistral-7B on FLAN."""
+    judge: Callable[[Outcomes], tuple[bool, str]]
+    """Whether it holds, and the figures that say so."""
+
+
+def faster(fast: Sequence[str], slow: str) -> Callable[[Outcomes], tuple[bool, str]]:
+    def judge(found: Outcomes) -> tuple[bool, str]:
+        ratio = sum(found[name].speed for name in fast) / len(fast) / found[slow].speed
+        return ratio > 1, f"{ratio:.2f} times"
+
+    return judge
+
+
+def lower(low: Sequence[str], high: Sequence[str], *, training: bool = False) -> Callable[[Outcomes], tuple[bool, str]]:
+    """All of the ones below all of the others."""
+
+    def judge(found: Outcomes) -> tuple[bool, str]:
+        losses = {name: each.training_loss if training else each.validation_loss for name, each in found.items()}
+        highest, lowest = max(losses[name] for name in low), min(losses[name] for name in high)
+        return highest < lowest, f"{highest:.3f}, {lowest:.3f}"
+
+    return judge
+
+
+def equal(one: str, other: str) -> Callable[[Outcomes], tuple[bool, str]]:
+    def judge(found: Outcomes) -> tuple[bool, str]:
+        losses = found[one].validation_loss, found[other].validation_loss
+        return abs(losses[0] - losses[1]) < EQUAL, f"{losses[0]:.3f}, {losses[1]:.3f}"
+
+    return judge
+
+
+def closes_most_of_the_gap(found: Outcomes) -> tuple[bool, str]:
+    best, few, many = (found[name].validation_loss for name in (MINI_BATCH, MULTIPACK, MORE_STEPS))
+    closed = (few - many) / (few - best)
+    return closed > MOST, f"{few:.3f} to {many:.3f}, {closed:.0%} of the gap"
+
+
+def others_than(name: str) -> list[str]:
+    return [each for each in AHEAD if each != name]
+
+
+CLAIMS = (
+    Claim("minibatch is faster than padding", "1.90 times", faster([MINI_BATCH], PADDING)),
+    Claim("packing ahead is faster than minibatch", "2.14 times", faster(AHEAD, MINI_BATCH)),
+    Claim("validation loss: minibatch = padding", "equal", equal(MINI_BATCH, PADDING)),
+    Claim("validation loss: minibatch < packed ahead", "lower", lower([MINI_BATCH], AHEAD)),
+    Claim("validation loss: packed ahead < without PosID", "lower", lower(AHEAD, [WITHOUT])),
+    Claim("more steps close most of that gap", "1.215 to 1.153", closes_most_of_the_gap),
+    Claim("sorted: lowest training loss", "lowest", lower([SORTED], others_than(SORTED), training=True)),
+    Claim("the same, in as many steps", "", lower([SORTED_IN_STEPS], AHEAD_IN_STEPS, training=True)),
+    Claim("sorted: highest validation loss", "highest", lower(others_than(SORTED), [SORTED])),
+    Claim("the same, in as many steps", "", lower(AHEAD_IN_STEPS, [SORTED_IN_STEPS])),
+    Claim("validation loss: random packing = multipack", "equal", equal(RANDOM, MULTIPACK)),
+    Claim("the same, in as many steps", "", equal(RANDOM_IN_STEPS, MULTIPACK)),
+)
+
+
+def verdicts(outcomes: Mapping[str, Outcomes]) -> list[list[str]]:
+    """A line for each claim: it, the paper's figures, and whether it holds on each set."""
+    lines = []
+    for claim in CLAIMS:
+        judged = [claim.judge(found) for found in outcomes.values()]
+        lines.append([claim.text, claim.paper, *(f"{yes_or_no(holds)}: {figures}" for holds, figures in judged)])
+    return lines
