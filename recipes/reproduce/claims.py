@@ -9,6 +9,7 @@ from methods import MINI_BATCH, MULTIPACK, PADDING, RANDOM, SORTED, WITH, WITHOU
 
 Outcomes = Mapping[str, Outcome]
 """By method."""
+Judge = Callable[[Outcomes], str]
 
 MORE_STEPS = f"{MULTIPACK}, 1 pack a step"
 SORTED_IN_STEPS, RANDOM_IN_STEPS = (f"{name}, steps of multipack" for name in (SORTED, RANDOM))
@@ -16,7 +17,7 @@ AHEAD = (WITH, MULTIPACK, SORTED, RANDOM)
 """Packed ahead, with position ids."""
 AHEAD_IN_STEPS = (WITH, MULTIPACK, RANDOM_IN_STEPS)
 """In as many steps as multipack, but for sorted ones."""
-EQUAL = 0.02
+EQUAL = 0.01
 """Losses that differ by less count as equal: what another order of the documents makes of them."""
 MOST = 0.5
 """Share of a gap that is most of it."""
@@ -29,41 +30,42 @@ class Claim:
     text: str
     paper: str
     """Its figures: Mistral-7B on FLAN."""
-    judge: Callable[[Outcomes], tuple[bool, str]]
+    judge: Judge
     """Whether it holds, and the figures that say so."""
 
 
-def faster(fast: Sequence[str], slow: str) -> Callable[[Outcomes], tuple[bool, str]]:
-    def judge(found: Outcomes) -> tuple[bool, str]:
+def faster(fast: Sequence[str], slow: str) -> Judge:
+    def judge(found: Outcomes) -> str:
         ratio = sum(found[name].speed for name in fast) / len(fast) / found[slow].speed
-        return ratio > 1, f"{ratio:.2f} times"
+        return f"{yes_or_no(ratio > 1)}: {ratio:.2f} times"
 
     return judge
 
 
-def lower(low: Sequence[str], high: Sequence[str], *, training: bool = False) -> Callable[[Outcomes], tuple[bool, str]]:
+def lower(low: Sequence[str], high: Sequence[str], *, training: bool = False) -> Judge:
     """All of the ones below all of the others."""
 
-    def judge(found: Outcomes) -> tuple[bool, str]:
+    def judge(found: Outcomes) -> str:
         losses = {name: each.training_loss if training else each.validation_loss for name, each in found.items()}
         highest, lowest = max(losses[name] for name in low), min(losses[name] for name in high)
-        return highest < lowest, f"{highest:.3f}, {lowest:.3f}"
+        verdict = "equal" if abs(highest - lowest) < EQUAL else yes_or_no(highest < lowest)
+        return f"{verdict}: {highest:.3f}, {lowest:.3f}"
 
     return judge
 
 
-def equal(one: str, other: str) -> Callable[[Outcomes], tuple[bool, str]]:
-    def judge(found: Outcomes) -> tuple[bool, str]:
+def equal(one: str, other: str) -> Judge:
+    def judge(found: Outcomes) -> str:
         losses = found[one].validation_loss, found[other].validation_loss
-        return abs(losses[0] - losses[1]) < EQUAL, f"{losses[0]:.3f}, {losses[1]:.3f}"
+        return f"{yes_or_no(abs(losses[0] - losses[1]) < EQUAL)}: {losses[0]:.3f}, {losses[1]:.3f}"
 
     return judge
 
 
-def closes_most_of_the_gap(found: Outcomes) -> tuple[bool, str]:
+def closes_most_of_the_gap(found: Outcomes) -> str:
     best, few, many = (found[name].validation_loss for name in (MINI_BATCH, MULTIPACK, MORE_STEPS))
     closed = (few - many) / (few - best)
-    return closed > MOST, f"{few:.3f} to {many:.3f}, {closed:.0%} of the gap"
+    return f"{yes_or_no(closed > MOST)}: {few:.3f} to {many:.3f}, {closed:.0%} of the gap"
 
 
 def others_than(name: str) -> list[str]:
@@ -88,8 +90,4 @@ CLAIMS = (
 
 def verdicts(outcomes: Mapping[str, Outcomes]) -> list[list[str]]:
     """A line for each claim: it, the paper's figures, and whether it holds on each set."""
-    lines = []
-    for claim in CLAIMS:
-        judged = [claim.judge(found) for found in outcomes.values()]
-        lines.append([claim.text, claim.paper, *(f"{yes_or_no(holds)}: {figures}" for holds, figures in judged)])
-    return lines
+    return [[claim.text, claim.paper, *(claim.judge(found) for found in outcomes.values())] for claim in CLAIMS]

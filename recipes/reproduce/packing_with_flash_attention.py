@@ -85,7 +85,7 @@ def main() -> None:
         Speed: a CPU has as much to do with 4 documents as with 4 packs, so that packing ahead gains little over a
         minibatch; the paper's factor is that of a GPU. Sorted and random packing leave more room free than multipack,
         so that they have more packs and more steps, and steps count for more than the order does; hence the lines in
-        as many steps. The paper has sorted behind on FLAN, whose lengths vary more.
+        as many steps. The paper has sorted behind on FLAN, whose lengths vary more than those here.
         """
     )
     first = arguments.sets[0]
