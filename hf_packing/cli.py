@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 from rich.console import Console
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 for a model that is not isolated, 2 for bad input, 130 when interrupted.
     """
-    given = parser().parse_args(arguments)
     try:
+        given = parser().parse_args(arguments)
         code: int = given.run(given)
     except (PackingError, MissingDependencyError) as error:
         say(err, f"error: {' '.join(str(error).split())}", style="red")
@@ -54,8 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class Parser(argparse.ArgumentParser):
+    """One whose errors are one line, as those of everything else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PackingError(f"{message}; {self.prog} --help shows what there is")
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         "hf-packing", description="What packing does for your data, and whether a model keeps documents apart."
     )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
@@ -78,15 +85,22 @@ def add_documents(command: argparse.ArgumentParser) -> None:
     command.add_argument("--glob", metavar="PATTERN", help="files of a folder that are read, such as '*.py'")
     command.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them")
     command.add_argument("--no-eos", action="store_true", help="no end-of-sequence token after a text")
+    add_usual(command)
+
+
+def add_usual(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with T or MODEL")
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_report(command: argparse.ArgumentParser) -> None:
     add_documents(command)
-    command.add_argument("--max-length", type=int, nargs="+", default=[2048, 4096, 8192], help="tokens of a row")
+    command.add_argument(
+        "--max-length", type=positive, metavar="N", nargs="+", default=[2048, 4096, 8192], help="tokens of a row"
+    )
     command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"of {', '.join(STRATEGIES)}")
     command.add_argument("--output", type=Path, metavar="HTML", help="a page to write, with PNG pictures beside it")
-    command.add_argument("--ranks", type=int, default=8, help="processes that train at the same time")
+    command.add_argument("--ranks", type=positive, metavar="N", default=8, help="processes that train at the same time")
     command.set_defaults(run=report)
 
 
@@ -95,7 +109,12 @@ def add_pack(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", type=Path, required=True, metavar="DIR", help="for datasets.load_from_disk")
     command.add_argument("--strategy", default="best_fit", metavar="NAME", help=f"one of {', '.join(STRATEGIES)}")
     command.add_argument(
-        "--max-length", type=int, nargs="+", default=[4096], help="tokens of a row; several for buckets"
+        "--max-length",
+        type=positive,
+        metavar="N",
+        nargs="+",
+        default=[4096],
+        help="tokens of a row; several for buckets",
     )
     command.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
     command.set_defaults(run=pack)
@@ -106,16 +125,26 @@ def add_check(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--weights", action="store_true", help="load the model itself; without, a small one of its configuration"
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    add_usual(command)
     command.set_defaults(run=check)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1, got {text!r}")
+    return int(text)
 
 
 def report(given: argparse.Namespace) -> int:
     """What packing does for these documents, strategy by strategy, and which to take."""
     from hf_packing.report.report import packing_report
 
-    corpus = corpus_of(given)
     strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
+    if given.output:
+        from hf_packing.report.page import check_page
+
+        check_page(given.output)
+    corpus = corpus_of(given)
     with documents_bar("Tokenising") as seen:
         lengths = corpus.lengths(seen)
     found = packing_report(lengths, given.max_length, strategies=strategies, ranks=given.ranks, source=str(given.data))
@@ -156,10 +185,13 @@ def pack(given: argparse.Namespace) -> int:
 
 def check(given: argparse.Namespace) -> int:
     """Whether a model keeps packed documents apart, as it is and patched, and by which route. Exit code 1 if not."""
+    from transformers.utils import logging
+
     from hf_packing.report.checked_model import check_model
 
+    logging.set_verbosity_error()  # what it advises is not about this check
     with err.status("Looking for leaks, and for a route"):
-        found = check_model(given.model, given.weights)
+        found = check_model(given.model, given.weights, given.trust_remote_code)
     if given.json:
         print_json(found.to_dict())
     else:
@@ -169,7 +201,7 @@ def check(given: argparse.Namespace) -> int:
 
 def corpus_of(given: argparse.Namespace) -> Corpus:
     documents = Documents(given.data, given.split, given.glob, given.skip_bad)
-    tokenizer = load_tokenizer(given.tokenizer) if given.tokenizer else None
+    tokenizer = load_tokenizer(given.tokenizer, given.trust_remote_code) if given.tokenizer else None
     return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos)
 
 

@@ -63,19 +63,20 @@ class CheckedModel:
         }
 
 
-def check_model(name: str, weights: bool = False) -> CheckedModel:
+def check_model(name: str, weights: bool = False, trust_remote_code: bool = False) -> CheckedModel:
     """Look for leaks in a model, patch it, and look again.
 
     Args:
         name: of a model on the hub, a folder, or an architecture of transformers such as "llama".
         weights: whether the model itself is loaded; without, a small one of the same configuration is looked at.
+        trust_remote_code: whether code that comes with the model is run; without, such a model is refused.
 
     Raises:
         PackingError: there is no such model.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, what = model_named(name, weights)
+        model, what = model_named(name, weights, trust_remote_code)
         stock = check_isolation(model)
         try:
             return CheckedModel(name, what, stock, check_isolation(patch_model(model)))
@@ -83,25 +84,25 @@ def check_model(name: str, weights: bool = False) -> CheckedModel:
             return CheckedModel(name, what, stock, None, str(error))
 
 
-def model_named(name: str, weights: bool) -> tuple[PreTrainedModel, str]:
+def model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
     """The model to look at, and what it is."""
     if not weights and not Path(name).exists():
         for kind in KINDS:
             if name in architectures(kind):
                 return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
-    config = config_named(name)
+    config = config_named(name, trust_remote_code)
     kind = kind_of_model(config, name)
     if weights:
-        return load(name, kind), "the model itself"
+        return load(name, kind, trust_remote_code), "the model itself"
     with torch.device("meta"):
-        large = HEADS[kind].from_config(config)
+        large = HEADS[kind].from_config(config, trust_remote_code=trust_remote_code)
     small = twin_of(large, torch.float32)
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights"
 
 
-def config_named(name: str) -> PreTrainedConfig:
+def config_named(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the hub, of the network, of files
         raise PackingError(
             f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, {name!r} cannot be loaded "
@@ -110,24 +111,25 @@ def config_named(name: str) -> PreTrainedConfig:
 
 
 def kind_of_model(config: PreTrainedConfig, name: str) -> str:
-    """By the class that the configuration names, else by what transformers has for its type."""
+    """By the class that the configuration names or brings, else by what transformers has for its type; what could be
+    either is an encoder."""
     named = set(getattr(config, "architectures", None) or [])
     mappings = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     }
     for kind in KINDS:
-        if named & set(mappings[kind].values()):
+        if named & set(mappings[kind].values()) or HEADS[kind].__name__ in (getattr(config, "auto_map", None) or {}):
             return kind
-    for kind in KINDS:
+    for kind in reversed(KINDS):
         if config.model_type in mappings[kind]:
             return kind
     raise PackingError(f"MODEL: expected a causal or a masked language model, {name!r} is a {config.model_type}")
 
 
-def load(name: str, kind: str) -> PreTrainedModel:
+def load(name: str, kind: str, trust_remote_code: bool) -> PreTrainedModel:
     try:
-        model: PreTrainedModel = HEADS[kind].from_pretrained(name)
+        model: PreTrainedModel = HEADS[kind].from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the hub, of the network, of files
         raise PackingError(f"--weights: expected those of {name!r}, they cannot be loaded: {one_line(error)}") from None
     return model.to("cuda") if torch.cuda.is_available() else model

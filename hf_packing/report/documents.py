@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ LEFT_OUT = ("__pycache__", "site-packages", "node_modules")
 """Folders that have no documents of their own, as those that begin with a dot."""
 SHOWN = 80
 """Characters of a value that a message shows."""
+MOST_OF_A_REASON = 1000
+"""Characters of what another library says."""
 
 
 @dataclass
@@ -78,8 +81,10 @@ class Documents:
         kind = kind_of(file)
         if kind in TABLES:
             self.leave_out(f"{file}: expected JSONL, parquet or text, a {kind} file is none of them")
-        elif one_each or not has_rows(file):
-            yield from self.texts(file, one_each)
+        elif one_each:
+            yield from self.text(file)
+        elif not has_rows(file):
+            yield from self.lines(file)
         elif kind == ".parquet":
             for number, row in enumerate(parquet_rows(file)):
                 yield f"row {number}", row
@@ -119,22 +124,25 @@ class Documents:
                 continue
             yield f"row {number}", row
 
-    def texts(self, file: Path, one_each: bool) -> Iterator[tuple[str, Row]]:
+    def lines(self, file: Path) -> Iterator[tuple[str, Row]]:
+        """A document in each line of a text."""
         with open_file(file) as stream:
-            try:
-                text = stream.read().decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                why = f"{file}: expected text in UTF-8, {error}"
-                if one_each:
-                    self.skipped.append(why)  # folders have pictures and archives as well
-                else:
-                    self.leave_out(why)
-                return
-        if one_each:
-            yield "", {"text": text}
-            return
-        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
-            yield f"line {number}", {"text": line.removesuffix("\r")}
+            for number, line in enumerate(stream, start=1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    self.leave_out(f"{file}, line {number}: expected text in UTF-8, {error}")
+                    continue
+                yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
+
+    def text(self, file: Path) -> Iterator[tuple[str, Row]]:
+        """One document, if the file is a text; folders have pictures and archives as well."""
+        with open_file(file) as stream:
+            content = stream.read()
+        try:
+            yield "", {"text": content.decode("utf-8-sig")}
+        except UnicodeDecodeError as error:
+            self.skipped.append(f"{file}: expected text in UTF-8, {error}")
 
     def leave_out(self, why: str) -> None:
         """Count a row that cannot be read, or refuse it.
@@ -162,10 +170,25 @@ def files_of(path: Path, glob: str | None) -> list[Path]:
         if path.suffix or path.is_absolute() or str(path).startswith("."):
             raise PackingError(f"DATA: expected a file, a folder or a dataset's name, {str(path)!r} does not exist")
         return []
-    files = [file for file in sorted(path.rglob(glob or "*")) if file.is_file() and not is_left_out(file, path)]
+    found = {file for folder in folders_of(path) for file in folder.rglob(glob or "*")}
+    files = [file for file in sorted(found) if file.is_file() and not is_left_out(file, path)]
     if not files:
         raise PackingError(f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(path)!r} has none")
     return files
+
+
+def folders_of(path: Path) -> Iterator[Path]:
+    """The folder, and what links within it lead to, unless it is read already; rglob itself follows no links."""
+    pending, read = [path], list[Path]()
+    while pending:
+        folder = pending.pop(0)
+        target = folder.resolve()
+        if any(target.is_relative_to(other) or other.is_relative_to(target) for other in read):
+            continue
+        read.append(target)
+        yield folder
+        links = (Path(name, each) for name, below, _ in os.walk(folder) for each in sorted(below))
+        pending += [link for link in links if link.is_symlink() and not is_left_out(link, path)]
 
 
 def is_left_out(file: Path, folder: Path) -> bool:
@@ -215,8 +238,8 @@ def load(data: str, split: str) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]}..."
 
 
 def shown(line: bytes) -> str:

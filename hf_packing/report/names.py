@@ -27,9 +27,9 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
     strategies: list[Strategy] = []
     for name in names:
         if check_name(name) in OF_SEVERAL:
-            strategies.append(OF_SEVERAL[name](sorted(max_lengths)))
+            strategies.append(OF_SEVERAL[name](sorted(set(max_lengths))))
         else:
-            strategies += [OF_ONE_LENGTH[name](length) for length in sorted(max_lengths)]
+            strategies += [OF_ONE_LENGTH[name](length) for length in sorted(set(max_lengths))]
     return strategies
 
 
@@ -39,7 +39,7 @@ def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
     Raises:
         PackingError: no such name, or several lengths for a strategy with one.
     """
-    if check_name(name) in OF_ONE_LENGTH and len(max_lengths) > 1:
+    if check_name(name) in OF_ONE_LENGTH and len(set(max_lengths)) > 1:
         raise PackingError(f"--max-length: expected one with {name}, got {', '.join(map(str, max_lengths))}")
     return strategies_named([name], max_lengths)[0]
 

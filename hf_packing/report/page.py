@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,27 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 import hf_packing
-from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, picture
+from hf_packing.errors import PackingError
+from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, load_figure, picture
 from hf_packing.report.tables import COLUMNS, MEANING, cells_of, headline, html_table, lengths_line
 
 if TYPE_CHECKING:
     from hf_packing.report.report import PackingReport
+
+
+def check_page(path: Path) -> None:
+    """Refuse what no page can be written to, before anything long begins.
+
+    Raises:
+        PackingError: a folder, or within a file.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    load_figure()
+    if path.is_dir():
+        raise PackingError(f"--output: expected a file for the page, such as report.html, {str(path)!r} is a folder")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise PackingError(f"--output: expected a folder to write to, {str(above)!r} is none")
 
 
 def save_page(report: PackingReport, path: Path) -> list[Path]:

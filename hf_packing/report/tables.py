@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 COLUMNS = (
     "",
     "padding",
-    "documents cut",
-    "tokens dropped",
-    "documents/pack",
+    "efficiency",
+    "truncation",
+    "dropped",
+    "concatenation",
     "packs",
     "above bound",
     "steps",
@@ -24,12 +25,14 @@ COLUMNS = (
     "speed-up",
 )
 MEANING = {
-    "padding": "slots without a token",
-    "documents cut": "share of the documents that are not whole in one pack",
-    "tokens dropped": "share of the tokens that are in no pack",
-    "documents/pack": "documents per pack",
+    "padding": "share of the slots that hold no token",
+    "efficiency": "share of the slots that hold one",
+    "truncation": "share of the documents that are not whole in one pack",
+    "dropped": "share of the tokens that are in no pack",
+    "concatenation": "documents per pack",
+    "packs": "rows; with padding, one for each document",
     "above bound": "packs beyond the fewest that are proven to be needed for the same pieces of documents",
-    "steps": "per epoch, one pack on each rank at a time",
+    "steps": "micro-batches of an epoch on each rank: a pack, or with padding several documents",
     "attention balance": "attention's work, mean over largest of the ranks: as packs come, and levelled by TokenBudget",
     "speed-up": "time per real token with padding / with these packs, levelled; counted in operations, not measured",
 }
@@ -48,6 +51,7 @@ def padded_cells(row: PaddedRow, report: PackingReport) -> tuple[str, ...]:
     return (
         f"padding, at most {row.max_length}",
         f"{row.padding_ratio:.2%}",
+        f"{1 - row.padding_ratio:.2%}",
         f"{row.cut_documents / report.lengths.documents:.2%}",
         f"{row.lost_tokens / report.lengths.tokens:.2%}",
         "1.00",
@@ -64,6 +68,7 @@ def strategy_cells(row: ReportRow, report: PackingReport) -> tuple[str, ...]:
     return (
         row.name,
         f"{metrics.padding_ratio:.2%}",
+        f"{metrics.packing_efficiency:.2%}",
         f"{metrics.num_cut_documents / report.lengths.documents:.2%}",
         f"{metrics.dropped_token_ratio:.2%}",
         f"{report.lengths.documents / max(metrics.num_packs, 1):.2f}",

@@ -50,8 +50,12 @@ class TextTokenizer:
         return input_ids, labels
 
 
-def load_tokenizer(name: str) -> TextTokenizer:
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
     """A tokenizer by its name on the hub, a folder, or a tokenizer.json file.
+
+    Args:
+        name: of one of these.
+        trust_remote_code: whether code that comes with the tokenizer is run; without, such a one is refused.
 
     Raises:
         PackingError: there is none, or it cannot be loaded without a network.
@@ -65,7 +69,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # of the hub, of the network, of files
         raise PackingError(
             f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, {name!r} cannot be loaded here: "

@@ -252,10 +252,13 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         (["report", "{data}"], "--tokenizer: expected one for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
         (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "expected body, the fields are text"),
-        (
-            ["report", "{data}", "--tokenizer", "{tokenizer}", "--max-length", "0"],
-            "max_length: expected an integer from 1",
-        ),
+        (["report", "{data}", "--max-length", "0"], "argument --max-length: expected an integer from 1, got '0'"),
+        (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer from 1, got 'some'"),
+        (["report", "{data}", "--output", "{folder}"], "--output: expected a file for the page, such as report.html"),
+        (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a folder to write to"),
+        (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows what there is"),
+        (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
+        ([], "the following arguments are required: report | pack | check"),
         (
             ["report", "{data}", "--tokenizer", "{tokenizer}", "--strategy", "best"],
             "--strategy: expected one of best_fit",
@@ -299,15 +302,69 @@ def test_check_of_a_folder(capsys, tmp_path, options):
     assert "route: varlen" in printed
 
 
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class BorrowedConfig(LlamaConfig):
+    model_type = "borrowed"
+"""
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_borrowed import BorrowedConfig
+
+class BorrowedForCausalLM(LlamaForCausalLM):
+    config_class = BorrowedConfig
+"""
+
+
+@pytest.fixture
+def model_with_code(tmp_path):
+    """A folder as those of models on the hub that bring their own code."""
+    folder = tmp_path / "borrowed"
+    folder.mkdir()
+    (folder / "configuration_borrowed.py").write_text(CONFIGURATION)
+    (folder / "modeling_borrowed.py").write_text(MODELING)
+    code = {
+        "AutoConfig": "configuration_borrowed.BorrowedConfig",
+        "AutoModelForCausalLM": "modeling_borrowed.BorrowedForCausalLM",
+    }
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    facts = {"model_type": "borrowed", "architectures": ["BorrowedForCausalLM"], "auto_map": code, "vocab_size": 99}
+    (folder / "config.json").write_text(json.dumps(facts | sizes))
+    return str(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_comes_with_a_model_is_run_only_when_asked(capsys, model_with_code, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert main(["check", model_with_code, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "trust_remote_code" in captured.err
+    assert captured.err.count("\n") == 1
+    assert main(["check", model_with_code, "--trust-remote-code"]) == 0
+    assert "a small BorrowedForCausalLM of this configuration" in capsys.readouterr().out
+
+
+def test_lengths_may_be_given_twice_and_in_any_order(capsys, data, tokenizer):
+    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "32", "16", "32", "--json"]
+    assert main([*given, "--strategy", "bucket", "best_fit"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["strategy"] for row in found["strategies"]] == ["Bucket((16, 32))", "BestFit(16)", "BestFit(32)"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_classifier_is_looked_at_as_the_language_model_it_came_from(capsys, tmp_path):
+    config = tiny_model("bert", "masked").config
+    config.architectures = ["BertForSequenceClassification"]
+    config.save_pretrained(tmp_path / "model")
+    assert main(["check", str(tmp_path / "model")]) == 0
+    assert "a small BertForMaskedLM of this configuration" in capsys.readouterr().out
+
+
 def test_the_command_is_installed():
     (script,) = [each for each in importlib.metadata.entry_points(group="console_scripts") if each.name == "hf-packing"]
     assert script.load() is main
-
-
-def test_without_a_command(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "report | pack | check" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["report", "pack", "check"])

@@ -82,6 +82,27 @@ def test_a_text_file_has_a_document_in_each_line(tmp_path):
     assert [row["text"] for row in Documents(str(tmp_path / "a.txt"))] == ["one two", "", "three"]
 
 
+def test_a_line_that_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\nt\xffwo\nthree")
+    with pytest.raises(PackingError, match=r"a.txt, line 2: expected text in UTF-8"):
+        list(Documents(str(tmp_path / "a.txt")))
+    documents = Documents(str(tmp_path / "a.txt"), skip_bad=True)
+    assert [row["text"] for row in documents] == ["one", "three"]
+    assert len(documents.skipped) == 1
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    for folder in ("data/within/deep", "elsewhere/below", "data/.hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.txt").write_text(folder)
+    links = {"to_elsewhere": "elsewhere", "again": "elsewhere/below", "to_within": "data/within/deep", "loop": "data"}
+    for link, target in links.items():
+        (tmp_path / "data" / link).symlink_to(tmp_path / target)
+    (tmp_path / "data" / ".hidden_link").symlink_to(tmp_path / "elsewhere")
+    texts = sorted(row["text"] for row in Documents(str(tmp_path / "data"), glob="*.txt"))
+    assert texts == ["data/within/deep", "elsewhere/below"]
+
+
 def test_a_folder_of_texts_has_a_document_in_each_file(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.py").write_text("three\n")
@@ -123,7 +144,7 @@ def test_a_line_that_is_no_json(tmp_path):
     [
         ("a.json", b"[1, 2", "a.json: expected a JSON array, "),
         ("a.parquet", b"no", "a.parquet: expected a parquet file, "),
-        ("a.txt", b"\xff\xfe\xff", "a.txt: expected text in UTF-8"),
+        ("a.txt", b"\xff\xfe\xff", "a.txt, line 1: expected text in UTF-8"),
     ],
 )
 def test_files_that_are_damaged(tmp_path, name, content, message):
@@ -144,7 +165,7 @@ def test_places_that_are_none(tmp_path):
 
 def test_a_dataset_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda _: (_ for _ in ()).throw(ConnectionError("offline\nmore")))
-    with pytest.raises(PackingError, match="'nobody/nothing' is no file, no folder and no dataset: offline$"):
+    with pytest.raises(PackingError, match="'nobody/nothing' is no file, no folder and no dataset: offline more$"):
         list(Documents("nobody/nothing"))
 
 
