@@ -70,7 +70,8 @@ def names_of_pages(folder):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=lambda page: page.stem
 )
-def test_the_python_of_a_page_runs(page, tmp_path, capsys):
+def test_the_python_of_a_page_runs(page, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = names_of_pages(tmp_path)
     for block in PYTHON.findall(page.read_text()):
         if block.startswith(("hfp.compare(lengths", "loader = ")):

@@ -11,7 +11,7 @@ from hf_packing.report.work import on_ranks
 POINTS = 200
 """Of a curve."""
 BINS = 24
-"""Of document lengths, each as wide as the others on a logarithmic scale."""
+"""Of document lengths, equally wide on a logarithmic scale before they are split where packs end."""
 STEPS = 48
 """Whose ranks are shown."""
 
@@ -25,7 +25,7 @@ class PlanSample:
     documents_per_pack: npt.NDArray[np.int64]
     """int64 [most + 1]: how many packs have so many."""
     length_edges: npt.NDArray[np.float64]
-    """float64 [bins + 1], tokens."""
+    """float64 [bins + 1], tokens; what just fits in a pack and what does not are in different bins."""
     cut: npt.NDArray[np.float64]
     """float64 [bins]: the share of documents of such a length that is cut; nan where there are none."""
     attention: npt.NDArray[np.float64]
@@ -55,7 +55,10 @@ def cut_by_length(plan: PackingPlan) -> tuple[npt.NDArray[np.float64], npt.NDArr
     whole = np.zeros(len(length), dtype=bool)
     complete = plan.segment_length == length[plan.segment_document]
     whole[plan.segment_document[complete]] = True
-    edges = np.geomspace(1, max(int(length.max(initial=1)) + 1, 2), BINS + 1)
+    beyond = max(int(length.max(initial=1)) + 1, 2)
+    edges = np.geomspace(1, beyond, BINS + 1)
+    too_long = np.unique(plan.pack_capacity) + 1
+    edges = np.union1d(edges, too_long[too_long < beyond])
     documents, _ = np.histogram(length, edges)
     cut, _ = np.histogram(length[~whole & (length > 0)], edges)
     with np.errstate(invalid="ignore", divide="ignore"):

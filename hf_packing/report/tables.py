@@ -112,7 +112,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: st
     head = "".join(f'<th title="{escape(MEANING.get(name, ""))}">{escape(name)}</th>' for name in columns)
     body = "".join(
         f"<tr{' class=taken style=font-weight:bold' if first == marked else ''}><th style=text-align:left>"
-        f"{escape(first)}</th>{''.join(f'<td style=text-align:right>{escape(cell)}</td>' for cell in rest)}</tr>"
+        f"{escape(first).replace('(', '(<wbr>')}</th>{''.join(f'<td style=text-align:right>{escape(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

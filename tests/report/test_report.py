@@ -201,3 +201,11 @@ def test_without_matplotlib(chat, tmp_path, monkeypatch):
     with pytest.raises(MissingDependencyError, match=r'pictures need matplotlib: pip install "hf-packing\[plots\]"'):
         hfp.packing_report(chat, 2048).save(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_picture_of_cuts_tells_what_just_fits_from_what_does_not(chat):
+    (row,) = hfp.packing_report(chat, strategies=[hfp.BestFit(1024)]).rows
+    shorter = row.sample.length_edges[1:] <= 1025
+    assert row.sample.length_edges[1:][shorter][-1] == 1025
+    assert np.nanmax(row.sample.cut[shorter]) == 0
+    assert np.nanmin(row.sample.cut[~shorter]) == 1
