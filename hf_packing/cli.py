@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         given = parser().parse_args(arguments)
-        code: int = given.run(given)
+        with warnings.catch_warnings():
+            warnings.showwarning = say_warning
+            code: int = given.run(given)
     except (PackingError, MissingDependencyError) as error:
         say(err, f"error: {' '.join(str(error).split())}", style="red")
         return BAD_INPUT
@@ -242,6 +245,11 @@ def print_skipped(skipped: Sequence[str]) -> None:
 def say(console: Console, text: str, style: str | None = None) -> None:
     """A line as it is: neither cut nor taken for markup."""
     console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Without the place in the code, which is not the user's."""
+    say(err, f"warning: {' '.join(str(message).split())}", style="yellow")
 
 
 def print_json(facts: dict[str, Any]) -> None:

@@ -110,9 +110,12 @@ def as_html(report: PackingReport) -> str:
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: str = "") -> str:
     """A table whose first column names its rows; the marked row stands out."""
     head = "".join(f'<th title="{escape(MEANING.get(name, ""))}">{escape(name)}</th>' for name in columns)
-    body = "".join(
-        f"<tr{' class=taken style=font-weight:bold' if first == marked else ''}><th style=text-align:left>"
-        f"{escape(first).replace('(', '(<wbr>')}</th>{''.join(f'<td style=text-align:right>{escape(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
-    )
+    body = "".join(html_row(first, rest, first == marked) for first, *rest in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_row(name: str, cells: Sequence[str], marked: bool) -> str:
+    """A long name breaks before its arguments, where the page lets it."""
+    look = " class=taken style=font-weight:bold" if marked else ""
+    values = "".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells)
+    return f"<tr{look}><th style=text-align:left>{escape(name).replace('(', '(<wbr>')}</th>{values}</tr>"

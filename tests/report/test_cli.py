@@ -76,6 +76,17 @@ def test_pack(capsys, tmp_path, data, tokenizer):
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
+def test_warnings_are_one_line_on_the_error_stream(tmp_path, data, tokenizer):
+    with open(data, "a") as file:
+        file.write('{"text": ""}\n')
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
+    command = [sys.executable, "-m", "hf_packing.cli", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "warning: pack skips 1 documents without a token\n" in done.stderr
+    assert "packed_dataset.py" not in done.stderr
+    assert json.loads(done.stdout)["num_documents"] == 301
+
+
 def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer):
     PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
     given = ["pack", data, "--tokenizer", str(tmp_path / "folder"), "--max-length", "16", "--output"]
