@@ -33,6 +33,7 @@ def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
     if parser.parse_known_args()[0].quick:
         parser.set_defaults(**quick)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # speeds are per CPU second, in which threads that wait for each other would count
     arguments.output = arguments.output or (TOY_RESULTS if arguments.quick else RESULTS)
     arguments.output.mkdir(parents=True, exist_ok=True)
     return arguments
