@@ -18,6 +18,7 @@ import hf_packing
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.report.corpus import Corpus, Seen
 from hf_packing.report.documents import Documents
+from hf_packing.report.hub import look_for_hub
 from hf_packing.report.names import STRATEGIES, strategies_named, strategy_named
 from hf_packing.report.tokenise import load_tokenizer
 
@@ -188,6 +189,7 @@ def pack(given: argparse.Namespace) -> int:
 
 def check(given: argparse.Namespace) -> int:
     """Whether a model keeps packed documents apart, as it is and patched, and by which route. Exit code 1 if not."""
+    look_for_hub(given.model)
     from transformers.utils import logging
 
     from hf_packing.report.checked_model import check_model
@@ -203,6 +205,7 @@ def check(given: argparse.Namespace) -> int:
 
 
 def corpus_of(given: argparse.Namespace) -> Corpus:
+    look_for_hub(given.data, given.tokenizer)
     documents = Documents(given.data, given.split, given.glob, given.skip_bad)
     tokenizer = load_tokenizer(given.tokenizer, given.trust_remote_code) if given.tokenizer else None
     return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos)

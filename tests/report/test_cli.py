@@ -290,6 +290,20 @@ def test_bad_input_is_said_in_one_line(capsys, tmp_path, data, tokenizer, argume
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["report", "{data}", "--tokenizer", "nobody/nothing"], ["report", "nobody/data"], ["check", "nobody/x"]],
+)
+def test_a_hub_out_of_reach_is_said_once(data, arguments):
+    known = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    command = [sys.executable, "-m", "hf_packing.cli", *(argument.format(data=data) for argument in arguments)]
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(command, env=known | nowhere, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("model", "code", "route"), [("llama", 0, "varlen"), ("jamba", 0, "varlen + segments"), ("mra", 1, None)]
