@@ -26,11 +26,12 @@ def figure(**facts: Any) -> None:
 
 
 @contextmanager
-def recorded(script: str) -> Iterator[None]:
+def recorded(script: str, named: str | None = None) -> Iterator[None]:
     """With --save, which is taken from the command line, what is printed and measured goes to results as JSON.
 
     Args:
         script: the benchmark's __file__.
+        named: what the file of the result is called, if not as the script.
     """
     save = "--save" in sys.argv
     if not save:
@@ -40,7 +41,7 @@ def recorded(script: str) -> Iterator[None]:
     printed = Copy(sys.stdout)
     with redirect_stdout(printed):
         yield
-    name = Path(script).stem
+    name = named or Path(script).stem
     result = {
         "benchmark": name,
         "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]),

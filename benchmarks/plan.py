@@ -146,5 +146,5 @@ def beside_trl(max_lengths: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    with recorded(__file__):
+    with recorded(__file__, "plan_in_shards" if "--shards" in sys.argv else None):
         main()

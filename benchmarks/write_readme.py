@@ -13,9 +13,10 @@ from measure import RESULTS
 HERE = Path(__file__).parent
 HEAD = """# Benchmarks
 
-`make bench` runs them all and writes `results/*.json` and this page; each by itself: `python benchmarks/NAME.py`, with
-`--save` to keep its result. Both sides of a comparison run in turn in one process on the same data; ratios are medians
-over the rounds, with the smallest and the largest. Machines are noisy: trust ratios, not seconds.
+`make bench` runs them and writes `results/*.json` and this page; not the plan in shards, which takes minutes, and
+`gpu_train.py`, which needs a card. Each by itself: `python benchmarks/NAME.py`, with `--save` to keep its result. Both
+sides of a comparison run in turn in one process on the same data; ratios are medians over the rounds, with the smallest
+and the largest. Machines are noisy: trust ratios, not seconds.
 """
 
 

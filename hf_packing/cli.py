@@ -21,6 +21,7 @@ from hf_packing.report.documents import Documents
 from hf_packing.report.hub import look_for_hub
 from hf_packing.report.names import STRATEGIES, strategies_named, strategy_named
 from hf_packing.report.tokenise import load_tokenizer
+from hf_packing.strategies.base import Strategy
 
 DONE, NOT_ISOLATED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
@@ -89,6 +90,9 @@ def add_documents(command: argparse.ArgumentParser) -> None:
     command.add_argument("--glob", metavar="PATTERN", help="files of a folder that are read, such as '*.py'")
     command.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them")
     command.add_argument("--no-eos", action="store_true", help="no end-of-sequence token after a text")
+    command.add_argument(
+        "--separator", default="\n", metavar="TEXT", help="between a prompt and its completion; a line break"
+    )
     add_usual(command)
 
 
@@ -144,6 +148,8 @@ def report(given: argparse.Namespace) -> int:
     from hf_packing.report.report import packing_report
 
     strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
+    for strategy in strategies or ():
+        check_that_it_plans(strategy)
     if given.output:
         from hf_packing.report.page import check_page
 
@@ -151,14 +157,16 @@ def report(given: argparse.Namespace) -> int:
     corpus = corpus_of(given)
     with documents_bar("Tokenising") as seen:
         lengths = corpus.lengths(seen)
+    say_without_end(corpus)
     found = packing_report(lengths, given.max_length, strategies=strategies, ranks=given.ranks, source=str(given.data))
-    written = found.save(given.output) if given.output else []
     skipped = corpus.documents.skipped
+    if not given.json:
+        print_report(found)
+        print_skipped(skipped)
+    written = found.save(given.output) if given.output else []
     if given.json:
         print_json(found.to_dict() | {"skipped": skipped, "files": [str(file) for file in written]})
         return DONE
-    print_report(found)
-    print_skipped(skipped)
     for file in written:
         say(out, f"written: {file}")
     return DONE
@@ -166,16 +174,19 @@ def report(given: argparse.Namespace) -> int:
 
 def pack(given: argparse.Namespace) -> int:
     """Tokenise and pack documents into a saved dataset. Interrupted, it goes on where it was."""
+    from hf_packing.comparison import name_of
     from hf_packing.report.packed_dataset import check_output, make_packed_dataset
 
     strategy = strategy_named(given.strategy, given.max_length)
+    check_that_it_plans(strategy)
     check_output(given.output, given.overwrite)
     corpus = corpus_of(given)
     with documents_bar("Tokenising") as seen:
         made = make_packed_dataset(corpus, strategy, given.output, seen, overwrite=given.overwrite)
+    say_without_end(corpus)
     skipped = corpus.documents.skipped
     if given.json:
-        facts = {"output": str(given.output), "strategy": repr(strategy), "rows": made.rows}
+        facts = {"output": str(given.output), "strategy": name_of(strategy), "rows": made.rows}
         facts |= {"tokenised_before": made.tokenised_before, "skipped": skipped}
         print_json(facts | vars(made.plan.metrics()))
         return DONE
@@ -208,7 +219,19 @@ def corpus_of(given: argparse.Namespace) -> Corpus:
     look_for_hub(given.data, given.tokenizer)
     documents = Documents(given.data, given.split, given.glob, given.skip_bad)
     tokenizer = load_tokenizer(given.tokenizer, given.trust_remote_code) if given.tokenizer else None
-    return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos)
+    return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos, separator=given.separator)
+
+
+def check_that_it_plans(strategy: Strategy) -> None:
+    """A strategy that needs a package says so before documents are read."""
+    from hf_packing.strategies.planning import plan_packing
+
+    plan_packing([1], strategy)
+
+
+def say_without_end(corpus: Corpus) -> None:
+    if corpus.to_be_ended and not corpus.ended and corpus.tokenizer is not None:
+        say_warning(f"{corpus.tokenizer.name} names no end-of-sequence token: documents end without one")
 
 
 @contextmanager

@@ -32,15 +32,8 @@ class ComparedStrategy:
 
     @property
     def name(self) -> str:
-        """The strategy as one would write it, without what is as it is by default."""
-        changed = []
-        for number, field in enumerate(field for field in fields(self.strategy) if field.init):
-            value = getattr(self.strategy, field.name)
-            if number == 0:
-                changed.append(repr(value))
-            elif value != field.default:
-                changed.append(f"{field.name}={value!r}")
-        return f"{type(self.strategy).__name__}({', '.join(changed)})"
+        """The strategy as one would write it."""
+        return name_of(self.strategy)
 
     @property
     def gap(self) -> float | None:
@@ -52,6 +45,18 @@ class ComparedStrategy:
         if self.strategy.has_buckets:
             return None
         return self.metrics.num_packs / bound - 1 if bound else 0.0
+
+
+def name_of(strategy: Strategy) -> str:
+    """A strategy as one would write it, without what is as it is by default."""
+    changed = []
+    for number, field in enumerate(field for field in fields(strategy) if field.init):
+        value = getattr(strategy, field.name)
+        if number == 0:
+            changed.append(repr(value))
+        elif value != field.default:
+            changed.append(f"{field.name}={value!r}")
+    return f"{type(strategy).__name__}({', '.join(changed)})"
 
 
 class Comparison(Sequence[ComparedStrategy]):

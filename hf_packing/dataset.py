@@ -68,8 +68,13 @@ def pack(
 
 
 def pack_one(
-    dataset: datasets.Dataset, strategy: Strategy, position_ids: bool, load_from_cache_file: bool
+    dataset: datasets.Dataset,
+    strategy: Strategy,
+    position_ids: bool,
+    load_from_cache_file: bool,
+    plan: PackingPlan | None = None,
 ) -> datasets.Dataset:
+    """One split; plan: the strategy's for its lengths, where it was made already."""
     table = dataset.data.table
     if strategy.has_buckets:
         check_bucket_is_free(table.column_names)
@@ -78,7 +83,7 @@ def pack_one(
     rows = cache.open() if load_from_cache_file else None
     if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
-        plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
+        plan = plan or strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
         write_packs(columns, plan, strategy, position_ids, cache)
         rows = MemoryMappedTable.from_file(str(cache.rows))
     lost = cache.what_was_lost()

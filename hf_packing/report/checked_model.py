@@ -94,9 +94,15 @@ def model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreT
     kind = kind_of_model(config, name)
     if weights:
         return load(name, kind, trust_remote_code), "the model itself"
-    with torch.device("meta"):
-        large = HEADS[kind].from_config(config, trust_remote_code=trust_remote_code)
-    small = twin_of(large, torch.float32)
+    try:
+        with torch.device("meta"):
+            large = HEADS[kind].from_config(config, trust_remote_code=trust_remote_code)
+        small = twin_of(large, torch.float32)
+    except PackingError:
+        raise
+    except Exception as error:  # whatever a configuration may lead to
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise PackingError(f"MODEL: expected a configuration that makes a model, {name!r} does not: {reason}") from None
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights"
 
 

@@ -16,6 +16,8 @@ CHARACTERS_AT_ONCE = 2_000_000
 """About so many are tokenised in one call, which uses all cores."""
 ENDED = ("text", "prompt")
 """Kinds that get a token at their end; a chat template ends its messages itself."""
+TRAINED = ("completion_mask", "assistant_masks")
+"""Columns that say which tokens are trained on."""
 
 
 class Tokenised(NamedTuple):
@@ -29,23 +31,30 @@ def tokenised(row: Row) -> Tokenised:
     """The tokens of a row that has them, and its labels; a mask of what to train on becomes labels."""
     if packed := {"seq_lengths", "position_ids"} & row.keys():
         raise PackingError(f"DATA: expected documents, rows with {min(packed)} are packed already")
-    input_ids = whole_numbers("input_ids", row["input_ids"])
-    if (mask := row.get("attention_mask")) is not None and not all(mask):
+    input_ids = whole_numbers("input_ids", row["input_ids"], least=0)
+    per_token = {
+        name: whole_numbers(name, row[name], least=IGNORED if name == "labels" else 0)
+        for name in ("labels", "attention_mask", *TRAINED)
+        if row.get(name) is not None
+    }
+    for name, values in per_token.items():
+        if len(values) != len(input_ids):
+            raise BadRowError(f"expected as many {name} as the {len(input_ids)} input_ids, got {len(values)}")
+    if not all(per_token.get("attention_mask", [])):
         raise BadRowError("expected documents without padding, attention_mask has a 0")
-    labels = row.get("labels")
-    if labels is None:
-        masks = [row[name] for name in ("completion_mask", "assistant_masks") if row.get(name) is not None]
-        labels = [token if all(kept) else IGNORED for token, *kept in zip(input_ids, *masks, strict=False)]
-    labels = whole_numbers("labels", labels)
-    if len(labels) != len(input_ids):
-        raise BadRowError(f"expected as many labels as the {len(input_ids)} input_ids, got {len(labels)}")
-    return Tokenised(input_ids, labels)
+    masks = [per_token[name] for name in TRAINED if name in per_token]
+    masked = [token if all(kept) else IGNORED for token, *kept in zip(input_ids, *masks, strict=True)]
+    return Tokenised(input_ids, per_token.get("labels", masked))
 
 
-def whole_numbers(name: str, values: Any) -> list[int]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or (array.size and array.max() >= 2**31):
-        raise BadRowError(f"expected a list of integers below 2**31 in {name}, got {str(values)[:40]}")
+def whole_numbers(name: str, values: Any, least: int) -> list[int]:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of different lengths
+        array = np.empty((0, 0))
+    fits = array.ndim == 1 and (not array.size or array.dtype.kind in "iub")
+    if not fits or (array.size and not least <= array.min() <= array.max() < 2**31):
+        raise BadRowError(f"expected a list of integers from {least} to 2**31 - 1 in {name}, got {str(values)[:40]}")
     return [int(value) for value in array]
 
 
@@ -64,22 +73,26 @@ class Corpus:
         tokenizer: of texts; None where rows have input_ids.
         text_field: the field with the text, where it is none that is known.
         end_documents: whether texts get the tokenizer's end-of-sequence token, if it has one.
+        separator: between a prompt and a completion that are text.
     """
 
     documents: Documents
     tokenizer: TextTokenizer | None = None
     text_field: str | None = None
     end_documents: bool = True
+    separator: str = "\n"
     kind: str = field(default="", init=False)
     """The field that rows are known by, once the first was read."""
-    characters: int = field(default=0, init=False)
-    """Of all texts."""
+
+    @property
+    def to_be_ended(self) -> bool:
+        """Whether documents ought to get a token at their end."""
+        return self.tokenizer is not None and self.end_documents and (self.kind in ENDED or self.kind not in KINDS)
 
     @property
     def ended(self) -> bool:
-        """Whether documents get a token at their end."""
-        has_end = self.tokenizer is not None and self.tokenizer.end is not None
-        return has_end and self.end_documents and (self.kind in ENDED or self.kind not in KINDS)
+        """Whether they get one, which not every tokenizer has."""
+        return self.to_be_ended and self.tokenizer is not None and self.tokenizer.end is not None
 
     def lengths(self, seen: Seen) -> IntArray:
         """int64 [documents], tokens."""
@@ -106,7 +119,7 @@ class Corpus:
         Raises:
             PackingError: a row that has no text, or no tokenizer for one that has.
         """
-        self.kind, self.characters = "", 0
+        self.kind = ""
         block: Block = []
         size = 0
         for place, row in self.documents.with_places():
@@ -120,10 +133,8 @@ class Corpus:
             block.append(document)
             size += len(document.text if isinstance(document, Rendered) else document.input_ids)
             if size >= CHARACTERS_AT_ONCE:
-                self.characters += size
                 yield block
                 block, size = [], 0
-        self.characters += size
         if block:
             yield block
 
@@ -133,7 +144,7 @@ class Corpus:
         if self.kind == "input_ids":
             return tokenised(row)
         assert self.tokenizer is not None
-        return render(row, self.kind, self.tokenizer.template)
+        return render(row, self.kind, self.tokenizer.template, self.separator)
 
     def check_tokenizer(self) -> None:
         if self.kind != "input_ids" and self.tokenizer is None:

@@ -1,10 +1,12 @@
 """Documents as they lie in files, folders, saved datasets or on the hub, row by row, and what could not be read."""
 
 import bz2
+import codecs
 import gzip
 import json
 import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +61,7 @@ class Documents:
         self.files = [] if is_saved_dataset(Path(self.data)) else files_of(Path(self.data), self.glob)
         with_rows = [file for file in self.files if kind_of(file) in ROWS]
         others = [file for file in self.files if kind_of(file) not in ROWS] if with_rows else []
-        self.other_files = [f"{file}: a text beside files with rows" for file in others]
+        self.other_files = [f"{file}: not read beside files with rows" for file in others]
         self.files = with_rows or self.files
 
     def __iter__(self) -> Iterator[Row]:
@@ -78,6 +80,13 @@ class Documents:
                 yield f"{file}, {place}" if place else str(file), row
 
     def rows_of(self, file: Path, one_each: bool) -> Iterator[tuple[str, Row]]:
+        """What is in a file; one that is damaged ends where the damage begins."""
+        try:
+            yield from self.rows_of_kind(file, one_each)
+        except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+            self.leave_out(f"{file}: expected a file that can be read to its end, {error}")
+
+    def rows_of_kind(self, file: Path, one_each: bool) -> Iterator[tuple[str, Row]]:
         kind = kind_of(file)
         if kind in TABLES:
             self.leave_out(f"{file}: expected JSONL, parquet or text, a {kind} file is none of them")
@@ -94,7 +103,7 @@ class Documents:
     def json_rows(self, file: Path) -> Iterator[tuple[str, Row]]:
         with open_file(file) as stream:
             first = stream.read(1)
-            while first.isspace():
+            while first.isspace() or (first and first in codecs.BOM_UTF8):
                 first = stream.read(1)
         with open_file(file) as stream:
             if first == b"[":
@@ -116,7 +125,7 @@ class Documents:
     def array(self, file: Path, content: bytes) -> Iterator[tuple[str, Row]]:
         try:
             rows = json.loads(content.decode("utf-8-sig"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PackingError(f"{file}: expected a JSON array, {error}") from None
         for number, row in enumerate(rows):
             if not isinstance(row, dict):
@@ -164,13 +173,18 @@ class Documents:
 
 def files_of(path: Path, glob: str | None) -> list[Path]:
     """The files to read, in order; none for what is no path."""
+    if glob and not path.is_dir():
+        raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
     if path.is_file():
         return [path]
     if not path.is_dir():
         if path.suffix or path.is_absolute() or str(path).startswith("."):
             raise PackingError(f"DATA: expected a file, a folder or a dataset's name, {str(path)!r} does not exist")
         return []
-    found = {file for folder in folders_of(path) for file in folder.rglob(glob or "*")}
+    try:
+        found = {file for folder in folders_of(path) for file in folder.rglob(glob or "*")}
+    except (NotImplementedError, ValueError) as error:
+        raise PackingError(f"--glob: expected a pattern of names in the folder, such as *.py, {error}") from None
     files = [file for file in sorted(found) if file.is_file() and not is_left_out(file, path)]
     if not files:
         raise PackingError(f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(path)!r} has none")

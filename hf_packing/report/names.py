@@ -25,7 +25,7 @@ STRATEGIES = tuple(sorted([*OF_ONE_LENGTH, *OF_SEVERAL]))
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
     """Each with each length; those with buckets once, with all lengths."""
     strategies: list[Strategy] = []
-    for name in names:
+    for name in dict.fromkeys(names):
         if check_name(name) in OF_SEVERAL:
             strategies.append(OF_SEVERAL[name](sorted(set(max_lengths))))
         else:

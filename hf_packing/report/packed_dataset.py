@@ -12,7 +12,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 import hf_packing
-from hf_packing.dataset import pack
+from hf_packing.dataset import pack_one
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
@@ -85,6 +85,7 @@ def make_packed_dataset(
     lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
     try:
         with lock:
+            check_output(output, overwrite)  # which another run may have made since
             made = make(corpus, strategy, output, seen)
             Path(lock.lock_file).unlink(missing_ok=True)
             return made
@@ -110,10 +111,10 @@ def make(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> Packed
         raise PackingError(f"DATA: expected documents with tokens, got {len(lengths)} without")
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
-    packed = pack(tokens, strategy, load_from_cache_file=False)
+    plan = plan_packing(lengths, strategy)
+    packed = pack_one(tokens, strategy, position_ids=True, load_from_cache_file=False, plan=plan)
     packed.save_to_disk(fresh)
     rows = len(packed)
-    plan = plan_packing(lengths, strategy)
     plan.save(fresh / PLAN)
     replace(output, fresh, aside=partial / "replaced")
     shutil.rmtree(partial, ignore_errors=True)
@@ -129,6 +130,7 @@ def job_of(corpus: Corpus) -> dict[str, Any]:
         "split": corpus.documents.split,
         "skip_bad": corpus.documents.skip_bad,
         "field": corpus.text_field,
+        "separator": corpus.separator,
         "end": corpus.tokenizer.end if corpus.tokenizer and corpus.end_documents else None,
         "template": corpus.tokenizer.template_text if corpus.tokenizer else "",
         "tokenizer": hashlib.sha256(backend.encode()).hexdigest(),

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import hf_packing
 from hf_packing.errors import PackingError
-from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, load_figure, picture
+from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, load_figure, picture, shown_rows
 from hf_packing.report.tables import COLUMNS, MEANING, cells_of, headline, html_table, lengths_line
 
 if TYPE_CHECKING:
     from hf_packing.report.report import PackingReport
+
+
+NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
+"""What matplotlib calls its parts, the same in every picture; nothing refers to them."""
 
 
 def check_page(path: Path) -> None:
@@ -71,6 +76,7 @@ def page_of(report: PackingReport) -> str:
             }
             for plot in PLOTS
         ],
+        shown=shown_strategies(report),
         meanings=MEANING,
         setup=(
             f"{setup.ranks} ranks; padding with {setup.padded_rows} documents a micro-batch; linear layers work on a "
@@ -80,6 +86,15 @@ def page_of(report: PackingReport) -> str:
     )
 
 
+def shown_strategies(report: PackingReport) -> str:
+    """Which strategies the pictures show, and which they do not."""
+    shown = {row.name for row in shown_rows(report)}
+    left_out = [row.name for row in report.rows if row.name not in shown]
+    text = f"Strategies with rows as long as those of {report.recommendation.strategy}"
+    return f"{text}; not shown: {', '.join(left_out)}." if left_out else f"{text}."
+
+
 def inline_svg(report: PackingReport, plot: Plot, theme: Theme) -> Markup:
     svg = picture(report, plot, theme, "svg").decode()
-    return Markup(svg[svg.index("<svg") :])
+    named = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
+    return Markup(NAMED_BY_NUMBER.sub("", named))

@@ -142,13 +142,13 @@ def draw_lengths(axes: Any, report: PackingReport, theme: Theme) -> None:
 
 def draw_fill(axes: Any, report: PackingReport, theme: Theme) -> None:
     for row, colour in zip(shown_rows(report), theme.curves, strict=False):
-        fill = 100 * row.sample.fill
+        fill = np.repeat(100 * row.sample.fill, 2 if len(row.sample.fill) == 1 else 1)
         axes.plot(np.linspace(0, 100, len(fill)), fill, color=colour, **look_of(row, report), label=row.name)
     axes.set(xlabel="packs, the emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 
 
 def draw_documents_per_pack(axes: Any, report: PackingReport, theme: Theme) -> None:
-    for row, colour in list(zip(shown_rows(report), theme.curves, strict=False))[:3]:
+    for row, colour in zip(shown_rows(report), theme.curves, strict=False):
         packs = row.sample.documents_per_pack
         share = 100 * packs / max(packs.sum(), 1)
         shown = share[: int(np.searchsorted(np.cumsum(share), 99)) + 2]
@@ -158,11 +158,14 @@ def draw_documents_per_pack(axes: Any, report: PackingReport, theme: Theme) -> N
 
 def draw_cuts(axes: Any, report: PackingReport, theme: Theme) -> None:
     for row, colour in zip(shown_rows(report), theme.curves, strict=False):
-        edges = row.sample.length_edges
-        middle = np.sqrt(edges[:-1] * edges[1:])
-        known = ~np.isnan(row.sample.cut)
-        share = 100 * row.sample.cut[known]
-        axes.plot(middle[known], share, color=colour, marker=".", **look_of(row, report), label=row.name)
+        axes.stairs(
+            100 * row.sample.cut,
+            row.sample.length_edges,
+            baseline=None,
+            color=colour,
+            **look_of(row, report),
+            label=row.name,
+        )
     in_tokens(axes)
     axes.set(ylabel="documents cut (%)", ylim=(-3, 104))
 

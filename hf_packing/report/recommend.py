@@ -77,9 +77,9 @@ def reason(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow])
     metrics, longer = best.compared.metrics, lengths.longer_than(best.max_length)
     parts = []
     if metrics.num_cut_documents == longer:
-        parts.append(
-            f"it cuts {longer:,} documents, those longer than a row, and no other" if longer else "it cuts none"
-        )
+        those = "those" if longer > 1 else "the one"
+        cuts = f"it cuts {longer:,} document{'s' * (longer > 1)}, {those} longer than a row, and no other"
+        parts.append(cuts if longer else "it cuts none")
     else:
         parts.append(f"it cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents")
     parts.append(f"leaves {metrics.padding_ratio:.2%} of the slots empty")

@@ -49,8 +49,14 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
     return found
 
 
-def render(row: Mapping[str, Any], kind: str, template: Template) -> Rendered:
+def render(row: Mapping[str, Any], kind: str, template: Template, separator: str = "\n") -> Rendered:
     """The text of a row of a kind.
+
+    Args:
+        row: of the documents.
+        kind: of KINDS, or the field with the text.
+        template: of messages.
+        separator: between a prompt and a completion that are text.
 
     Raises:
         BadRowError: values of another type.
@@ -60,7 +66,7 @@ def render(row: Mapping[str, Any], kind: str, template: Template) -> Rendered:
     if kind == "prompt":
         prompt, completion = row["prompt"], row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
-            return Rendered(unicode(f"{prompt}\n{completion}"), len(prompt) + 1)
+            return Rendered(unicode(f"{prompt}{separator}{completion}"), len(prompt) + len(separator))
         messages = [*messages_of(prompt), *messages_of(completion)]
         text, before = template(messages, False), template(messages_of(prompt), True)
         if not text.startswith(before):
@@ -106,4 +112,4 @@ def content_of(message: Mapping[str, Any]) -> str:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, (str, type(None))):
         raise BadRowError(f"expected text as content of a message, got {type(content).__name__}")
-    return (content or "") + (json.dumps(calls) if calls else "")
+    return (content or "") + (json.dumps(calls, default=str) if calls else "")

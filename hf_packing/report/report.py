@@ -195,13 +195,14 @@ def packing_report(
     if strategies is not None:
         row_lengths = tuple(sorted({*map(longest_row, chosen)}))
     padded = {length: padded_row(lengths, length, setup) for length in row_lengths}
+    summary = summary_of_lengths(lengths)
+    lengths = lengths[lengths > 0]  # those without tokens are in no pack and in no share
     found = [
         (measured_row(measured, plan, setup, padded), workload_of(plan, measured.strategy))
         for measured, plan in each_planned(lengths, chosen)
     ]
     bounded = with_best_bounds([(row.compared, workload) for row, workload in found])
     rows = tuple(dataclasses.replace(row, compared=compared) for (row, _), compared in zip(found, bounded, strict=True))
-    summary = summary_of_lengths(lengths)
     return PackingReport(
         lengths=summary,
         setup=setup,

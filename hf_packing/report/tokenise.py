@@ -1,11 +1,13 @@
 """Texts -> tokens, with whatever tokenizer the user names."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from hf_packing.errors import PackingError
@@ -28,26 +30,40 @@ class TextTokenizer:
     end: int | None = None
     """The token that ends a document, where the tokenizer has one; a chat template ends its own."""
 
-    def encode(self, texts: Sequence[str]) -> list[Encoding]:
-        encoded: list[Encoding] = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        return encoded
-
     def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
         """int64 [documents], tokens; ended: whether each gets a token at its end."""
-        encodings = self.backend.encode_batch_fast([each.text for each in rendered], add_special_tokens=False)
-        ends = np.array([ended and not each.complete for each in rendered], dtype=np.int64)
-        return np.array([len(encoding) for encoding in encodings], dtype=np.int64) + ends
+        pairs = zip(rendered, self.encode(rendered, self.backend.encode_batch_fast), strict=True)
+        lengths = [len(encoding) + len(self.end_of(each, encoding.ids, ended)) for each, encoding in pairs]
+        return np.array(lengths, dtype=np.int64)
 
     def tokens(self, rendered: Sequence[Rendered], ended: bool) -> tuple[list[list[int]], list[list[int]]]:
         """input_ids and labels of documents; labels are -100 within prompts."""
         input_ids, labels = [], []
-        for each, encoding in zip(rendered, self.encode([each.text for each in rendered]), strict=True):
-            end = [self.end] if ended and not each.complete and self.end is not None else []
-            ids = encoding.ids
-            trained = np.array([stop > each.prompt for _, stop in encoding.offsets], dtype=bool)
+        for each, encoding in zip(rendered, self.encode(rendered, self.backend.encode_batch), strict=True):
+            ids, end = encoding.ids, self.end_of(each, encoding.ids, ended)
             input_ids.append([*ids, *end])
-            labels.append([*np.where(trained, ids, IGNORED).tolist(), *end] if each.prompt else [*ids, *end])
+            labels.append([*np.where(trained(encoding, each.prompt), ids, IGNORED).tolist(), *end])
         return input_ids, labels
+
+    def encode(self, rendered: Sequence[Rendered], encode_batch: Callable[..., list[Encoding]]) -> list[Encoding]:
+        """With the tokens that the tokenizer puts around a text; a chat template has written its own."""
+        encodings: list[Encoding] = []
+        for complete, group in groupby(rendered, key=lambda each: each.complete):
+            encodings += encode_batch([each.text for each in group], add_special_tokens=not complete)
+        return encodings
+
+    def end_of(self, document: Rendered, ids: Sequence[int], ended: bool) -> list[int]:
+        """The token that is put at its end, unless it is there."""
+        there = document.complete or self.end is None or (ids and ids[-1] == self.end)
+        return [] if there or not ended or self.end is None else [self.end]
+
+
+def trained(encoding: Encoding, prompt: int) -> npt.NDArray[np.bool_]:
+    """bool [tokens]: those that reach beyond so many characters, and special ones after the text."""
+    special = np.array(encoding.special_tokens_mask, dtype=bool)
+    beyond = np.array([stop > prompt for _, stop in encoding.offsets], dtype=bool)
+    after = np.cumsum(~special) > 0
+    return np.where(special, after | (prompt == 0), beyond | (prompt == 0))
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:

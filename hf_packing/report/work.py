@@ -82,7 +82,7 @@ def work_of(tokens: int, slots: npt.NDArray[np.generic], squares: FloatArray, ra
     steps = -(-len(cost) // ranks)
     whole = len(cost) // ranks * ranks
     time = float(on_ranks(cost[:whole], ranks).max(axis=1, initial=0).sum() + cost[whole:].sum() / ranks)
-    attention = on_ranks(squares[:whole] if whole else squares, ranks)
+    attention = on_ranks(squares[:whole], ranks) if whole else on_ranks(squares, max(len(squares), 1))
     busy = attention.mean(axis=1) / np.maximum(attention.max(axis=1, initial=0), 1)
     return Work(tokens, int(slots.sum()), steps, time, float(busy.mean()) if len(busy) else 1.0)
 

@@ -106,6 +106,54 @@ def test_only_a_dataset_is_overwritten(capsys, tmp_path, data, tokenizer):
     assert (tmp_path / "precious" / "thesis.tex").is_file()
 
 
+def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeypatch):
+    """Also where planning twice would give two plans, as with a time limit."""
+    from hf_packing.report import packed_dataset
+
+    plans = iter(range(9))
+    plan_packing = packed_dataset.plan_packing
+    monkeypatch.setattr(
+        packed_dataset, "plan_packing", lambda lengths, _: plan_packing(lengths, hfp.BestFit(16, seed=next(plans)))
+    )
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    packed, plan = datasets.load_from_disk(tmp_path / "packed"), hfp.PackingPlan.load(tmp_path / "packed" / "plan")
+    assert found["rows"] == found["num_packs"] == len(packed) == plan.num_packs
+    assert found["strategy"] == "BestFit(16)"
+    lengths = [number % 13 + 1 for number in range(300)]
+    assert list(map(len, hfp.unpack(packed, plan)["input_ids"][:])) == lengths
+    assert next(plans) == 1, "planned once"
+
+
+def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr("hf_packing.report.corpus.Corpus.blocks", lambda _: pytest.fail("documents are read"))
+    for given in (["report", data], ["pack", data, "--output", str(tmp_path / "packed")]):
+        assert main([*given, "--tokenizer", tokenizer, "--strategy", "optimal"]) == 2
+        assert "needs scipy" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "tokenizer.json"]
+
+
+def test_a_tokenizer_without_an_end_is_said(capsys, data, tokenizer):
+    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16"]
+    command = [sys.executable, "-m", "hf_packing.cli", *given]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert said == f"warning: {tokenizer} names no end-of-sequence token: documents end without one\n"
+    assert main([*given, "--no-eos"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_configuration_that_makes_no_model(capsys, tmp_path):
+    config = tiny_model("llama", "causal").config
+    config.hidden_act = "nosuch"
+    config.save_pretrained(tmp_path / "model")
+    assert main(["check", str(tmp_path / "model")]) == 2
+    said = capsys.readouterr().err
+    assert "MODEL: expected a configuration that makes a model" in said
+    assert said.count("\n") == 1
+
+
 def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypatch):
     monkeypatch.setattr("hf_packing.report.corpus.CHARACTERS_AT_ONCE", 1000)
     given = [
@@ -203,7 +251,7 @@ def test_files_that_cannot_be_read_or_written(capsys, tmp_path, data, tokenizer)
 def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     monkeypatch.setattr(
-        "hf_packing.report.packed_dataset.pack", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        "hf_packing.report.packed_dataset.pack_one", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     assert main(given) == 130
     monkeypatch.undo()

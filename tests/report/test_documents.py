@@ -1,19 +1,22 @@
 """Documents from files and folders, as text and as tokens, and what cannot be read."""
 
+import bz2
 import gzip
 import json
+import lzma
+import random
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from hf_packing.errors import PackingError
 from hf_packing.report.corpus import Corpus
 from hf_packing.report.documents import Documents
-from hf_packing.report.rendering import chatml, kind_of_row, render
+from hf_packing.report.rendering import Rendered, chatml, kind_of_row, render
 from hf_packing.report.tokenise import TextTokenizer, load_tokenizer
 
 ROWS = [{"text": "one two"}, {"text": "three"}, {"text": ""}]
@@ -103,6 +106,41 @@ def test_links_to_folders_are_followed_once(tmp_path):
     assert texts == ["data/within/deep", "elsewhere/below"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2"])
+def test_damage_is_said_and_ends_a_file(tmp_path, name):
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[name.split(".")[-1]]
+    lines = "".join(f'{{"text": "{random.Random(number).random()}"}}\n' for number in range(9000))
+    damaged = bytearray(pack(lines.encode()))
+    middle = len(damaged) // 2
+    damaged[middle : middle + 999] = bytes(999)
+    (tmp_path / name).write_bytes(damaged)
+    with pytest.raises(PackingError, match=f"{name}.*: expected "):
+        list(Documents(str(tmp_path / name)))
+
+
+def test_a_cut_file_keeps_what_is_whole(tmp_path):
+    lines = "".join(f'{{"text": "{random.Random(number).random()}"}}\n' for number in range(9000)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
+    documents = Documents(str(tmp_path / "a.jsonl.gz"), skip_bad=True)
+    assert 5000 < len(list(documents)) < 9000
+    assert "expected a file that can be read to its end" in documents.skipped[-1]
+
+
+def test_an_array_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf [{"text": "one"}]')
+    assert list(Documents(str(tmp_path / "a.json"))) == [{"text": "one"}]
+    (tmp_path / "b.json").write_text("[" * 100_000)
+    with pytest.raises(PackingError, match="b.json: expected a JSON array, "):
+        list(Documents(str(tmp_path / "b.json")))
+
+
+def test_a_pattern_is_of_names_in_a_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    for data, pattern in ((tmp_path, "/abs*"), (tmp_path / "a.txt", "*.txt")):
+        with pytest.raises(PackingError, match="--glob: expected a "):
+            Documents(str(data), glob=pattern)
+
+
 def test_a_folder_of_texts_has_a_document_in_each_file(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.py").write_text("three\n")
@@ -125,7 +163,7 @@ def test_a_folder_with_rows_has_nothing_but_rows(tmp_path):
     (tmp_path / "README.md").write_text("about the rows")
     documents = Documents(str(tmp_path))
     assert list(documents) == ROWS
-    assert documents.skipped == [f"{tmp_path / 'README.md'}: a text beside files with rows"]
+    assert documents.skipped == [f"{tmp_path / 'README.md'}: not read beside files with rows"]
 
 
 def test_a_line_that_is_no_json(tmp_path):
@@ -181,9 +219,19 @@ def test_tables_are_no_texts(tmp_path):
         ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "expected documents without padding"),
         ({"input_ids": [5, 6], "seq_lengths": [2]}, "rows with seq_lengths are packed already"),
         ({"input_ids": [5, 6], "labels": [5]}, "expected as many labels as the 2 input_ids, got 1"),
-        ({"input_ids": "abc"}, "expected a list of integers below 2\\*\\*31 in input_ids, got abc"),
+        ({"input_ids": "abc"}, "expected a list of integers from 0 to 2\\*\\*31 - 1 in input_ids, got abc"),
         ({"input_ids": [1.5]}, "expected a list of integers"),
-        ({"input_ids": [2**31]}, "expected a list of integers below"),
+        ({"input_ids": [2**31]}, "expected a list of integers from 0 to"),
+        ({"input_ids": [-5, 2]}, "expected a list of integers from 0 to"),
+        ({"input_ids": [[1], [1, 2]]}, "expected a list of integers from 0 to"),
+        ({"input_ids": [1, 2], "labels": [1, -(2**40)]}, "expected a list of integers from -100 to .* in labels"),
+        ({"input_ids": [1, 2], "attention_mask": 1}, "expected a list of integers from 0 to .* in attention_mask"),
+        (
+            {"input_ids": [1, 2], "attention_mask": [[1, 1]]},
+            "expected a list of integers from 0 to .* in attention_mask",
+        ),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "expected as many attention_mask as the 2 input_ids, got 1"),
+        ({"input_ids": [1, 2], "completion_mask": [0, 1, 1]}, "expected as many completion_mask as the 2 input_ids"),
         ({"text": "\ud800"}, "expected Unicode, "),
         (
             {"messages": [{"from": "human", "value": "one"}]},
@@ -236,6 +284,7 @@ def test_what_is_rendered():
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None}]
     assert render({"text": "one"}, "text", chatml) == ("one", 0, False)
     assert render({"prompt": "one", "completion": "two"}, "prompt", chatml) == ("one\ntwo", 4, False)
+    assert render({"prompt": "one", "completion": "two"}, "prompt", chatml, "") == ("onetwo", 3, False)
     assert render({"messages": messages}, "messages", chatml).text == (
         "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
     )
@@ -274,6 +323,24 @@ def test_prompts_are_not_trained_on(tmp_path, tokenizer):
     assert corpus.tokens_of(block) == ([[2, 3, 4, 1], [2, 1]], [[-100, -100, 4, 1], [2, 1]])
 
 
+def test_tokens_that_the_tokenizer_puts_around_a_text(tmp_path, tokenizer):
+    tokenizer.backend.post_processor = processors.TemplateProcessing(
+        single="user $A <end>", special_tokens=[("user", 5), ("<end>", 1)]
+    )
+    rows = [{"prompt": "one two", "completion": "three"}, {"prompt": "", "completion": "one"}]
+    corpus = Corpus(
+        Documents(str(write_lines(tmp_path / "a.jsonl", rows))), TextTokenizer("words", tokenizer.backend, end=1)
+    )
+    (block,) = corpus.blocks()
+    assert corpus.tokens_of(block) == ([[5, 2, 3, 4, 1], [5, 2, 1]], [[-100, -100, -100, 4, 1], [-100, 2, 1]])
+    assert lengths_of(corpus) == [5, 3]
+    chat = [{"messages": [{"role": "user", "content": "one"}]}]
+    corpus = Corpus(Documents(str(write_lines(tmp_path / "b.jsonl", chat))), corpus.tokenizer)
+    (block,) = corpus.blocks()
+    assert corpus.tokens_of(block)[0][0][0] != 5, "a chat template has its own"
+    assert lengths_of(corpus) == [len(corpus.tokens_of(block)[0][0])]
+
+
 def test_tokens_that_are_there_already(tmp_path):
     rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
     corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))))
@@ -300,7 +367,6 @@ def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
     corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))), tokenizer)
     assert len(list(corpus.blocks())) > 3
     assert lengths_of(corpus) == list(range(9))
-    assert corpus.characters == sum(len(row["text"]) for row in rows)
 
 
 def test_loading_tokenizers(tmp_path, tokenizer):
@@ -308,7 +374,7 @@ def test_loading_tokenizers(tmp_path, tokenizer):
     tokenizer.backend.enable_truncation(1)
     tokenizer.backend.enable_padding(length=9)
     tokenizer.backend.save(str(file))
-    assert [len(each.ids) for each in load_tokenizer(str(file)).encode(["one two three"])] == [3]
+    assert load_tokenizer(str(file)).tokens([Rendered("one two three")], ended=False) == ([[2, 3, 4]], [[2, 3, 4]])
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(PackingError, match="--tokenizer: expected a tokenizer.json, .* is none: "):
         load_tokenizer(str(tmp_path / "broken.json"))

@@ -87,6 +87,23 @@ def test_that_overflow_would_be_seen(page, tmp_path):
     assert found["beyond"]
 
 
+def test_names_of_elements_are_unique_and_pictures_have_titles(page):
+    text = page.read_text()
+    names = re.findall(r'\sid="([^"]+)"', text)
+    assert len(names) == len(set(names)) > 20
+    referred = re.findall(r'(?:url\(#|href="#)([^)"]+)', text)
+    assert referred
+    assert set(referred) <= set(names)
+    assert re.findall(r'<svg role="img" aria-label="([^"]+)"', text) == [plot.title for plot in PLOTS for _ in range(2)]
+
+
+def test_what_pictures_leave_out_is_said(page):
+    said = re.search(r"Strategies with rows as long as those of BestFit\((\d+)\); not shown: (.*)\.", page.read_text())
+    other = {"2048", "4096", "8192"} - {said[1]}
+    assert {f"BestFit({length})" for length in other} <= set(said[2].split(", "))
+    assert f"FirstCome({said[1]})" not in said[2]
+
+
 def test_names_are_escaped(tmp_path):
     hfp.packing_report([5, 6, 7], 8, source="<script>alert(1)</script>").save(tmp_path / "report.html")
     assert "<script>" not in (tmp_path / "report.html").read_text()

@@ -120,6 +120,20 @@ def test_empty_documents_are_in_no_share(chat):
     assert cells["BestFit(1024)"][3] == cells["padding, at most 1024"][3] == f"{(chat > 1024).mean():.2%}"
 
 
+def test_the_table_and_json_agree_where_documents_are_empty():
+    report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
+    cells = {row[0]: row for row in cells_of(report)}
+    for found in report.to_dict()["strategies"]:
+        assert cells[found["strategy"]][3] == f"{found['truncation_ratio']:.2%}" == "100.00%"
+        assert cells[found["strategy"]][5] == f"{found['concatenation_ratio']:.2f}"
+    assert report.lengths.empty == 100
+
+
+def test_one_incomplete_step_is_balanced_over_the_ranks_that_work():
+    (row,) = hfp.packing_report([64] * 5, 64, strategies=[hfp.BestFit(64)], ranks=500).rows
+    assert row.work.balance == 1
+
+
 def test_idle_ranks_are_no_speed_up():
     (row,) = hfp.packing_report(np.full(40, 3000), 3000, strategies=[hfp.BestFit(3000)]).rows
     assert row.speed_up == pytest.approx(1)
