@@ -201,11 +201,8 @@ def pack(given: argparse.Namespace) -> int:
 def check(given: argparse.Namespace) -> int:
     """Whether a model keeps packed documents apart, as it is and patched, and by which route. Exit code 1 if not."""
     look_for_hub(given.model)
-    from transformers.utils import logging
-
     from hf_packing.report.checked_model import check_model
 
-    logging.set_verbosity_error()  # what it advises is not about this check
     with err.status("Looking for leaks, and for a route"):
         found = check_model(given.model, given.weights, given.trust_remote_code)
     if given.json:

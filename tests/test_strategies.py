@@ -34,6 +34,16 @@ STRATEGIES = [
 ]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:drops 1 of the 11 tokens of a batch")
+
+
+def test_what_is_dropped_is_said():
+    with pytest.warns(UserWarning, match="drops 1 of the 11 tokens of a batch, as overflow asks"):
+        hfp.BestFit(4, overflow="truncate")(BATCH)
+    with pytest.warns(UserWarning, match="drops 5 of the 11 tokens of a batch"):
+        hfp.BestFit(4, overflow="drop")(BATCH)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_frozen_comparable_picklable(strategy):
     assert pickle.loads(pickle.dumps(strategy)) == strategy

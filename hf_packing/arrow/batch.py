@@ -1,5 +1,6 @@
 """Pack one batch of rows, in whatever form `datasets.map` hands it over, and give it back in the same form."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +50,9 @@ def pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan],
         check_bucket_is_free(table.column_names)
     columns = find_token_columns(table)
     plan = plan_lengths(check_lengths(columns[INPUT_IDS].length))
+    tokens, packed = (int(lengths.sum(dtype=np.int64)) for lengths in (plan.document_length, plan.segment_length))
+    if packed < tokens:
+        warnings.warn(f"drops {tokens - packed:,} of the {tokens:,} tokens of a batch, as overflow asks", stacklevel=2)
     return pack_rows(columns, plan, bucket=bucket).table
 
 

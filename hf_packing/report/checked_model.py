@@ -1,6 +1,8 @@
 """Whether a model keeps packed documents apart, by its name: as it is, and patched."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.utils import logging
 
 from hf_packing.attention.isolation import IsolationReport, check_isolation
 from hf_packing.attention.patch import patch_model
@@ -74,14 +77,26 @@ def check_model(name: str, weights: bool = False, trust_remote_code: bool = Fals
     Raises:
         PackingError: there is no such model.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         model, what = model_named(name, weights, trust_remote_code)
         stock = check_isolation(model)
         try:
             return CheckedModel(name, what, stock, check_isolation(patch_model(model)))
         except ModelNotSupportedError as error:
             return CheckedModel(name, what, stock, None, str(error))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what transformers advises: it is not about this check."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
