@@ -83,7 +83,8 @@ def pack_one(
     rows = cache.open() if load_from_cache_file else None
     if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
-        plan = plan or strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
+        if plan is None:
+            plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
         write_packs(columns, plan, strategy, position_ids, cache)
         rows = MemoryMappedTable.from_file(str(cache.rows))
     lost = cache.what_was_lost()

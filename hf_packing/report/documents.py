@@ -173,13 +173,13 @@ class Documents:
 
 def files_of(path: Path, glob: str | None) -> list[Path]:
     """The files to read, in order; none for what is no path."""
-    if glob and not path.is_dir():
-        raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
     if path.is_file():
+        refuse_glob(path, glob)
         return [path]
     if not path.is_dir():
         if path.suffix or path.is_absolute() or str(path).startswith("."):
             raise PackingError(f"DATA: expected a file, a folder or a dataset's name, {str(path)!r} does not exist")
+        refuse_glob(path, glob)
         return []
     try:
         found = {file for folder in folders_of(path) for file in folder.rglob(glob or "*")}
@@ -189,6 +189,11 @@ def files_of(path: Path, glob: str | None) -> list[Path]:
     if not files:
         raise PackingError(f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(path)!r} has none")
     return files
+
+
+def refuse_glob(path: Path, glob: str | None) -> None:
+    if glob:
+        raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
 
 
 def folders_of(path: Path) -> Iterator[Path]:

@@ -136,9 +136,11 @@ def test_an_array_may_begin_with_a_byte_order_mark(tmp_path):
 
 def test_a_pattern_is_of_names_in_a_folder(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    for data, pattern in ((tmp_path, "/abs*"), (tmp_path / "a.txt", "*.txt")):
+    for data, pattern in ((tmp_path, "/abs*"), (tmp_path / "a.txt", "*.txt"), ("nobody/nothing", "*.txt")):
         with pytest.raises(PackingError, match="--glob: expected a "):
             Documents(str(data), glob=pattern)
+    with pytest.raises(PackingError, match="DATA: expected a file, a folder or a dataset's name, .* does not exist"):
+        Documents(str(tmp_path / "none"), glob="*.txt")
 
 
 def test_a_folder_of_texts_has_a_document_in_each_file(tmp_path):
