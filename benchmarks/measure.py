@@ -14,6 +14,10 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent.parent / "recipes"))
+
+from hardware import processor
+
 RESULTS = Path(__file__).parent / "results"
 
 figures: list[dict[str, Any]] = []
@@ -81,14 +85,6 @@ def machine(*packages: str) -> str:
     """Hardware and versions, as one line for the top of a result."""
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
     return f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def in_turn(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:

@@ -46,7 +46,8 @@ def test_every_benchmark_is_run_by_make():
 
 
 def test_what_is_kept_of_a_run(tmp_path):
-    shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    for folder in (BENCHMARKS, BENCHMARKS.parent / "recipes"):
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("results", "__pycache__"))
     (tmp_path / "benchmarks" / "results").mkdir()
     command = [sys.executable, "benchmarks/collate.py", "--rounds", "2", "--save", "--tokens", "512"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

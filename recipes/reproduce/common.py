@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from hardware import processor
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 LINE = 120
@@ -59,14 +63,6 @@ def machine(*packages: str) -> str:
     versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
     cores = f"{os.cpu_count()} cores, torch on {torch.get_num_threads()}"
     return f"{processor()}, {cores}, Python {platform.python_version()}, {versions}"
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def yes_or_no(holds: bool) -> str:

@@ -2,19 +2,14 @@
 
 import gzip
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import datasets
 import numpy as np
 from common import shared_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from documents import as_text, standard_library_functions
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 SOURCES = {
     "math": "GSM8K's training problems, one {prompt, completion} a line",

@@ -1,0 +1,196 @@
+"""hf-packing pack: the dataset it leaves, and what is left after an interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import datasets
+import pytest
+from filelock import FileLock
+from transformers import PreTrainedTokenizerFast
+
+import hf_packing as hfp
+from hf_packing.cli import main
+
+
+def test_pack(capsys, tmp_path, data, tokenizer, words):
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    assert main(given) == 0
+    assert "300 documents" in capsys.readouterr().out
+    packed = datasets.load_from_disk(tmp_path / "packed")
+    lengths = [number % 13 + 1 for number in range(300)]
+    assert sorted(length for row in packed["seq_lengths"][:] for length in row) == sorted(lengths)
+    assert set(packed.column_names) == {"input_ids", "labels", "position_ids", "seq_lengths"}
+    assert (
+        hfp.unpack(packed, hfp.PackingPlan.load(tmp_path / "packed" / "plan"))["input_ids"][12] == [words["one"]] * 13
+    )
+    assert main(given) == 2
+    assert "--output: expected a folder that does not exist" in capsys.readouterr().err
+    assert main([*given, "--overwrite", "--strategy", "first_come", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_documents"] == 300
+    assert len(datasets.load_from_disk(tmp_path / "packed")) > len(packed)
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
+    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
+    given = ["pack", data, "--tokenizer", str(tmp_path / "folder"), "--max-length", "16", "--output"]
+    assert main([*given, str(tmp_path / "ended")]) == 0
+    assert main([*given, str(tmp_path / "not"), "--no-eos"]) == 0
+    ended, not_ended = (datasets.load_from_disk(tmp_path / name) for name in ("ended", "not"))
+    assert sum(ids.count(words["<end>"]) for ids in ended["input_ids"]) == 300
+    assert sum(map(len, ended["input_ids"])) == sum(map(len, not_ended["input_ids"])) + 300
+
+
+def test_only_a_dataset_is_overwritten(capsys, tmp_path, data, tokenizer):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("...")
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "precious"), "--overwrite"]
+    assert main(given) == 2
+    assert "--overwrite: expected a saved dataset to replace" in capsys.readouterr().err
+    assert (tmp_path / "precious" / "thesis.tex").is_file()
+
+
+def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeypatch):
+    """Also where planning twice would give two plans, as with a time limit."""
+    from hf_packing.report import packed_dataset
+
+    plans = iter(range(9))
+    plan_packing = packed_dataset.plan_packing
+    monkeypatch.setattr(
+        packed_dataset, "plan_packing", lambda lengths, _: plan_packing(lengths, hfp.BestFit(16, seed=next(plans)))
+    )
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    packed, plan = datasets.load_from_disk(tmp_path / "packed"), hfp.PackingPlan.load(tmp_path / "packed" / "plan")
+    assert found["rows"] == found["num_packs"] == len(packed) == plan.num_packs
+    assert found["strategy"] == "BestFit(16)"
+    lengths = [number % 13 + 1 for number in range(300)]
+    assert list(map(len, hfp.unpack(packed, plan)["input_ids"][:])) == lengths
+    assert next(plans) == 1, "planned once"
+
+
+def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypatch):
+    monkeypatch.setattr("hf_packing.report.corpus.CHARACTERS_AT_ONCE", 1000)
+    given = [
+        "pack",
+        data,
+        "--tokenizer",
+        tokenizer,
+        "--max-length",
+        "16",
+        "--output",
+        str(tmp_path / "packed"),
+        "--json",
+    ]
+    from hf_packing.report import packed_dataset
+
+    write, written = packed_dataset.write_shard, []
+
+    def interrupted(file, *columns):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        write(file, *columns)
+        written.append(file)
+
+    monkeypatch.setattr(packed_dataset, "write_shard", interrupted)
+    assert main(given) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert not (tmp_path / "packed").exists()
+    assert (tmp_path / ".packed.partial").is_dir()
+    written.clear()
+    monkeypatch.setattr(packed_dataset, "write_shard", lambda file, *columns: written.append(write(file, *columns)))
+    assert main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["tokenised_before"] < found["num_documents"] == 300
+    whole = datasets.load_from_disk(tmp_path / "packed")
+    given[given.index("--output") + 1] = str(tmp_path / "at_once")
+    assert main(given) == 0
+    assert whole.to_dict() == datasets.load_from_disk(tmp_path / "at_once").to_dict()
+
+
+@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.report.packed_dataset.replace"])
+def test_interrupted_after_packing_it_goes_on_as_well(tmp_path, data, tokenizer, monkeypatch, where):
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    monkeypatch.setattr(where, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(given) == 130
+    monkeypatch.undo()
+    assert main(given) == 0
+    assert len(datasets.load_from_disk(tmp_path / "packed")) > 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "packed", "tokenizer.json"]
+
+
+def test_what_is_replaced_comes_back(tmp_path, data, tokenizer, monkeypatch):
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    assert main(given) == 0
+    before = datasets.load_from_disk(tmp_path / "packed").to_dict()
+    monkeypatch.setattr(
+        "hf_packing.report.packed_dataset.put_in_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
+    assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
+
+
+def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
+    with FileLock(tmp_path / ".packed.lock"):
+        assert main(given) == 2
+    assert "--output: expected one that no other run writes" in capsys.readouterr().err
+
+
+def test_another_end_of_sequence_tokenises_anew(capsys, tmp_path, data, tokenizer, monkeypatch):
+    given = ["pack", data, "--output", str(tmp_path / "packed"), "--json", "--tokenizer", str(tmp_path / "folder")]
+    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
+    monkeypatch.setattr("datasets.Dataset.save_to_disk", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(given) == 130
+    monkeypatch.undo()
+    PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="one").save_pretrained(tmp_path / "folder")
+    capsys.readouterr()
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["tokenised_before"] == 0
+
+
+def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenizer, monkeypatch):
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
+    monkeypatch.setattr(
+        "hf_packing.report.packed_dataset.pack_one", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    assert main(given) == 130
+    monkeypatch.undo()
+    with open(data, "a") as file:
+        file.write('{"text": "two"}\n')
+    capsys.readouterr()
+    assert main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokenised_before"], found["num_documents"]) == (0, 301)
+
+
+def test_ctrl_c_leaves_nothing_that_looks_complete(tmp_path, tokenizer):
+    data = tmp_path / "large.jsonl"
+    data.write_text('{"text": "one two three"}\n' * 400_000)
+    output = tmp_path / "packed"
+    command = [
+        sys.executable,
+        "-m",
+        "hf_packing.cli",
+        "pack",
+        str(data),
+        "--tokenizer",
+        tokenizer,
+        "--output",
+        str(output),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / ".packed.partial").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.strip().endswith("error: interrupted")
+    assert "Traceback" not in said
+    assert not output.exists()
