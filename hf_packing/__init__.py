@@ -6,7 +6,7 @@ Names are imported when they are first used, so that `import hf_packing` is quic
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 HOME_OF = {
     "BestFit": "strategies.counting",
@@ -26,7 +26,7 @@ HOME_OF = {
     "Multipack": "strategies.in_order",
     "NonNegativeLeastSquares": "strategies.counting",
     "Optimal": "strategies.counting",
-    "PackedLoader": "training.loop",
+    "PackedLoader": "training.packed_loader",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
@@ -73,7 +73,8 @@ if TYPE_CHECKING:
     from hf_packing.training.attach import attach
     from hf_packing.training.compute_loss import compute_loss
     from hf_packing.training.evaluation import evaluation_loss
-    from hf_packing.training.loop import PackedLoader, prepare_dataloader
+    from hf_packing.training.loop import prepare_dataloader
+    from hf_packing.training.packed_loader import PackedLoader
     from hf_packing.training.summary import EpochSummary
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pyarrow as pa
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -20,17 +20,18 @@ from hf_packing.report.corpus import Corpus, Seen
 from hf_packing.report.documents import Documents
 from hf_packing.report.hub import look_for_hub
 from hf_packing.report.names import STRATEGIES, strategies_named, strategy_named
+from hf_packing.report.screen import ReaderGoneError, Screen, is_terminal, prepare_streams, swallow_the_rest
 from hf_packing.report.tokenise import load_tokenizer
 from hf_packing.strategies.base import Strategy
 
-DONE, NOT_ISOLATED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes."""
+DONE, NOT_ISOLATED, BAD_INPUT, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
+"""Exit codes; the last is a shell's own for a pipe that was closed."""
 
 WIDE = 100
 """Columns that the table of a report needs."""
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 2 * WIDE)
-err = Console(stderr=True, highlight=False)
+out = Screen(width=None if is_terminal() else 2 * WIDE)
+err = Screen(stderr=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,8 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line, unless they are given.
 
     Returns:
-        The exit code: 0, 1 for a model that is not isolated, 2 for bad input, 130 when interrupted.
+        The exit code: 0, 1 for a model that is not isolated, 2 for bad input, 130 when interrupted, 141 when nobody
+        reads what is printed.
     """
+    prepare_streams()
+    try:
+        return run(arguments)
+    except ReaderGoneError:
+        swallow_the_rest()
+        return READER_GONE
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Run the command, errors told."""
     try:
         given = parser().parse_args(arguments)
         with warnings.catch_warnings():
@@ -86,13 +98,11 @@ def add_documents(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--tokenizer", metavar="T", help="name on the hub, folder, or tokenizer.json file")
     command.add_argument("--field", help="field with the text, if not text, messages, or prompt and completion")
-    command.add_argument("--split", default="train", help="of a dataset with several")
+    command.add_argument("--split", help="of a dataset with several; train")
     command.add_argument("--glob", metavar="PATTERN", help="files of a folder that are read, such as '*.py'")
     command.add_argument("--skip-bad", action="store_true", help="leave out rows that cannot be read, and count them")
     command.add_argument("--no-eos", action="store_true", help="no end-of-sequence token after a text")
-    command.add_argument(
-        "--separator", default="\n", metavar="TEXT", help="between a prompt and its completion; a line break"
-    )
+    command.add_argument("--separator", metavar="TEXT", help="between a prompt and its completion; a line break")
     add_usual(command)
 
 
@@ -184,15 +194,21 @@ def pack(given: argparse.Namespace) -> int:
     with documents_bar("Tokenising") as seen:
         made = make_packed_dataset(corpus, strategy, given.output, seen, overwrite=given.overwrite)
     say_without_end(corpus)
+    if corpus.left_out:
+        along = "hf_packing.pack packs columns with one number for each token along"
+        say_warning(f"left out beside input_ids: {', '.join(corpus.left_out)}; {along}")
     skipped = corpus.documents.skipped
     if given.json:
         facts = {"output": str(given.output), "strategy": name_of(strategy), "rows": made.rows}
-        facts |= {"tokenised_before": made.tokenised_before, "skipped": skipped}
+        facts |= {"tokenised_before": made.tokenised_before, "skipped": skipped, "loss_masks": corpus.loss_masks}
+        facts |= {"left_out": corpus.left_out}
         print_json(facts | vars(made.plan.metrics()))
         return DONE
     say(out, str(made.plan))
     if made.tokenised_before:
         say(out, f"{made.tokenised_before:,} documents had been tokenised before")
+    if corpus.loss_masks:
+        say(out, f"applied to labels: {', '.join(corpus.loss_masks)}")
     print_skipped(skipped)
     say(out, f"written: {given.output}, with the plan in {made.plan_folder}")
     return DONE
@@ -242,12 +258,13 @@ def documents_bar(description: str) -> Iterator[Seen]:
 
 def print_report(found: Any) -> None:
     from hf_packing.comparison import aligned
-    from hf_packing.report.tables import COLUMNS, cells_of, headline, lengths_line
+    from hf_packing.report.tables import COLUMNS, cells_of, headline, lengths_line, setup_line
 
     say(out, f"{found.source}: {headline(found)}")
     say(out, lengths_line(found))
     if out.width < WIDE:
         say(out, aligned([COLUMNS, *cells_of(found)]))
+        say(out, setup_line(found))
         say(out, f"take {found.recommendation}")
         return
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
@@ -257,6 +274,7 @@ def print_report(found: Any) -> None:
     for cells in cells_of(found):
         table.add_row(*cells, style="bold green" if cells[0] == found.recommendation.strategy else None)
     out.print(table)
+    say(out, setup_line(found))
     say(out, f"take {found.recommendation}")
 
 
@@ -265,7 +283,7 @@ def print_skipped(skipped: Sequence[str]) -> None:
         say(out, f"left out: {len(skipped):,}, the first: {skipped[0]}")
 
 
-def say(console: Console, text: str, style: str | None = None) -> None:
+def say(console: Screen, text: str, style: str | None = None) -> None:
     """A line as it is: neither cut nor taken for markup."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
@@ -276,8 +294,20 @@ def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    json.dump(facts, sys.stdout, indent=1, default=plain)
-    print()
+    text = json.dumps(finite(facts), indent=1, default=plain, allow_nan=False)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise ReaderGoneError from None
+
+
+def finite(value: Any) -> Any:
+    """With null for what JSON has no number for, such as the leak of a model that cannot be called."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain(value: Any) -> Any:

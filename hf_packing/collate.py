@@ -7,23 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_packing.arrow.packed_rows import IGNORED_LABEL
+from hf_packing.arrow.loss_masks import IGNORED_LABEL, first_unmasked, masks_among
+from hf_packing.arrow.segments_of_rows import Row, check_positions, integers, segment_lengths
+from hf_packing.dispatched import refuse_dispatched_batches
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-
-Row = Mapping[str, Any]
-
-LOSS_MASKS = ("completion_mask", "assistant_masks")
-"""TRL's columns of tokens to train on. Leaving them out would train on the prompts."""
 
 
 @dataclass(frozen=True)
 class PackingCollator:
     """Flatten packed rows, or plain documents, into one padding-free batch.
 
-    A row's segments are read from `seq_lengths`; without it from `position_ids`, which restart at every segment; with
-    neither, the row is one document. Other columns than these, `input_ids`, `labels` and `token_type_ids` are not
-    passed on.
+    A row's segments are read from `seq_lengths`, from `position_ids` that restart at 0 at every segment, from `seq_idx`
+    or from `cu_seq_lens_q` (`_k`): whichever it has, and where it has several, they must agree. A row without any is
+    one document. Other columns than these, `input_ids`, `labels` and `token_type_ids` are not passed on. Trainer drops
+    loss masks before a collator sees them, so that prompts would be trained on: `pack` applies them.
 
     Args:
         keep_first_labels: whether the first token of a segment keeps its label, for models whose logits are about the
@@ -38,8 +36,9 @@ class PackingCollator:
         seq_idx: int32 [1, tokens], the segment of every token.
 
     Raises:
-        PackingError: rows without input_ids or without a token, lengths that disagree, a column in some rows only, an
-            attention_mask with zeros, a mask of what to train on that is not in the labels yet.
+        PackingError: rows without input_ids or without a token, lengths that disagree, columns that tell of other
+            segments, a column in some rows only, an attention_mask of anything but ones, a loss mask that labels do not
+            agree with, batches that accelerate dispatches.
 
     Example:
         >>> import hf_packing as hfp
@@ -53,6 +52,7 @@ class PackingCollator:
     keep_first_labels: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        refuse_dispatched_batches(self)
         check_rows(rows)
         tokens = [integers("input_ids", row, number) for number, row in enumerate(rows)]
         if not any(map(len, tokens)):
@@ -66,15 +66,16 @@ class PackingCollator:
         labels = input_ids.copy() if labels is None else labels
         if not self.keep_first_labels:
             labels[begin] = IGNORED_LABEL
-        position_ids = np.arange(len(input_ids))
+        position_ids = np.arange(len(input_ids), dtype=np.int32)  # as most rows have them
         position_ids -= np.repeat(begin, lengths)
+        check_positions(rows, tokens, position_ids)
         seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         borders, longest = torch.from_numpy(cu_seq_lens), int(lengths.max())
         types = of_tokens("token_type_ids", rows, tokens)
         return {
             "input_ids": torch.from_numpy(input_ids)[None],
             "labels": torch.from_numpy(labels)[None],
-            "position_ids": torch.from_numpy(position_ids)[None],
+            "position_ids": torch.from_numpy(position_ids.astype(np.int64))[None],
             "cu_seq_lens_q": borders,
             "cu_seq_lens_k": borders,
             "max_length_q": longest,
@@ -92,23 +93,32 @@ def check_rows(rows: Any) -> None:
     for number, row in enumerate(rows):
         if "attention_mask" in row and not np.asarray(row["attention_mask"]).all():
             raise PackingError(f"column 'attention_mask': expected documents without padding, row {number} has a 0")
-        if masks := [name for name in LOSS_MASKS if name in row]:
-            raise PackingError(f"column {masks[0]!r}: expected labels with -100 in its place, row {number} has it")
+        check_loss_masks(row, number)
 
 
-def integers(name: str, row: Row, number: int) -> IntArray:
-    """A column of one row as an array; Python lists and torch tensors are converted."""
-    if name not in row:
-        raise PackingError(f"column {name!r}: expected in every row, row {number} has {', '.join(row) or 'none'}")
-    try:
-        array = np.asarray(row[name])
-    except ValueError as error:
-        raise PackingError(f"column {name!r}: expected a list of integers, row {number} has {error}") from error
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+def check_loss_masks(row: Row, number: int) -> None:
+    """Refuse a mask that was not applied to labels: a batch has no place for it, so prompts would be trained on."""
+    if not (names := masks_among(row)):
+        return
+    if "labels" not in row:
         raise PackingError(
-            f"column {name!r}: expected a list of integers, row {number} has {array.dtype} of shape {array.shape}"
+            f"column {names[0]!r}: expected labels beside it that are -100 where it is 0, row {number} has no labels; "
+            "pack() and map(strategy) apply it"
         )
-    return array
+    labels = integers("labels", row, number)
+    masks = {name: np.asarray(row[name]) for name in names}
+    for name, mask in masks.items():
+        if mask.shape != labels.shape:
+            raise PackingError(
+                f"column {name!r}: expected {len(labels)} values in row {number}, as many as labels, got shape "
+                f"{mask.shape}"
+            )
+    if found := first_unmasked(labels, masks):
+        name, token = found
+        raise PackingError(
+            f"column {name!r}: expected labels that are -100 where it is 0, token {token} of row {number} has the "
+            f"label {labels[token]}; apply it to the labels, or remove it"
+        )
 
 
 def of_tokens(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArray | None:
@@ -122,35 +132,3 @@ def of_tokens(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArra
                 f"column {name!r}: expected {len(ids)} values in row {number}, as many as input_ids, got {len(given)}"
             )
     return np.concatenate(values, dtype=np.int64, casting="unsafe")
-
-
-def segment_lengths(rows: Sequence[Row], tokens: list[IntArray]) -> IntArray:
-    """int64 [segments]; empty rows have none."""
-    lengths = []
-    for number, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-        if "seq_lengths" in row:
-            segments = integers("seq_lengths", row, number).astype(np.int64)
-            if segments.sum() != len(ids) or (len(segments) and segments.min() < 1):
-                raise PackingError(
-                    f"column 'seq_lengths': expected positive lengths that add up to the {len(ids)} tokens of "
-                    f"row {number}, got {segments.tolist()}"
-                )
-        elif "position_ids" in row:
-            segments = lengths_from_positions(integers("position_ids", row, number), len(ids), number)
-        else:
-            segments = np.array([len(ids)] if len(ids) else [], dtype=np.int64)
-        lengths.append(segments)
-    return np.concatenate(lengths)
-
-
-def lengths_from_positions(position_ids: IntArray, tokens: int, row: int) -> IntArray:
-    """A segment begins wherever a position is not one more than the last."""
-    if position_ids.shape != (tokens,):
-        raise PackingError(
-            f"column 'position_ids': expected {tokens} values in row {row}, as many as input_ids, "
-            f"got shape {position_ids.shape}"
-        )
-    begin = (
-        np.flatnonzero(np.diff(position_ids, prepend=position_ids[:1]) != 1) if tokens else np.zeros(0, dtype=np.int64)
-    )
-    return np.diff(begin, append=tokens)

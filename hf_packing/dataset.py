@@ -2,8 +2,9 @@
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
@@ -11,19 +12,25 @@ import pyarrow as pa
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
-from hf_packing.arrow.columns import INPUT_IDS, LABELS, TokenColumns, find_token_columns, left_out
+from hf_packing.arrow.columns import (
+    INPUT_IDS,
+    LABELS,
+    TokenColumns,
+    find_token_columns,
+    left_out,
+    with_typed_empty_lists,
+)
+from hf_packing.arrow.loss_masks import masks_among
 from hf_packing.arrow.packed_rows import check_bucket_is_free, pack_rows, unpack_rows
-from hf_packing.arrow.token_column import blocks_of_packs
-from hf_packing.cache import PLAN_KEY, CachedPacks, Origin, cache_for, fingerprint_of, new_stream
+from hf_packing.arrow.token_column import TOKENS_AT_ONCE, blocks_of_packs
+from hf_packing.arrow.visible import visible_columns
+from hf_packing.cache import PLAN_KEY, CachedPacks, Origin, cache_for, fingerprint_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_strategy
 
 DatasetOrDict = TypeVar("DatasetOrDict", datasets.Dataset, datasets.DatasetDict)
-
-TOKENS_AT_ONCE = 1 << 19
-"""Rows are gathered and written in blocks of about this many tokens, so memory does not depend on the dataset."""
 
 
 def pack(
@@ -32,9 +39,10 @@ def pack(
     """Pack a tokenised dataset, planned over all of its documents at once.
 
     Args:
-        dataset: Dataset or DatasetDict with `input_ids`. Columns with one number for each token (labels, masks,
-            weights) are packed along; an attention_mask is dropped; others are left out. What is left out, dropped or
-            skipped is said in a warning.
+        dataset: Dataset or DatasetDict with `input_ids`. TRL's loss masks, `completion_mask` and `assistant_masks`, are
+            applied to the labels and dropped. Other columns with one number for each token (labels, weights) are packed
+            along; an attention_mask is dropped; others are left out. A warning says what is applied, left out, dropped
+            or skipped. Columns that `with_format(columns=[...])` hides are not there.
         strategy: such as BestFit(2048).
         position_ids: whether rows get that column. Without it the dataset is a third smaller, and fit only for
             trainers that hand seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
@@ -46,7 +54,8 @@ def pack(
         and `seq_lengths` (tokens of every segment); with buckets also `bucket` (tokens its pack may hold).
 
     Raises:
-        PackingError: no input_ids, columns whose lengths disagree, an already packed dataset, not a map-style dataset.
+        PackingError: no input_ids, columns whose lengths disagree, an already packed dataset, not a map-style dataset,
+            a dataset with a transform.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -55,16 +64,27 @@ def pack(
         [[3, 1], [2]]
     """
     check_strategy(strategy)
-    if isinstance(dataset, datasets.DatasetDict):
-        return datasets.DatasetDict(
-            {name: pack_one(split, strategy, position_ids, load_from_cache_file) for name, split in dataset.items()}
-        )
+    if not isinstance(dataset, datasets.DatasetDict):
+        check_map_style("dataset", dataset)
+        return pack_one(dataset, strategy, position_ids, load_from_cache_file)
+    for name, split in dataset.items():
+        check_map_style(f"dataset[{name!r}]", split)
+    packed: dict[str, datasets.Dataset] = {}
+    name = ""
+    try:
+        for name, split in dataset.items():
+            packed[name] = pack_one(split, strategy, position_ids, load_from_cache_file)
+    except PackingError as error:
+        raise PackingError(f"dataset[{name!r}]: {error}") from error
+    return datasets.DatasetDict(packed)
+
+
+def check_map_style(name: str, dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset):
         raise PackingError(
-            f"dataset: expected a Dataset or a DatasetDict, got {type(dataset).__name__}; an IterableDataset can be "
-            "packed batch by batch with .map(strategy, batched=True, batch_size=10_000, remove_columns=...)"
+            f"{name}: expected a Dataset or a DatasetDict, got {type(dataset).__name__}; an IterableDataset can be "
+            "packed batch by batch with .map(strategy, batched=True, batch_size=10_000, remove_columns=[...])"
         )
-    return pack_one(dataset, strategy, position_ids, load_from_cache_file)
 
 
 def pack_one(
@@ -75,10 +95,11 @@ def pack_one(
     plan: PackingPlan | None = None,
 ) -> datasets.Dataset:
     """One split; plan: the strategy's for its lengths, where it was made already."""
-    table = dataset.data.table
+    check_no_transform(dataset)
+    table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
     if strategy.has_buckets:
         check_bucket_is_free(table.column_names)
-    fingerprint = fingerprint_of(dataset, strategy, position_ids)
+    fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names)
     cache = cache_for(dataset, fingerprint)
     rows = cache.open() if load_from_cache_file else None
     if rows is None:
@@ -92,18 +113,34 @@ def pack_one(
         lost.append(f"leaves out columns without one number for each token: {', '.join(without)}")
     for words in lost:
         warnings.warn(f"pack {words}", stacklevel=3)
-    info = info_of_packed(dataset, rows.schema)
+    info = info_of_packed(dataset, table.column_names, rows.schema)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
-    form = dataset.format
-    return packed if form["type"] == "custom" else packed.with_format(form["type"], **form["format_kwargs"])
+    return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
 
-def info_of_packed(dataset: datasets.Dataset, schema: pa.Schema) -> datasets.DatasetInfo:
-    """What is known of the documents, with the features of the rows."""
+def check_no_transform(dataset: datasets.Dataset) -> None:
+    """Refuse to freeze what a transform returns, which may be random, or to leave the transform out."""
+    if dataset.format["type"] == "custom":
+        raise PackingError(
+            "dataset: expected one without a transform, which may return something else at every reading; give it to "
+            "attach or prepare_dataloader, which read through the transform, pack what it returns once with "
+            "map(strategy, batched=True, remove_columns=dataset.column_names).with_format(None), or call "
+            "with_format(None) to pack without it"
+        )
+
+
+def info_of_packed(dataset: datasets.Dataset, packed: list[str], schema: pa.Schema) -> datasets.DatasetInfo:
+    """What is known of the documents, with the features of the rows.
+
+    Args:
+        dataset: the documents.
+        packed: their columns that packing has read.
+        schema: of the rows.
+    """
     known = dataset.info
     features = datasets.Features.from_arrow_schema(schema)
     others = features.keys() - {INPUT_IDS, LABELS}
-    kept = {name: feature for name, feature in dataset.features.items() if name in others}
+    kept = {name: of_any_length(dataset.features[name]) for name in packed if name in others}
     return datasets.DatasetInfo(
         description=known.description,
         citation=known.citation,
@@ -111,6 +148,11 @@ def info_of_packed(dataset: datasets.Dataset, schema: pa.Schema) -> datasets.Dat
         license=known.license,
         features=datasets.Features({**features, **kept}),
     )
+
+
+def of_any_length(feature: Any) -> Any:
+    """The feature of lists that need not be as long as those of the documents, where these are all of one length."""
+    return replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature
 
 
 def row_numbers(dataset: datasets.Dataset) -> IntArray | None:
@@ -126,12 +168,12 @@ def write_packs(
     extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
     schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
     schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
-    first_labels = []
+    first_labels, trained_tokens = [], 0
     pack_tokens = (
         np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
     )
     with (
-        new_stream(cache.rows, schema) as stream,
+        cache.being_made(schema) as (stream, folder),
         tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents} documents", unit=" packs") as progress,
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
@@ -139,6 +181,7 @@ def write_packs(
         for first, end in blocks_of_packs(pack_tokens, TOKENS_AT_ONCE):
             rows = pack_rows(columns, plan, first, end, **extras)
             first_labels.append(rows.first_labels)
+            trained_tokens += rows.trained_tokens
             if written:
                 written.result()
             written = writer.submit(stream.write_table, rows.table.replace_schema_metadata(schema.metadata))
@@ -147,7 +190,9 @@ def write_packs(
             written.result()
         known = [labels for labels in first_labels if labels is not None]
         labels = np.concatenate(known) if known else None
-        cache.save_origin(Origin(plan, repr(strategy), LABELS not in columns, labels))
+        masks = tuple(masks_among(columns))
+        labels_made = LABELS not in columns and not masks
+        cache.save_origin(Origin(plan, repr(strategy), labels_made, labels, masks, trained_tokens), folder)
 
 
 def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
@@ -158,7 +203,8 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
     Args:
         packed: what `pack` returned, neither shuffled nor selected from.
         plan: the plan the rows were packed with; None finds the one that `pack` saved beside its rows. Rows that were
-            saved elsewhere no longer know it. With a plan given by hand, labels keep the -100 at the start of segments.
+            saved elsewhere no longer know it. With a plan given by hand, labels keep the -100 at the start of segments,
+            and of rows with the same seq_lengths nobody can tell whether they were saved in another order.
 
     Returns:
         Dataset, one row for each document, in memory.
@@ -180,7 +226,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         )
     table = packed.data.table
     files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
-    origin = files[0].load_origin() if len(files) == 1 and files[0].open() is not None else None
+    origin = files[0].load_origin() if len(files) == 1 and files[0].is_there() else None
     if origin is None:
         if not isinstance(plan, PackingPlan):
             raise PackingError(

@@ -1,4 +1,4 @@
-"""Pack real documents and train on them, padded and packed, side by side.
+"""Pack real documents and train on them, padded and packed, a step of each in turn.
 
     python recipes/quickstart.py
     python recipes/quickstart.py --data my.jsonl --tokenizer gpt2 --max-length 4096
@@ -9,13 +9,15 @@ file or dataset need `text`, `prompt` and `completion`, `messages`, or `input_id
 
 import argparse
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
+from checkpoints import positive
 from documents import load_tokenizer, read_documents, tokenise
+from in_turn import DEVICE, SPEED, Side, in_turn, summary
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
@@ -23,9 +25,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProgressCallback,
-    Trainer,
-    TrainingArguments,
     set_seed,
 )
 
@@ -50,7 +49,6 @@ STRATEGIES = {
 ALWAYS_SHOWN = ("fixed-length", "first-come", "best-fit")
 ROWS_COMPARED = 8
 EQUAL_LOSS = 1e-5
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,12 +58,12 @@ def parse_arguments() -> argparse.Namespace:
         "--tokenizer", help="name or folder; default: the model's, or a byte-level BPE trained on the documents"
     )
     parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens a pack holds")
+    parser.add_argument("--max-length", type=positive, default=2048, help="tokens a pack holds")
     parser.add_argument("--strategy", choices=STRATEGIES, default="best-fit", help="how the dataset is packed")
-    parser.add_argument("--steps", type=int, default=40, help="training steps of each run")
-    parser.add_argument("--documents-per-step", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument("--steps", type=positive, default=40, help="steps of each training, an epoch at most")
+    parser.add_argument("--documents-per-step", type=positive, default=16)
+    parser.add_argument("--seed", type=int, default=0, help="of weights, packs, and the documents trained on")
+    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="is overwritten")
     return parser.parse_args()
 
 
@@ -105,7 +103,7 @@ def compare(lengths: np.ndarray, arguments: argparse.Namespace) -> dict[str, hfp
     row = f"padding, {batch} a batch"
     print(f"{row:24}{1 - tokens / slots:>10.2%}{cut:>12.2%}{1:>15.2f}{tokens / slots:>12.2%}{len(lengths):>9,}")
     shown = dict.fromkeys((*ALWAYS_SHOWN, arguments.strategy))
-    plans = {name: hfp.plan_packing(lengths, STRATEGIES[name](max_length)) for name in shown}
+    plans = {name: hfp.plan_packing(lengths, STRATEGIES[name](max_length, seed=arguments.seed)) for name in shown}
     for name, plan in plans.items():
         m = plan.metrics()
         print(
@@ -134,50 +132,8 @@ def segments_of(row: dict) -> list[dict]:
     return [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in np.split(np.array(row["input_ids"]), ends)]
 
 
-@dataclass
-class Run:
-    """What one training run showed."""
-
-    documents: list[int]
-    losses: list[float]
-    tokens_per_second: float
-
-
-class Progress(ProgressCallback):
-    """The bar with the loss at its end, instead of a line for each step."""
-
-    def on_log(self, *_, logs: dict | None = None, **__) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix(loss=logs["loss"])
-
-
-def train(model: PreTrainedModel, rows: datasets.Dataset, rows_per_step: int, collator, arguments, name: str) -> Run:
-    training = TrainingArguments(
-        output_dir=str(arguments.output / f"trainer-{name}"),
-        per_device_train_batch_size=rows_per_step,
-        num_train_epochs=1,
-        learning_rate=3e-3 if arguments.model is None else 2e-5,
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        bf16=torch.cuda.is_available(),
-        seed=arguments.seed,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
-    trainer = Trainer(model=model, args=training, train_dataset=rows, data_collator=collator)
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Progress)
-    print(f"training {name}:")
-    seconds = trainer.train().metrics["train_runtime"]
-    tokens = sum(map(len, rows["input_ids"]))
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    seen = [entry["step"] * arguments.documents_per_step for entry in logged]
-    return Run(seen, [float(entry["loss"]) for entry in logged], tokens / seconds)
-
-
 def draw(
-    lengths: np.ndarray, plans: dict[str, hfp.PackingPlan], runs: dict[str, Run], max_length: int, file: Path
+    lengths: np.ndarray, plans: dict[str, hfp.PackingPlan], sides: Sequence[Side], max_length: int, file: Path
 ) -> None:
     figure, (before, after, curves) = plt.subplots(1, 3, figsize=(16, 4.6), layout="constrained")
     before.hist(lengths, bins=np.geomspace(1, max(lengths.max(), 2), 60), color="#4878a8")
@@ -196,10 +152,11 @@ def draw(
     )
     after.legend(frameon=False, loc="lower right")
     styles = {"padded": ("#4878a8", "-", 4), "packed": ("#b04030", "--", 1.8)}
-    for name, run in runs.items():
-        colour, line, width = styles[name]
-        label = f"{name}: {run.tokens_per_second:,.0f} tokens/s"
-        curves.plot(run.documents, run.losses, color=colour, linestyle=line, linewidth=width, label=label)
+    for side in sides:
+        colour, line, width = styles[side.name]
+        label = f"{side.name}: {side.tokens_per_second:,.0f} {SPEED}"
+        seen = np.arange(1, len(side.losses) + 1) * len(sides[0].batches[0])
+        curves.plot(seen, side.losses, color=colour, linestyle=line, linewidth=width, label=label)
     curves.set(xlabel="documents seen", ylabel="training loss", title="The same documents, padded and packed")
     curves.legend(frameon=False)
     figure.savefig(file, dpi=120)
@@ -226,29 +183,32 @@ def compare_losses(arguments, packed: datasets.Dataset, tokenizer: PreTrainedTok
         raise SystemExit(f"the losses differ by more than {EQUAL_LOSS}")
 
 
-def train_both(arguments, documents: datasets.Dataset, lengths: np.ndarray, tokenizer) -> dict[str, Run]:
+def train_both(arguments, documents: datasets.Dataset, lengths: np.ndarray, tokenizer) -> list[Side]:
     """Train twice from the same weights on the same documents in the same order, the same number of them per step."""
     per_step = arguments.documents_per_step
     fitting = np.flatnonzero((lengths > 0) & (lengths <= arguments.max_length))
     steps = min(arguments.steps, len(fitting) // per_step)
+    if not steps:
+        raise SystemExit(
+            f"--documents-per-step: expected at most {len(fitting):,}, the documents that fit a row, got {per_step:,}"
+        )
     chosen = np.random.default_rng(arguments.seed).permutation(fitting)[: steps * per_step]
     documents = documents.select(chosen)
-    batches = hfp.FirstCome(per_step * arguments.max_length, order="dataset", max_documents=per_step, seed=None)
-    rows = hfp.pack(documents, batches)
-    documents = documents.add_column("labels", documents["input_ids"][:])
-    padded = train(
-        new_model(arguments, tokenizer), documents, per_step, DataCollatorForSeq2Seq(tokenizer), arguments, "padded"
-    )
+    one_step = hfp.FirstCome(per_step * arguments.max_length, order="dataset", max_documents=per_step, seed=None)
+    packs = [[pack] for pack in hfp.pack(documents, one_step)]
+    ids = documents["input_ids"][:]
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in ids]
+    padded = [rows[first : first + per_step] for first in range(0, len(rows), per_step)]
+    learning_rate = 3e-3 if arguments.model is None else 2e-5
     with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):  # proven as it will be trained
         model = hfp.patch_model(new_model(arguments, tokenizer))
-    packed = train(model, rows, 1, hfp.PackingCollator(), arguments, "packed")
-    print(
-        f"\n{per_step} documents per step, {len(documents):,} documents: "
-        f"padded {padded.tokens_per_second:,.0f} tokens/s, packed {packed.tokens_per_second:,.0f} tokens/s: "
-        f"{packed.tokens_per_second / padded.tokens_per_second:.1f} times as fast"
-    )
-    print(f"loss of the last step: padded {padded.losses[-1]:.4f}, packed {packed.losses[-1]:.4f}")
-    return {"padded": padded, "packed": packed}
+    sides = [
+        Side("padded", new_model(arguments, tokenizer), padded, DataCollatorForSeq2Seq(tokenizer), learning_rate),
+        Side("packed", model, packs, hfp.PackingCollator(), learning_rate),
+    ]
+    in_turn(sides)
+    print(summary(*sides))
+    return sides
 
 
 def main() -> None:
@@ -264,12 +224,12 @@ def main() -> None:
         f"mean {lengths.mean():.0f}, median {np.median(lengths):.0f}, longest {lengths.max():,}"
     )
     plans = compare(lengths, arguments)
-    packed = hfp.pack(documents, STRATEGIES[arguments.strategy](arguments.max_length))
+    packed = hfp.pack(documents, STRATEGIES[arguments.strategy](arguments.max_length, seed=arguments.seed))
     packed.save_to_disk(output / "packed")
     plans[arguments.strategy].save(output / "plan")
     compare_losses(arguments, packed, tokenizer)
-    runs = train_both(arguments, documents, lengths, tokenizer)
-    draw(lengths, plans, runs, arguments.max_length, output / "report.png")
+    sides = train_both(arguments, documents, lengths, tokenizer)
+    draw(lengths, plans, sides, arguments.max_length, output / "report.png")
     print(
         f"\nin {output.resolve()}:\n  packed/     the packed dataset, for datasets.load_from_disk\n"
         f"  plan/       the plan, for hf_packing.PackingPlan.load\n  report.png  lengths, fill and losses\n"

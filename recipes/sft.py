@@ -1,40 +1,41 @@
 """Supervised fine-tuning on packed rows with SFTTrainer; prompts are masked.
 
     python recipes/sft.py --data chat.jsonl --model Qwen/Qwen3-0.6B --output_dir outputs/sft
+    python recipes/sft.py --data chat.jsonl --model Qwen/Qwen3-0.6B --output_dir outputs/sft \
+        --resume_from_checkpoint last
     accelerate launch --config_file recipes/configs/fsdp2.yaml recipes/sft.py --config recipes/configs/sft.yaml
 
 The data is a .json or .jsonl file (also .gz) or a dataset's name, with `messages`, or with `prompt` and `completion`,
-as text (joined by a line break) or as messages. All fields of TRL's SFTConfig are flags as well, and all flags may
-stand in a YAML file, `--config`.
+as text (joined by a line break) or as messages. Flags of TRL's SFTConfig are honoured or refused, as the table in
+recipes/README.md says, and may stand in a YAML file, `--config`, as well.
 """
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from accelerate import Accelerator
+from sft_documents import CHATML, IGNORED, read, tokenise, what_is_trained
+from sft_parser import Parser
+from sft_resume import SameFlags, checkpoint_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer, TrlParser
+from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-
-IGNORED = -100
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 
 STRATEGIES = {
     "best_fit": hfp.BestFit,
     "optimal": hfp.Optimal,
     "multipack": hfp.Multipack,
     "first_come": hfp.FirstCome,
-    "bucket": lambda longest: hfp.Bucket([longest // 8, longest // 4, longest // 2, longest]),
+    "bucket": lambda longest, seed: hfp.Bucket([longest // 8, longest // 4, longest // 2, longest], seed=seed),
 }
+TEMPLATES = (".jinja", ".j2")
 
 
 @dataclass
@@ -43,6 +44,10 @@ class Arguments:
 
     data: str = field(metadata={"help": "a .json or .jsonl file (also .gz), or a dataset's name"})
     model: str = field(metadata={"help": "name or folder of a causal language model and its tokenizer"})
+    eval_data: str | None = field(
+        default=None,
+        metadata={"help": "the same for evaluation: after training, and as --eval_strategy says"},
+    )
     strategy: str = field(
         default="none",
         metadata={
@@ -50,7 +55,10 @@ class Arguments:
             "choices": ["none", *STRATEGIES],
         },
     )
-    pack_length: int = field(default=4096, metadata={"help": "tokens a packed row holds"})
+    pack_length: int | None = field(
+        default=None,
+        metadata={"help": "tokens a packed row holds, 4096 unless it is given; longer documents are split"},
+    )
     max_tokens: int | None = field(
         default=None, metadata={"help": "tokens of a micro-batch on each process; pack_length where it is not given"}
     )
@@ -62,106 +70,138 @@ class Arguments:
         default=None, metadata={"help": "documents in a step of the optimiser, to keep an unpacked schedule"}
     )
 
-
-def turns(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """The row as pieces of text, each with whether it is trained on."""
-    if isinstance(row.get("prompt"), str):
-        yield row["prompt"] + "\n", False
-        yield row["completion"] + tokenizer.eos_token, True
-        return
-    given = row.get("prompt") or []
-    messages = row["messages"] if "messages" in row else given + row["completion"]
-    rendered = ""
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or turn < len(given):
-            continue
-        for upto, trained in ((messages[:turn], False), (messages[: turn + 1], True)):
-            text = tokenizer.apply_chat_template(upto, tokenize=False, add_generation_prompt=not trained)
-            if not text.startswith(rendered):
-                raise SystemExit(
-                    f"--model: its chat template rewrites earlier turns, so turn {turn} cannot be masked apart"
-                )
-            yield text[len(rendered) :], trained
-            rendered = text
-
-
-def tokenise(row: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
-    input_ids, labels = [], []
-    for text, trained in turns(row, tokenizer):
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        input_ids += tokens
-        labels += tokens if trained else [IGNORED] * len(tokens)
-    return {"input_ids": input_ids, "labels": labels}
-
-
-def read(data: str) -> datasets.Dataset:
-    if Path(data).suffix and not Path(data).exists():
-        sys.exit(f"--data: expected a file or a dataset's name, got {data!r}, which does not exist")
-    if Path(data).is_file():
-        rows = datasets.load_dataset("json", data_files=data, split="train")
-    else:
-        rows = datasets.load_dataset(data, split="train")
-    if not {"messages", "completion"} & set(rows.column_names):
-        sys.exit(f"--data: expected messages, or prompt and completion, got columns {', '.join(rows.column_names)}")
-    return rows
+    def __post_init__(self) -> None:
+        """Refuse what argparse lets pass from a YAML file, and what would have no effect."""
+        for each in fields(self):
+            value, choices = getattr(self, each.name), each.metadata.get("choices")
+            if choices and value not in choices:
+                sys.exit(f"--{each.name}: expected one of {', '.join(choices)}, got {value!r}")
+        for name in ("pack_length", "max_tokens", "match_documents_per_step"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                sys.exit(f"--{name}: expected an integer from 1, got {value!r}")
+        if self.strategy == "none" and None not in (self.pack_length, self.max_tokens):
+            sys.exit(
+                f"--pack_length: expected none beside --max_tokens with --strategy none, which has no rows but "
+                f"micro-batches, got {self.pack_length}"
+            )
+        self.pack_length = self.pack_length or (self.max_tokens if self.strategy == "none" else 4096) or 4096
+        self.max_tokens = self.max_tokens or self.pack_length
 
 
 def packed(
-    documents: datasets.Dataset, arguments: Arguments
+    documents: datasets.Dataset, arguments: Arguments, seed: int
 ) -> tuple[datasets.Dataset, hfp.TokenBudget | hfp.BucketBatches]:
     """The rows to train on, and how they share micro-batches."""
-    tokens = arguments.max_tokens or arguments.pack_length
+    tokens = arguments.max_tokens
     if arguments.strategy == "none":
-        return documents, hfp.TokenBudget(tokens, overflow="split")
-    rows = hfp.pack(documents, STRATEGIES[arguments.strategy](arguments.pack_length))
-    return rows, hfp.BucketBatches(tokens) if arguments.strategy == "bucket" else hfp.TokenBudget(tokens)
+        return documents, hfp.TokenBudget(tokens, overflow="split", seed=seed)
+    rows = hfp.pack(documents, STRATEGIES[arguments.strategy](arguments.pack_length, seed=seed))
+    return rows, (hfp.BucketBatches if arguments.strategy == "bucket" else hfp.TokenBudget)(tokens, seed=seed)
 
 
-def main() -> None:
-    here = [] if torch.accelerator.is_available() else ["--use_cpu", "True", "--bf16", "False"]
-    arguments, config = TrlParser((Arguments, SFTConfig)).parse_args_and_config([*here, *sys.argv[1:]])
-    if config.packing:
-        sys.exit("--packing: expected False, since rows are packed here and TRL would pack them again")
-    if config.max_length not in (None, SFTConfig.__dataclass_fields__["max_length"].default):
-        sys.exit(f"--max_length: expected none, since --pack_length says how long rows are, got {config.max_length}")
-    config.max_length = None
-
-    with config.main_process_first(desc="reading"):
-        documents = read(arguments.data)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+def load_tokenizer(model: str, config: SFTConfig) -> PreTrainedTokenizerBase:
+    """With the end and the template that the flags name, before anything is tokenised."""
+    revision = (config.model_init_kwargs or {}).get("revision")
+    more = {} if revision is None else {"revision": revision}
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=config.trust_remote_code, **more)
+    if config.eos_token is not None:
+        if config.eos_token not in tokenizer.get_vocab():
+            sys.exit(f"--eos_token: expected a token of {model!r}, got {config.eos_token!r}")
+        tokenizer.eos_token = config.eos_token
+    if config.chat_template_path is not None:
+        file = Path(config.chat_template_path)
+        if not (file.is_file() and file.suffix in TEMPLATES):
+            sys.exit(f"--chat_template_path: expected a file ending in {' or '.join(TEMPLATES)}, got {str(file)!r}")
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
     tokenizer.chat_template = tokenizer.chat_template or CHATML
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def documents_of(
+    rows: datasets.Dataset, config: SFTConfig, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> datasets.Dataset:
+    """Tokens and labels."""
+    trained = what_is_trained(rows, given.get("assistant_only_loss"), config.completion_only_loss)
+    return rows.map(
+        tokenise,
+        fn_kwargs={"tokenizer": tokenizer, "trained": trained},
+        remove_columns=rows.column_names,
+        num_proc=config.dataset_num_proc,
+        desc="Tokenising",
+    )
+
+
+def main(flags: Sequence[str] | None = None) -> SFTTrainer:
+    """Train, and save the model in --output_dir; the trainer, done."""
+    parser = Parser(Arguments, {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False})
+    arguments, config = parser.parse_args_and_config(flags)
+    checkpoint = checkpoint_of(config)
+
+    with config.main_process_first(desc="reading"):
+        chats = read(arguments.data)
+        chats_held_out = None if arguments.eval_data is None else read(arguments.eval_data, "--eval_data")
+        tokenizer = load_tokenizer(arguments.model, config)
     with config.main_process_first(desc="tokenising and packing"):
-        documents = documents.map(
-            tokenise, fn_kwargs={"tokenizer": tokenizer}, remove_columns=documents.column_names, desc="Tokenising"
-        )
-        rows, batching = packed(documents, arguments)
+        documents = documents_of(chats, config, parser.given, tokenizer)
+        seed = config.seed if config.data_seed is None else config.data_seed
+        rows, batching = packed(documents, arguments, seed)
+        held_out = None
+        if chats_held_out is not None:
+            held_out = documents_of(chats_held_out, config, parser.given, tokenizer)
+    evaluates_at_the_end = held_out is not None and parser.given.get("do_eval") is not False
+    if held_out is not None and not config.do_eval and not evaluates_at_the_end:
+        sys.exit("--eval_data: expected --eval_strategy, or no --do_eval False, since nothing would be evaluated")
 
     if config.process_index == 0:
-        print(f"{len(documents):,} documents in {len(rows):,} rows")
-    accelerator = train(arguments, config, tokenizer, rows, batching)
-    accelerator.free_memory()  # before the group of processes ends, which a DDP model must not outlive
-    accelerator.end_training()
+        labels = documents.with_format("numpy")["labels"]
+        trained_tokens = sum(int((np.asarray(of_document) != IGNORED).sum()) for of_document in labels)
+        print(f"{len(documents):,} documents in {len(rows):,} rows, {trained_tokens:,} tokens to train on")
+    trainer = prepare(arguments, config, tokenizer, rows, held_out, batching)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    if evaluates_at_the_end:
+        trainer.log_metrics("eval", trainer.evaluate())
+    return trainer
 
 
-def train(
+def prepare(
     arguments: Arguments,
     config: SFTConfig,
     tokenizer: PreTrainedTokenizerBase,
     rows: datasets.Dataset,
+    held_out: datasets.Dataset | None,
     batching: hfp.TokenBudget | hfp.BucketBatches,
-) -> Accelerator:
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    trainer = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+) -> SFTTrainer:
+    """A trainer with planned batches."""
+    options = {"dtype": "float32", "trust_remote_code": config.trust_remote_code, **(config.model_init_kwargs or {})}
+    options["dtype"] = getattr(torch, options["dtype"], options["dtype"])  # by name; "auto" is none
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, **options)
+    same_flags = SameFlags(config)
+    config.model_init_kwargs = None  # the model has them, and SFTTrainer would warn
+    config.assistant_only_loss, config.completion_only_loss = False, None  # labels have them already
+    trainer = SFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[same_flags],
+    )
     summary = hfp.attach(
         trainer, batching, loss=arguments.loss, match_documents_per_step=arguments.match_documents_per_step
     )
     if trainer.is_world_process_zero():
         print(summary)
-    trainer.train()
-    trainer.save_model()
-    return trainer.accelerator
+    return trainer
+
+
+def end(accelerator: Accelerator) -> None:
+    """In this order, and without a trainer: a DDP model that outlives the group of processes hangs at the exit."""
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main()
+    end(main().accelerator)

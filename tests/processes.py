@@ -17,9 +17,15 @@ def run(folder, ranks=1, fails=False, **settings):
     """Train in processes of their own; the folder is made where it does not exist."""
     unknown = settings.keys() - training_process.SETTINGS.keys()
     assert not unknown, unknown
+    return launch("training_process.py", folder, json.dumps(settings), ranks=ranks, fails=fails)
+
+
+def launch(script, folder, *arguments, ranks, fails=False):
+    """Run a script of this folder on so many processes; its folder for results is made where it does not exist."""
     folder.mkdir(exist_ok=True)
-    arguments = [str(IN_THE_FAMILY / "training_process.py"), str(folder), json.dumps(settings)]
-    known = {"PYTHONPATH": os.pathsep.join(map(str, [IN_THE_FAMILY])), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    arguments = [str(IN_THE_FAMILY / script), str(folder), *arguments]
+    paths = [str(IN_THE_FAMILY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
     start = [sys.executable, *(TORCHRUN + [str(ranks)] if ranks > 1 else []), *arguments]
     done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)

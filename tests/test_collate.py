@@ -62,6 +62,73 @@ def test_packed_rows_are_the_same_as_their_segments(documents, max_length, by_po
     assert plain(batch) == expected | {"cu_seq_lens_k": expected["cu_seq_lens_q"]}
 
 
+AS = {
+    "list": list,
+    "torch.int32": lambda values: torch.tensor(values, dtype=torch.int32),
+    "uint8": lambda values: np.array(values).astype(np.uint8),
+    "int64": np.array,
+}
+
+
+@pytest.mark.parametrize("kind", AS)
+def test_columns_that_tell_the_same_segments(kind):
+    """256 tokens end where an unsigned byte does."""
+    lengths = [256, 1, 3]
+    told = {
+        "seq_lengths": lengths,
+        "position_ids": AS[kind]([position for length in lengths for position in range(length)]),
+        "seq_idx": AS[kind](np.repeat([0, 1, 2], lengths)),
+        "cu_seq_lens_q": [0, 256, 257, 260],
+        "attention_mask": AS[kind]([1] * 260),
+    }
+    tokens = {"input_ids": list(range(260))}
+    for names in ([*told], *([name] for name in told if name != "attention_mask"), [*reversed(told)]):
+        batch = hfp.PackingCollator()([tokens | {name: told[name] for name in names}])
+        assert batch["cu_seq_lens_q"].tolist() == [0, 256, 257, 260], names
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"seq_lengths": [4, 2], "position_ids": [0, 1, 0, 1, 2, 3]},
+            r"column 'position_ids': expected the segments of 'seq_lengths' in row 1, \[4, 2\] tokens long, got "
+            r"those of \[2, 4\] tokens",
+        ),
+        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 4, 5]}, r"row 1, \[4, 2\] tokens long, got .* \[6\]"),
+        ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"row 1, \[6\] tokens long, got .* \[3, 3\]"),
+        ({"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* row 1 has 2 at token 0; remove"),
+        ({"position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* row 1 has 2 at token 0; remove"),
+        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 0]}, "'position_ids': expected 6 values in row 1"),
+        ({"seq_lengths": [6], "position_ids": [[*range(6)]] * 3}, r"'position_ids': expected a list .* shape \(3, 6\)"),
+        ({"seq_lengths": [6], "position_ids": [*map(float, range(6))]}, "'position_ids': expected a list of integers"),
+        ({"seq_lengths": [6], "seq_idx": [0, 0, 0, 1, 1, 1]}, r"column 'seq_idx': .* row 1, \[6\] .* \[3, 3\]"),
+        (
+            {"position_ids": [*range(6)], "cu_seq_lens_k": [0, 3, 6]},
+            r"'cu_seq_lens_k' in row 1, \[3, 3\] tokens .* \[6\]",
+        ),
+        ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rising to the 6 tokens of row 1, got \[0, 3, 5\]"),
+        ({"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}, "'attention_mask': expected ones, row 1 has a 2"),
+        ({"seq_lengths": [6], "attention_mask": [[1] * 6]}, r"'attention_mask': expected 6 ones .* shape \(1, 6\)"),
+    ],
+)
+def test_columns_that_tell_of_other_segments_are_refused(row, message):
+    tokens = {"input_ids": [5, 6, 7, 8, 9, 10]}
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.PackingCollator()([tokens, tokens | row])
+
+
+@given(documents_lists)
+def test_rows_flattened_by_transformers(documents):
+    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    flat = flatten([{"input_ids": document} for document in documents])
+    row = {name: value[0] if getattr(value, "ndim", 0) == 2 else value for name, value in flat.items()}
+    expected = hfp.PackingCollator()([{"input_ids": document} for document in documents])
+    for left_out in ((), ("position_ids",), ("seq_idx",), ("position_ids", "seq_idx")):
+        batch = hfp.PackingCollator()([{name: value for name, value in row.items() if name not in left_out}])
+        assert plain(batch) == plain(expected)
+
+
 @given(documents_lists)
 def test_agrees_with_transformers(documents):
     rows = [{"input_ids": document, "labels": [-100, *document[1:]]} for document in documents]
@@ -130,6 +197,21 @@ def test_empty_rows_have_no_segment():
             [{"input_ids": [1, 0], "attention_mask": [1, 0]}],
             "column 'attention_mask': expected documents without padding, row 0",
         ),
+        (
+            [{"input_ids": [1, 2], "completion_mask": [0, 1]}],
+            "column 'completion_mask': expected labels beside it that are -100 where it is 0, row 0 has no labels",
+        ),
+        (
+            [
+                {"input_ids": [3, 4], "labels": [-100, 4]},
+                {"input_ids": [1, 2], "labels": [1, 2], "assistant_masks": [1, 0]},
+            ],
+            "column 'assistant_masks': expected labels that are -100 where it is 0, token 1 of row 1 has the label 2",
+        ),
+        (
+            [{"input_ids": [1, 2], "labels": [1, 2], "assistant_masks": [1]}],
+            "column 'assistant_masks': expected 2 values in row 0, as many as labels, got shape \\(1,\\)",
+        ),
         ({"input_ids": [1]}, "rows: expected a list of mappings with input_ids, got dict"),
         ([[1, 2]], "rows: expected a list of mappings with input_ids, got list"),
     ],
@@ -137,3 +219,16 @@ def test_empty_rows_have_no_segment():
 def test_bad_rows(rows, message):
     with pytest.raises(hfp.PackingError, match=message):
         hfp.PackingCollator()(rows)
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def test_a_loss_mask_that_labels_agree_with(make):
+    row = {
+        "input_ids": [1, 2, 3],
+        "labels": [-100, -100, 3],
+        "completion_mask": [0, 1, 1],
+        "assistant_masks": [0, 0, 1],
+    }
+    batch = hfp.PackingCollator()([{name: make(values) for name, values in row.items()}])
+    assert batch["labels"].tolist() == [[-100, -100, 3]]
+    assert "completion_mask" not in batch

@@ -1,5 +1,6 @@
 """pack and unpack over whole datasets, and the cache."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -113,11 +114,6 @@ def test_what_is_known_of_the_documents_is_kept():
     assert packed.features["tags"] == tags
 
 
-def test_a_transform_of_the_documents_is_not_one_of_the_rows():
-    source = documents().with_transform(lambda batch: {"input_ids": [[0] for _ in batch["input_ids"]]})
-    assert hfp.pack(source, hfp.BestFit(4, seed=None))["input_ids"][0] == [7, 8, 9, 10]
-
-
 def test_shuffled_selected_and_filtered_datasets_are_packed_as_they_stand():
     source = documents()
     for view in (source.shuffle(seed=3), source.select([4, 0]), source.filter(lambda row: len(row["input_ids"]) != 2)):
@@ -155,6 +151,15 @@ def test_dataset_dict_and_splits():
     assert hfp.unpack(packed["test"])["input_ids"][:] == [[1, 2, 3]]
 
 
+def test_errors_name_the_split():
+    of_another_kind = DatasetDict(train=documents(), test=documents().to_iterable_dataset())
+    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: expected a Dataset or a DatasetDict, got Iterable"):
+        hfp.pack(of_another_kind, hfp.BestFit(4))
+    of_other_columns = DatasetDict(train=documents(), test=Dataset.from_dict({"text": ["a"]}))
+    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: column 'input_ids': expected among the columns"):
+        hfp.pack(of_other_columns, hfp.BestFit(4))
+
+
 def test_the_format_is_kept():
     packed = hfp.pack(documents().with_format("numpy"), hfp.BestFit(4))
     assert isinstance(packed[0]["input_ids"], np.ndarray)
@@ -190,6 +195,15 @@ def test_other_token_columns_are_packed_along():
     packed = hfp.pack(documents(weights=weights, attention_mask=[[1] * len(row) for row in ROWS]), hfp.BestFit(4))
     assert packed.column_names == ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
     assert hfp.unpack(packed)["weights"][:] == weights
+
+
+def test_positions_that_contradict_the_plan():
+    packed = hfp.pack(documents(), hfp.BestFit(4))
+    plan = hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4))
+    wrong = packed.map(lambda row: {"position_ids": row["position_ids"][::-1]})
+    assert len(hfp.unpack(wrong.remove_columns("position_ids"), plan)) == len(ROWS)
+    with pytest.raises(hfp.PackingError, match="column 'position_ids': expected positions that restart at 0"):
+        hfp.unpack(wrong, plan)
 
 
 def test_packing_twice():
@@ -283,6 +297,21 @@ class TestCache:
             datasets.enable_caching()
         assert not list((tmp_path / "documents").glob("cache-*"))
         assert hfp.unpack(packed)["input_ids"][:] == ROWS
+
+    def test_rows_outlast_a_forked_process(self, monkeypatch):
+        at_exit = []
+        monkeypatch.setattr("atexit.register", lambda *call, **options: at_exit.append((call, options)))
+        monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
+        file = Path(hfp.pack(documents(), hfp.BestFit(4)).cache_files[0]["filename"])
+        (((end, *given), options),) = at_exit
+        child = os.fork()
+        if child == 0:
+            end(*given, **options)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert file.exists()
+        end(*given, **options)
+        assert not file.parent.exists()
 
     def test_damaged_rows_are_packed_again(self, tmp_path):
         source = on_disk(tmp_path / "documents")

@@ -16,11 +16,12 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.training.step_facts import StepFacts
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "recipes" / "reproduce" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").rglob("README.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
@@ -84,6 +85,15 @@ def test_the_python_of_a_page_runs(page, tmp_path, capsys, monkeypatch):
 
 def test_pages_have_python():
     assert sum(len(PYTHON.findall(page.read_text())) for page in PAGES) > 15
+
+
+def test_what_a_trainer_logs_is_defined():
+    facts = StepFacts()
+    facts.add(torch.ones(2, 1, 4, dtype=torch.int64))
+    logged = facts.take(budget=4)
+    assert len(logged) == 5
+    text = (ROOT / "README.md").read_text()
+    assert all(f"\n| `{name}` | " in text for name in logged)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -4,18 +4,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import accelerate_loop
+import in_turn
 import nbformat
+import pretrain_bucket
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from datasets import load_from_disk
 from nbclient import NotebookClient
-from tiny_models import build
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from recipe_inputs import exits, save_tiny_model
+from safetensors.torch import load_file
 
 import hf_packing as hfp
+from hf_packing.errors import PackingError
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 CONFIGS = RECIPES / "configs"
@@ -48,21 +52,7 @@ def text_file(tmp_path, rng):
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    """A folder with a tiny model and a byte-level tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [], trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
-    )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[1]).save_pretrained(
-        folder
-    )
-    build("Llama", vocab_size=300, pad_token_id=1, bos_token_id=None, eos_token_id=0).save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("strategy", ["best-fit", "first-come"])
@@ -86,7 +76,8 @@ def test_quickstart(text_file, tmp_path, strategy):
     assert "stock model:   isolated=False" in said
     assert "patched model: isolated=True" in said
     assert number_after(said, "difference ") <= 1e-5
-    assert "16 documents per step, 32 documents: padded" in said
+    assert "16 documents per step, 2 steps of each in turn: padded" in said
+    assert number_after(said, "half of the pairs: ") <= number_after(said, "\npacked ")
     losses = said.split("loss of the last step: padded ")[1].split("\n")[0]
     padded, packed = (float(value) for value in losses.split(", packed "))
     assert packed == pytest.approx(padded, abs=1e-2)
@@ -115,6 +106,61 @@ def test_quickstart_on_own_model_and_prompts(tiny_model, tmp_path, rng):
         tmp_path / "output",
     )
     assert "times as fast" in said
+
+
+def sides(padded, packed):
+    """Of a demo whose steps took so many seconds, and in whose steps nothing else happens."""
+    taken = []
+
+    class Recorded(in_turn.Side):
+        def __post_init__(self):
+            pass
+
+        def step(self, number):
+            taken.append(self.name)
+            self.seconds.append(seconds[self.name][number])
+            self.tokens.append(100)
+            self.losses.append(1.0)
+
+    seconds = {"padded": padded, "packed": packed}
+    batches = [[{}] * 16] * len(padded)
+    return [Recorded(name, None, batches, None, 1e-3) for name in seconds], taken
+
+
+def test_the_demo_takes_its_steps_in_turn():
+    both, taken = sides([1, 1, 1], [1, 1, 1])
+    in_turn.in_turn(both)
+    assert taken == ["padded", "packed"] * 3
+
+
+def test_the_demo_does_not_count_what_others_do(monkeypatch):
+    if in_turn.DEVICE != "cpu":
+        pytest.skip("a card has no CPU seconds")
+    began, wall = in_turn.now(), time.perf_counter()
+    while time.perf_counter() < wall + 0.3:
+        time.sleep(0.1)
+    assert in_turn.now() - began < 0.2
+    (side, _), threads = sides([1], [1])[0], []
+    monkeypatch.setattr(type(side), "step", lambda *_: threads.append(in_turn.torch.get_num_threads()))
+    before = in_turn.torch.get_num_threads()
+    in_turn.torch.set_num_threads(2)
+    try:
+        in_turn.in_turn([side])
+        assert (threads, in_turn.torch.get_num_threads()) == ([1], 2)
+    finally:
+        in_turn.torch.set_num_threads(before)
+
+
+def test_a_busy_machine_does_not_change_what_the_demo_says():
+    """It slows the second half of the demo to a third, and one step to a tenth."""
+    idle, _ = sides([5.0, 6.0, 5.0, 6.0, 5.0, 6.0, 5.0, 6.0], [1.0] * 8)
+    busy, _ = sides([5.0, 6.0, 5.0, 6.0, 15.0, 18.0, 15.0, 60.0], [1.0] * 4 + [3.0] * 4)
+    said = []
+    for both in (idle, busy):
+        in_turn.in_turn(both)
+        said.append(in_turn.summary(*both).split("packed ")[2].split("\n")[0])
+    assert said[0].startswith("5.5 times as fast (median of pairs of steps; half of the pairs: 5.0 to 6.0)")
+    assert said[1] == said[0]
 
 
 def test_documents_of_the_standard_library():
@@ -172,19 +218,11 @@ def test_arguments_that_do_not_fit(tmp_path, tiny_model):
     assert "--data: expected messages, or prompt and completion, got columns text" in said(
         "sft.py", {"text": "a"}, *sft_arguments
     )
+    assert "--documents-per-step: expected at most 1, the documents that fit a row, got 16" in said(
+        "quickstart.py", {"text": "a" * 99}, "--output", tmp_path / "output"
+    )
     assert "got columns body" in said("quickstart.py", {"body": "a"}, "--output", tmp_path / "output")
     assert "--tokenizer: expected one beside --data with input_ids" in said("quickstart.py", {"input_ids": [1]})
-
-
-def test_sft_on_chats(tiny_model, tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": "Hi" * n}, {"role": "assistant", "content": "Ho" * n}] * (1 + n % 2)}
-        for n in range(1, 40)
-    ]
-    file = tmp_path / "chats.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    said = sft(file, tiny_model, tmp_path, 512)
-    assert "39 documents in" in said
 
 
 def test_sft_on_real_problems(shared_data, tiny_model, tmp_path):
@@ -233,26 +271,88 @@ def on_two_processes(recipe, *arguments):
     return done.stdout
 
 
-def test_bucket_pre_training_on_two_processes(text_file, tiny_model):
-    said = on_two_processes(
-        *("pretrain_bucket.py", "--data", text_file, "--tokenizer", tiny_model, "--model", tiny_model),
-        *("--buckets", 64, 128, 256, 512, "--tokens-per-batch", 512, "--steps", 0),
-    )
-    assert "steps on 2 processes, the same bucket on all of them at every step: True" in said
+def weights(output):
+    return {name: value.numpy().tobytes() for name, value in load_file(output / "model" / "model.safetensors").items()}
+
+
+def test_bucket_pre_training_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path):
+    options = ("--data", text_file, "--tokenizer", tiny_model, "--model", tiny_model, "--save-every", 3)
+    options += ("--buckets", 64, 128, 256, 512, "--tokens-per-batch", 512, "--steps", 0)
+    said = on_two_processes("pretrain_bucket.py", *options, "--output", tmp_path / "whole")
+    assert "on 2 processes, the same bucket on all of them each time: True" in said
     table = said.split("speed\n", 1)[1].split("\nspeed:")[0].splitlines()
     rows = {int(bucket): int(rows) for bucket, _, rows, *_ in map(str.split, table)}
     assert len(rows) >= 3
     assert all(each == 512 // bucket for bucket, each in rows.items())
+    resume = ("--resume-from-checkpoint", tmp_path / "whole" / "before")
+    rest = on_two_processes("pretrain_bucket.py", *options, "--output", tmp_path / "rest", *resume)
+    assert 0 < number_after(rest, "going on after ") < number_after(said, "\n")
+    assert number_after(rest, "of the last ") == number_after(said, "of the last ")
+    assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
 
 
-def test_a_loop_that_stops_and_goes_on(text_file, tiny_model, tmp_path):
-    options = ("--data", text_file, "--model", tiny_model, "--max-tokens", 512, "--output", tmp_path, "--save-every", 2)
-    whole = on_two_processes("accelerate_loop.py", *options, "--loss", "sequence")
-    on_two_processes("accelerate_loop.py", *options, "--loss", "sequence", "--steps", 5)
-    rest = on_two_processes("accelerate_loop.py", *options, "--loss", "sequence", "--resume")
-    assert "going on in epoch 0 after 5 of" in rest
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_bucket_pre_training_stops_and_goes_on(text_file, tiny_model, tmp_path, capsys, accumulation):
+    """In the second epoch, too."""
+
+    def run(name, steps, *more):
+        options = ("--data", text_file, "--model", tiny_model, "--buckets", 128, 512, "--tokens-per-batch", 4096)
+        options += ("--accumulation", accumulation, "--output", tmp_path / name, "--steps", steps, *more)
+        pretrain_bucket.main(list(map(str, options)))
+        return number_after(capsys.readouterr().out, "of the last ")
+
+    steps = 21 // accumulation
+    whole = run("whole", steps)
+    run("rest", 4)
+    assert run("rest", steps - 2, "--resume") != whole
+    assert run("rest", steps, "--resume-from-checkpoint", "last") == whole
+    assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
+    assert (tmp_path / "rest" / "before").is_dir()
+    assert exits(run, "rest", steps + 1) == (
+        f"--output: expected a folder without a checkpoint, {str(tmp_path / 'rest')!r} has one of an earlier run, "
+        "which this one would overwrite; --resume-from-checkpoint goes on from it"
+    )
+    assert f"--steps: expected more than the {steps} of" in exits(run, "rest", steps, "--resume")
+    said = exits(run, "rest", steps + 1, "--resume", "--learning-rate", "0.5")
+    assert said == "--learning-rate: expected 0.001, as in the checkpoint, got 0.5"
+    assert "expected a checkpoint in" in exits(run, "none", steps, "--resume")
+    assert "expected last, or a folder with a checkpoint" in exits(run, "none", steps, "--resume", tmp_path)
+    with pytest.raises(PackingError, match="batching"):
+        run("rest", steps + 1, "--resume", "--order", "short_to_long")
+
+
+def test_a_loop_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path):
+    options = ("--data", text_file, "--model", tiny_model, "--max-tokens", 512, "--save-every", 2, "--loss", "sequence")
+    whole = on_two_processes("accelerate_loop.py", *options, "--output", tmp_path / "whole")
+    resume = ("--resume-from-checkpoint", tmp_path / "whole" / "before")
+    rest = on_two_processes("accelerate_loop.py", *options, "--output", tmp_path / "rest", *resume)
+    assert number_after(rest, "going on in epoch 0 after ") > 0
     assert rest.split("evaluation loss ")[1] == whole.split("evaluation loss ")[1]
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
+
+
+def test_a_loop_that_stops_and_goes_on(text_file, tiny_model, tmp_path, capsys):
+    def run(name, *more):
+        options = ("--data", text_file, "--model", tiny_model, "--max-tokens", 4096, "--save-every", 2, "--epochs", 2)
+        accelerate_loop.main(list(map(str, (*options, "--accumulation", 2, "--output", tmp_path / name, *more))))
+        return capsys.readouterr().out
+
+    whole = run("whole")
+    run("rest", "--steps", 3)
+    rest = run("rest", "--resume")
+    assert "going on in epoch 0 after 6 of" in rest
+    assert rest.split("evaluation loss ")[-1] == whole.split("evaluation loss ")[-1]
+    assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
+    assert "--output: expected a folder without a checkpoint" in exits(run, "rest")
+    assert "--learning-rate: expected 0.001" in exits(run, "rest", "--resume", "--learning-rate", 1)
+    assert "--epochs: expected more than the 2 of" in exits(run, "rest", "--resume", "--epochs", 1)
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens", "--accumulation", "--epochs", "--steps", "--save-every"])
+def test_numbers_of_loops(flag, capsys):
+    with pytest.raises(SystemExit):
+        accelerate_loop.parse([flag, "0"])
+    assert "expected an integer from 1, got '0'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cpu", "ddp", "fsdp2", "zero3"])
@@ -275,24 +375,3 @@ def test_the_notebook(tmp_path, monkeypatch):
     assert "isolated: no" in printed
     assert "isolated: yes" in printed
     assert "ranks busy while the busiest works" in printed
-
-
-def test_prompts_are_masked(tiny_model):
-    from sft import CHATML, IGNORED, tokenise
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
-    tokenizer.chat_template = CHATML
-
-    def trained_text(row):
-        encoded = tokenise(row, tokenizer)
-        assert len(encoded["labels"]) == len(encoded["input_ids"])
-        return tokenizer.decode([label for label in encoded["labels"] if label != IGNORED]), tokenizer.decode(
-            encoded["input_ids"]
-        )
-
-    user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
-    assert trained_text({"prompt": "Q", "completion": "A"}) == ("A<|endoftext|>", "Q\nA<|endoftext|>")
-    chat = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-    assert trained_text({"messages": [user, assistant]}) == ("A<|im_end|>\n", chat)
-    assert trained_text({"messages": [user, assistant] * 2}) == ("A<|im_end|>\n" * 2, chat * 2)
-    assert trained_text({"prompt": [user, assistant, user], "completion": [assistant]}) == ("A<|im_end|>\n", chat * 2)

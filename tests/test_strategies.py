@@ -173,6 +173,11 @@ def test_a_batch_without_documents():
             {"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]},
             "column 'attention_mask': expected documents without padding, row 1 has a 0",
         ),
+        (
+            {"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 2]]},
+            "column 'attention_mask': expected documents without padding, row 1 has a 2; several documents in a row",
+        ),
+        ({"input_ids": [[1, 2]], "seq_idx": [[0, 1]]}, "column 'seq_idx': expected documents that are not packed yet"),
         ({"input_ids": ["ab", "c"]}, "column 'input_ids': expected lists of integers, got string"),
         ({"input_ids": [[1.5, 2.0]]}, "column 'input_ids': expected integers, got float"),
         ({"input_ids": [[2**40]]}, "column 'input_ids': expected 32-bit values, got 1099511627776..1099511627776"),

@@ -4,6 +4,7 @@ import inspect
 
 import datasets
 import pyarrow as pa
+import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer, TrainerState
 from transformers.masking_utils import flash_attention_mask
 
+import hf_packing as hfp
+from hf_packing.arrow import map_call
+from hf_packing.arrow.map_call import MapCall
 from hf_packing.training.progress import BatchesOfCheckpoint
 
 
@@ -43,6 +47,37 @@ def test_the_batch_of_a_map_holds_an_arrow_table():
     seen = []
     datasets.Dataset.from_dict({"input_ids": [[1]]}).map(lambda batch: seen.append(batch.pa_table), batched=True)
     assert isinstance(seen[0], pa.Table)
+
+
+def test_the_frames_of_a_map(monkeypatch):
+    """arrow.map_call: without them, one row of a table would pass for a batch, and streams would keep old columns."""
+    seen, strategy, batched = [], hfp.BestFit(4), {"batched": True, "remove_columns": ["text"]}
+    monkeypatch.setattr(map_call, "MapCall", lambda *args, **more: seen.append(MapCall(*args, **more)) or seen[-1])
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]})
+    stream = dataset.to_iterable_dataset()
+    dataset.map(strategy, **batched)
+    with pytest.raises(hfp.PackingError):
+        dataset.with_format("arrow").map(strategy)
+    for mapped in (stream, stream.with_format("arrow")):
+        list(mapped.map(strategy, **batched))
+    with pytest.raises(hfp.PackingError):
+        dataset.with_transform(strategy)[0]
+    assert [call.batched for call in seen] == [True, False, True, True, False]
+    assert [call.remove_columns for call in seen] == [("text",), (), ("text",), ("text",), ()]
+    assert [call.makes_tables for call in seen] == [False, False, False, True, False]
+    assert [call.dataset is not None for call in seen] == [True, True, False, False, False]
+
+
+def test_lazy_rows_and_batches():
+    """arrow.batch: without their names a row would pass for a batch, without keys_to_format a change would be lost."""
+    seen = []
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1]]})
+    for batched in (False, True):
+        dataset.map(seen.append, batched=batched)
+    assert [type(each).__name__ for each in seen] == ["LazyRow", "LazyBatch"]
+    assert seen[1].keys_to_format == {"input_ids"}
+    seen[1]["labels"] = [[2]]
+    assert set(seen[1]) == {"input_ids", "labels"}
 
 
 def test_attention_and_mask_interfaces():
@@ -92,7 +127,7 @@ def test_a_dataset_is_told_the_epoch_also_where_batches_are_skipped():
 
 
 def test_a_loader_of_batches_of_any_size_has_no_remainder():
-    """training.loop.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
+    """training.packed_loader.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
     loader = prepare_data_loader(DataLoader(Told(), batch_sampler=[[0, 1, 2], [3]]), num_processes=1, process_index=0)
     list(loader)
     assert loader.remainder == -1
@@ -115,7 +150,7 @@ def test_what_trainer_calls():
 
 def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
     """training.progress.BatchesOfCheckpoint: without it, a resumed run could not tell whose batches it goes on with."""
-    state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint()])
+    state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint("token")])
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks
-    assert found == {"BatchesOfCheckpoint": {"args": {}, "attributes": {"batches": None}}}
+    assert found == {"BatchesOfCheckpoint": {"args": {"loss": "token"}, "attributes": {"batches": None}}}

@@ -9,13 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hf_packing.arrow.columns import INPUT_IDS, LABELS, TokenColumns
+from hf_packing.arrow.loss_masks import IGNORED_LABEL, apply_loss_masks, masks_among
 from hf_packing.arrow.token_column import TokenColumn, is_token_type, list_array
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
-
-IGNORED_LABEL = -100
-"""The label that transformers' losses skip. The first token of a segment has nothing before it to be predicted from."""
 
 SEQ_LENGTHS, POSITION_IDS, BUCKET = "seq_lengths", "position_ids", "bucket"
 
@@ -27,7 +25,9 @@ class PackedRows:
     table: pa.Table
     """input_ids, labels, position_ids, seq_lengths, bucket and the other token columns; a row is a pack."""
     first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments]: the labels that -100 replaced; None where the documents had no labels."""
+    """int32 [segments]: the labels that -100 replaced; None where the documents had neither labels nor loss masks."""
+    trained_tokens: int
+    """Labels that are not -100."""
 
 
 def pack_rows(
@@ -38,7 +38,7 @@ def pack_rows(
     position_ids: bool = True,
     bucket: bool = False,
 ) -> PackedRows:
-    """The packs first_pack:end_pack of a plan, as rows.
+    """The packs first_pack:end_pack of a plan, as rows. Loss masks are applied to the labels, and dropped.
 
     Args:
         columns: token columns of the documents the plan was made for.
@@ -58,20 +58,24 @@ def pack_rows(
         np.add.reduceat(length, offsets[:-1] - offsets[0], dtype=np.int64) if len(length) else np.zeros(0, np.int64)
     )
     packed = {name: gathered(column, *where) for name, column in columns.items()}
-    first_labels = None
-    if LABELS in packed:
-        first_labels = packed[LABELS][segment_begin]
-    else:
-        packed[LABELS] = packed[INPUT_IDS].copy()
-    packed[LABELS][segment_begin] = IGNORED_LABEL
-    large = pa.types.is_large_list(columns[INPUT_IDS].type)
-    arrays = {name: list_array(values, row_tokens, large) for name, values in in_order(packed).items()}
+    masks = {name: packed.pop(name) for name in masks_among(packed)}
+    labels_made = LABELS not in packed and not masks
+    labels = packed[LABELS] if LABELS in packed else packed[INPUT_IDS].copy()
+    labels = apply_loss_masks(labels, masks) if masks else labels
+    first_labels = None if labels_made else labels[segment_begin]
+    labels[segment_begin] = IGNORED_LABEL
+    packed[LABELS] = labels
+    large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
+    arrays = {
+        name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS]))
+        for name, values in in_order(packed).items()
+    }
     if position_ids:
-        arrays[POSITION_IDS] = list_array(positions(length), row_tokens, large)
+        arrays[POSITION_IDS] = list_array(positions(length), row_tokens, large[INPUT_IDS])
     arrays[SEQ_LENGTHS] = list_array(length, np.diff(offsets))
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
-    return PackedRows(pa.table(arrays), first_labels)
+    return PackedRows(pa.table(arrays), first_labels, int((labels != IGNORED_LABEL).sum()))
 
 
 def check_bucket_is_free(column_names: list[str]) -> None:
@@ -157,3 +161,10 @@ def check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
         raise PackingError(
             "plan: expected the plan these rows were packed with; their seq_lengths differ from its segments"
         )
+    if POSITION_IDS in packed.column_names:
+        found = pc.list_flatten(packed.column(POSITION_IDS)).to_numpy()
+        if not np.array_equal(found, positions(plan.segment_length)):
+            raise PackingError(
+                "column 'position_ids': expected positions that restart at 0 where seq_lengths begin a segment; remove "
+                "the column that is wrong"
+            )

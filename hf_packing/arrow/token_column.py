@@ -11,6 +11,8 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
 MAX_LIST_VALUES = 2**31 - 1
+TOKENS_AT_ONCE = 1 << 19
+"""Columns are read, and rows written, in blocks of about this many tokens: memory does not depend on the dataset."""
 
 
 def is_list(kind: pa.DataType) -> bool:

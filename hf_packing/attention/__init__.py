@@ -20,10 +20,13 @@ checkpointing.py keeps the row for layers that run again in the backward pass
 as_it_was.py     puts back what a forward leaves behind
 
 inner.py         the model inside what PEFT, DDP or torch.compile made of it
+training_mode.py training mode, with what it draws at random switched off
 documents.py     random documents for a model
 logits.py        its logits, and how far apart two of them are
+rounding.py      how far rounding alone moves a model's logits, and what differences that explains
 probe.py         random documents, together and alone
 proof.py         they are apart, and each as it is alone
+seen_labels.py   labels that repeat the tokens that a model sees
 isolation.py     check_isolation: the same for any setup
 
 route.py         ways to keep documents apart, and the one that a model has taken

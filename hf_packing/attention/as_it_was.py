@@ -45,32 +45,50 @@ def put_back(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] 
     return [*added, *others]
 
 
+SMALL_BUFFER = 2**20
+"""Entries of a buffer that is copied before anything has been seen to write to it: kernels, such as those of BatchNorm,
+write unseen. Larger ones are tables, or weights of quantised models."""
+
+
 class KeptWeights(TorchFunctionMode):
-    """Keeps a copy of a parameter before somebody writes to it, as RWKV does to its weights at its first evaluation.
+    """Keeps a copy of a parameter before somebody writes to it, as RWKV does to its weights at its first evaluation,
+    and of buffers, such as moving averages.
 
     Args:
-        model: whose parameters.
+        model: whose parameters and buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.parameters: dict[int, list[nn.Parameter]] = {}
+        self.tensors: dict[int, list[Tensor]] = {}
         """In memory, by storage, which some share."""
+        self.before: list[tuple[Tensor, Tensor]] = []
         for parameter in model.parameters():
             if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
-                self.parameters.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-        self.before: list[tuple[nn.Parameter, Tensor]] = []
+                self.tensors.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        for buffer in model.buffers():
+            if type(buffer) is not Tensor or not buffer.numel() or buffer.is_meta:
+                continue
+            if buffer.numel() <= SMALL_BUFFER:
+                self.before.append((buffer, buffer.detach().clone()))
+            else:
+                self.tensors.setdefault(buffer.untyped_storage().data_ptr(), []).append(buffer)
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if writes(getattr(function, "__name__", "")) and args and isinstance(args[0], Tensor):
-            written = self.parameters.pop(args[0].untyped_storage().data_ptr(), [])
-            self.before += [(parameter, parameter.detach().clone()) for parameter in written]
+            written = self.tensors.pop(args[0].untyped_storage().data_ptr(), [])
+            self.before += [(tensor, tensor.detach().clone()) for tensor in written]
         return function(*args, **(kwargs or {}))
+
+    def written(self) -> list[Tensor]:
+        """Those that are not what they were."""
+        return [tensor for tensor, before in self.before if not torch.equal(tensor, before)]
 
     def put_back(self) -> None:
         with torch.no_grad():
-            for parameter, before in self.before:
-                parameter.copy_(before)
+            for tensor, before in self.before:
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
 
 
 def writes(function: str) -> bool:

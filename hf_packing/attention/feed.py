@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packing.arrow.packed_rows import IGNORED_LABEL
+from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.attention.nested import rebuild
 from hf_packing.attention.row import PackedRow
 from hf_packing.errors import PackingError

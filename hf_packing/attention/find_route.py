@@ -11,9 +11,16 @@ from hf_packing.attention.documents import pad_token_of
 from hf_packing.attention.feed import Signature
 from hf_packing.attention.installed import attention_of, install, is_patched, put_back, take_out
 from hf_packing.attention.probe import Probe
-from hf_packing.attention.proof import Exam, documents_alone, prove_isolation, takes_padding_for_tokens
+from hf_packing.attention.proof import (
+    Exam,
+    documents_alone,
+    documents_alone_in_training,
+    prove_isolation,
+    takes_padding_for_tokens,
+)
 from hf_packing.attention.route import WAYS, Route, Way, key_of, known_routes, packed_share
 from hf_packing.attention.search import Search
+from hf_packing.attention.seen_labels import sees_its_labels
 from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT, Observed, observe
 from hf_packing.errors import ModelNotSupportedError
 
@@ -33,12 +40,16 @@ def find_and_prove(model: PreTrainedModel) -> None:
     before = attention_of(model)
     try:
         exams = [documents_alone(model, Probe(model)), documents_alone(model, Probe(model, 1, SHARING_CALLS))]
-        padding = padding_alone(model)
+        rounding = exams[0].probe.rounding
+        exams.append(documents_alone_in_training(model, rounding))
+        padding = padding_alone(model, rounding)
         put_back(before)
+        sees_labels = sees_its_labels(exams[0].probe, exams[0].references[0].logits[0].shape[-1])
         route = proven_route(model, before, exams)
-        if padding is not None and takes_padding_for_tokens(padding):
+        refused = pad_token_of(model) if padding is not None and takes_padding_for_tokens(padding) else None
+        if sees_labels or refused is not None:
             take_out(model)
-            install(model, replace(route, refused_token=pad_token_of(model)), before)
+            install(model, replace(route, refused_token=refused, sees_labels=sees_labels), before)
     except BaseException:
         if is_patched(model):
             take_out(model)
@@ -46,11 +57,12 @@ def find_and_prove(model: PreTrainedModel) -> None:
         raise
 
 
-def padding_alone(model: PreTrainedModel) -> Exam | None:
+def padding_alone(model: PreTrainedModel, rounding: float | None) -> Exam | None:
     """Documents with pad tokens inside; None where there is no such token, or a model alone does not take it."""
     if (token := pad_token_of(model)) is None:
         return None
     probe = Probe(model, 2)
+    probe.rounding = rounding
     for document in probe.documents:
         document[2] = document[-1] = token
     with suppress(ModelNotSupportedError):
@@ -63,8 +75,7 @@ def proven_route(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, An
     key = key_of(model)
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
-            prove_route(model, known, before, exams)
-            return known
+            return prove_route(model, known, before, exams)
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
     for way in ways_for(model):
@@ -124,8 +135,7 @@ def find_route(
         way = replace(way, feed=replace(way.feed, one_row=True))
     route = Route(way, steps, packed_share(model, steps), tried)
     try:
-        prove_route(model, route, before, exams)
-        return route
+        return prove_route(model, route, before, exams)
     except ModelNotSupportedError as error:
         failure = error
     reasons = [str(failure)]
@@ -139,8 +149,10 @@ def find_route(
 
 def prove_route(
     model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
-) -> None:
-    """Install a route, and leave it there only if it is proven."""
+) -> Route:
+    """Install a route, and leave it there only if it is proven; with what could not be."""
+    unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
+    route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)
     try:
         for exam in exams:
@@ -151,6 +163,7 @@ def prove_route(
         if isinstance(error, ModelNotSupportedError) or not isinstance(error, Exception):
             raise
         raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
+    return route
 
 
 def refuse_what_was_observed(way: Way, observed: Observed) -> None:

@@ -15,6 +15,7 @@ from hf_packing.attention.feed import Signature, in_rows
 from hf_packing.attention.replaced import ReplacedForward
 from hf_packing.attention.route import Route
 from hf_packing.attention.row import PackedRow, working_on
+from hf_packing.attention.seen_labels import refuse_seen_labels
 from hf_packing.attention.sharded import refuse_uneven_gathers
 from hf_packing.attention.varlen import register
 from hf_packing.errors import PackingError
@@ -68,6 +69,8 @@ class GiveRow(ReplacedForward):
             raise PackingError(
                 f"input_ids: expected no pad token ({refused}) on this model, which takes it for padding wherever it is"
             )
+        if self.module.training:
+            refuse_seen_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
         return self.route.way.feed(self.signature, inputs, row), row
 
     def refuse_what_has_changed(self) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.errors import PackingError
 
@@ -25,3 +25,18 @@ def inner_model(model: Any) -> PreTrainedModel:
         else:
             raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
     return inner
+
+
+def configurations(model: nn.Module) -> list[PreTrainedConfig]:
+    """All in a model, nested ones too, each once."""
+    waiting = [
+        config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)
+    ]
+    found: dict[int, PreTrainedConfig] = {}
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            inner = [getattr(config, name, None) for name in config.sub_configs]
+            waiting += [each for each in inner if isinstance(each, PreTrainedConfig)]
+    return list(found.values())

@@ -1,6 +1,6 @@
 """Put a route into a model, and take it out again, completely."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -8,8 +8,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.attention.by_segment import BySegment
 from hf_packing.attention.checkpointing import keep_rows_no_longer
 from hf_packing.attention.give_row import give_rows
+from hf_packing.attention.inner import configurations
 from hf_packing.attention.replaced import ReplacedForward
 from hf_packing.attention.route import STATE, Route
+from hf_packing.attention.seen_labels import LabelsSeen
 from hf_packing.attention.varlen import register
 
 ATTENTION = "_attn_implementation_internal"
@@ -26,6 +28,7 @@ class Patch:
     """Every configuration of the model, with the attention it named."""
     replaced: list[ReplacedForward]
     """The latest first."""
+    labels: LabelsSeen = field(default_factory=LabelsSeen)
 
     def put_in(self, replaced: ReplacedForward) -> None:
         self.replaced.insert(0, replaced)
@@ -56,17 +59,7 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
 
 def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
     """Every configuration in a model, nested ones too, with the attention it names."""
-    found = [
-        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    ]
-    configs: dict[int, PreTrainedConfig] = {}
-    while found:
-        config = found.pop()
-        if id(config) not in configs:
-            configs[id(config)] = config
-            inner = [getattr(config, name, None) for name in config.sub_configs]
-            found += [each for each in inner if isinstance(each, PreTrainedConfig)]
-    return [(config, getattr(config, ATTENTION, None)) for config in configs.values()]
+    return [(config, getattr(config, ATTENTION, None)) for config in configurations(model)]
 
 
 def put_back(before: list[tuple[PreTrainedConfig, Any]]) -> None:

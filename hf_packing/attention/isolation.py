@@ -1,17 +1,19 @@
 """check_isolation: whether packed documents notice each other in a model, in logits or in gradients."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_packing.arrow.packed_rows import IGNORED_LABEL
+from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.attention.documents import Tokens, unmistakable_lengths
 from hf_packing.attention.inner import inner_model
+from hf_packing.attention.logits import what_is_missing
 from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, Probe
-from hf_packing.attention.proof import largest_gradient_leak
+from hf_packing.attention.proof import CHANCE, EACH_TIME, largest_gradient_leak, through
 from hf_packing.attention.route import Route, route_of
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
@@ -31,9 +33,16 @@ class IsolationReport:
     there are no gradients."""
     route: Route | None = None
     """How patch_model keeps documents apart; None for a model that is not patched."""
+    modes: tuple[str, ...] = ("evaluation",)
+    """In which of "evaluation" and "training" mode this was seen."""
+    unproven: str = ""
+    """Why it was not looked at in training mode, or not at all of it."""
 
     def __str__(self) -> str:
         lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
+        lines.append(f"seen in {' and '.join(self.modes)} mode, with dropout off")
+        if self.unproven and not (self.route and self.route.unproven):
+            lines.append(f"training mode not proven: {self.unproven}")
         lines.append(f"largest change of a logit {self.max_leak:.2g}, gradient leak {self.max_gradient_leak:.2g}")
         return "\n".join(lines + (self.route.lines() if self.route else ["route: none, the model is not patched"]))
 
@@ -54,8 +63,9 @@ def check_isolation(
     """Whether packed documents read each other in this model, called as a plain training loop would call it.
 
     Three random documents are packed in a row, collated and given to the model as it is, with its own configuration
-    (its `use_cache` among it) and dropout off. Then one document at a time is replaced, and the logits of the others
-    are compared; and gradients of one document's logits are looked for in the others.
+    (its `use_cache` among it), in evaluation and in training mode, dropout, noise and layer dropping off. Then one
+    document at a time is replaced, and the logits of the others are compared; and gradients of one document's logits
+    are looked for in the others. The model's modes, buffers and the random state are put back.
 
     Args:
         model: a causal or masked language model of transformers, patched or not, on any device; also as PEFT, DDP or
@@ -69,8 +79,8 @@ def check_isolation(
         IsolationReport.
 
     Raises:
-        PackingError: not a PreTrainedModel, one whose output has no logits, or a collator that cuts documents or
-            fails; and what a patched model refuses of a batch.
+        PackingError: not a PreTrainedModel, one whose output has no logits for each token, or a collator that cuts
+            documents or fails; and what a patched model refuses of a batch.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -85,38 +95,74 @@ def check_isolation(
     model = inner_model(model)
     if rows < 1:
         raise PackingError(f"rows: expected at least 1, got {rows}")
-    probe = Probe(model, seed) if collator is None and rows == 1 else probe_of_a_setup(model, collator, rows, seed)
     route = route_of(model)
+    probe = probe_of_a_setup(model, collator, rows, seed)
+    with probe.quiet(), suppress(Exception):  # what cannot be called on them is judged by what is always allowed
+        probe.measure_rounding(probe.alone())
+    report = seen(probe, route)
+    if not report.isolated:
+        return report
+    rounding, probe = probe.rounding, probe_of_a_setup(model, collator, rows, seed, training=True)
+    probe.rounding = rounding
+    try:
+        with probe.quiet():
+            drawn = probe.draws_at_random(lambda: probe.packed(probe.documents))
+    except Exception as error:  # whatever a stranger's model raises
+        return replace(report, unproven=f"it cannot be called there: {error}")
+    if drawn is None:
+        return replace(report, unproven=EACH_TIME)
+    unproven = CHANCE if drawn else (route.unproven if route else "")
+    training = seen(probe, route)
+    return replace(
+        training,
+        max_leak=max(report.max_leak, training.max_leak),
+        max_gradient_leak=max(report.max_gradient_leak, training.max_gradient_leak),
+        modes=("evaluation", "training") if training.isolated else ("training",),
+        unproven=unproven,
+    )
+
+
+def seen(probe: Probe, route: Route | None) -> IsolationReport:
+    """In one mode."""
     with probe.quiet():
         try:
             leak, scale = probe.largest_leak()
+            memory = probe.remembers() if probe.training else None
         except PackingError:
             raise
         except Exception as error:  # whatever a stranger's model raises is the finding
-            reason = f"the model cannot be called on a packed row: {error}"
+            reason = f"{probe.mode}the model cannot be called on a packed row: {error}{what_is_missing(probe.model)}"
             return IsolationReport(False, float("nan"), reason, route=route)
         try:
             gradient_leak = largest_gradient_leak(probe.packed_gradients())
         except (RuntimeError, AssertionError):  # a model for inference only
             gradient_leak = float("nan")
-        leaks, reaches = leak > probe.leak_tolerance * scale, gradient_leak > GRADIENT_LEAK_TOLERANCE
-        if not leaks and not reaches:
+        leaks, reaches = leak > probe.tolerance.leak * scale, gradient_leak > GRADIENT_LEAK_TOLERANCE
+        if not leaks and not reaches and memory is None:
             return IsolationReport(True, leak, "changing one document changed no other", gradient_leak, route)
+        return IsolationReport(False, leak, reason_of(probe, leak, leaks, gradient_leak, memory), gradient_leak, route)
+
+
+def reason_of(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory: list[str] | None) -> str:
+    if leaks:
         reason = f"changing one document changed the logits of another by up to {leak:.2g}"
-        if not leaks:
-            reason = f"gradients of one document reach another, up to {gradient_leak:.2g} of its own"
-        if probe.leaks_only_through_cache():
-            reason += (
-                "; with use_cache=False it does not: transformers looks for packed rows only where there is no cache"
-            )
-        else:
-            reason += f", with attention {model.config._attn_implementation!r}"
-        reason += ". hf_packing.patch_model(model) keeps documents apart, or says why not"
-        return IsolationReport(False, leak, reason, gradient_leak, route)
+    elif memory is not None:
+        return f"{probe.mode}a document's logits depend on earlier ones{through(memory)}"
+    else:
+        reason = f"gradients of one document reach another, up to {gradient_leak:.2g} of its own"
+    if not probe.training and probe.leaks_only_through_cache():
+        reason += "; with use_cache=False it does not: transformers looks for packed rows only where there is no cache"
+    else:
+        reason += f", with attention {probe.model.config._attn_implementation!r}"
+    return f"{probe.mode}{reason}. hf_packing.patch_model(model) keeps documents apart, or says why not"
 
 
-def probe_of_a_setup(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int) -> Probe:
+def probe_of_a_setup(
+    model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False
+) -> Probe:
     """Three documents in each row; every row begins with another one of them, and all have as many tokens."""
+    if collator is None and rows == 1:
+        return Probe(model, seed, training=training)
     lengths = [length for row in range(rows) for length in rotated(unmistakable_lengths(model), row)]
 
     def make_batch(documents: Tokens) -> Mapping[str, Any]:
@@ -128,7 +174,7 @@ def probe_of_a_setup(model: PreTrainedModel, collator: Collator | None, rows: in
                 f"collator: expected one that takes packed rows, {type(error).__name__}: {error}"
             ) from error
 
-    return Probe(model, seed, lengths, make_batch)
+    return Probe(model, seed, lengths, make_batch, training)
 
 
 def rotated(lengths: list[int], by: int) -> list[int]:

@@ -1,6 +1,5 @@
 """A few random documents, run through a model together and alone, with one of them changed at a time."""
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,30 +14,23 @@ from hf_packing.attention.as_it_was import KeptWeights, as_it_was
 from hf_packing.attention.documents import Tokens, find_documents, in_one_row, random_documents, unmistakable_lengths
 from hf_packing.attention.feed import Signature
 from hf_packing.attention.logits import comparable, largest_difference, logits_of, spread
+from hf_packing.attention.rounding import Tolerance, dtype_of_computation, has_experts, measure_rounding
 from hf_packing.attention.row import PackedRow
+from hf_packing.attention.training_mode import (
+    begin_chance,
+    chance_put_back,
+    modes_put_back,
+    state_of_chance,
+    without_chance,
+)
 from hf_packing.errors import PackingError
-
-LEAK_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest change of a logit, in standard deviations of the logits, that rounding alone may make. Parts of most models
-compute in float32 whatever the model's dtype, so float64 is not held to its own precision."""
-HALF_LEAK_TOLERANCE = 1e-3
-"""In half precision. Shapes do not change when tokens do, so kernels give no difference at all, but for experts."""
-ROUTED_HALF_LEAK_TOLERANCE = 2e-2
 
 GRADIENT_LEAK_TOLERANCE = 1e-6
 """Largest gradient in another document, as a share of the largest in the document itself: where there is no path, there
 is no gradient, in any precision."""
 
-EQUALITY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Largest difference between a document packed and alone, where kernels see other shapes; in standard deviations."""
-
 GRADIENT_LENIENCE = 10
 """How much further gradients may be apart, having come twice the way."""
-
-HALF_MAX, HALF_RMS, ROUTED_HALF_MEDIAN = 0.2, 0.05, 0.05
-"""Half precision: the largest or the root mean square difference has to be below its limit; in a model with experts,
-where rounding sends single tokens to another expert, the median may be instead. Measured on tiny bfloat16 models of 2
-to 12 layers: rounding 0 to 0.25, 0 to 0.04, 0 to 0.05; a lost window, scale or sink from 0.4, 0.07, 0.07 up."""
 
 
 one_at_a_time = threading.RLock()
@@ -54,6 +46,7 @@ class Probe:
         seed: of the random tokens.
         lengths: of the documents; three that make a row of an unmistakable length without.
         make_batch: from documents to the model's inputs; one row, by PackingCollator, without.
+        training: whether the model is run in training mode, what it draws at random switched off.
     """
 
     def __init__(
@@ -62,6 +55,7 @@ class Probe:
         seed: int = 0,
         lengths: Sequence[int] | None = None,
         make_batch: Callable[[Tokens], Mapping[str, Any]] | None = None,
+        training: bool = False,
     ) -> None:
         self.model = model
         self.make_batch = make_batch or in_one_row
@@ -70,60 +64,60 @@ class Probe:
         self.documents, self.others = random_documents(model, self.lengths, seed)
         self.signature = Signature(model)
         self.kept: KeptWeights | None = None
+        self.rounding: float | None = None
+        self.training = training
+        self.chance = 0
+        """The seed that every run begins with: what is still drawn at random is the same for the same shapes."""
 
     @property
     def row(self) -> PackedRow:
         return PackedRow.of(self.lengths, self.device)
 
     @property
-    def in_half_precision(self) -> bool:
-        autocast = torch.is_autocast_enabled(self.device.type)
-        return autocast or self.model.dtype not in (torch.float32, torch.float64)
+    def mode(self) -> str:
+        """For a message."""
+        return "in training mode, " if self.training else ""
 
     @property
-    def leak_tolerance(self) -> float:
-        if self.in_half_precision:
-            return ROUTED_HALF_LEAK_TOLERANCE if has_experts(self.model) else HALF_LEAK_TOLERANCE
-        return LEAK_TOLERANCE[self.model.dtype]
+    def tolerance(self) -> Tolerance:
+        return Tolerance(dtype_of_computation(self.model, self.device), has_experts(self.model), self.rounding)
 
-    def difference(self, packed: list[Tensor], alone: list[Tensor], lenience: float = 1) -> float:
-        """Largest difference of documents packed and alone; 0 where it is no more than the precision explains."""
-        worst = 0.0
-        for left, right in zip(packed, alone, strict=True):
-            largest, unit = largest_difference(left, right), spread(right)
-            if not math.isfinite(largest):
-                equal = False
-            elif self.in_half_precision:
-                apart = (left - right)[comparable(left)].abs() / unit
-                equal = largest <= HALF_MAX * unit or float(apart.pow(2).mean().sqrt()) <= HALF_RMS * lenience
-                equal |= has_experts(self.model) and float(apart.median()) <= ROUTED_HALF_MEDIAN * lenience
-            else:
-                equal = largest <= EQUALITY_TOLERANCE[self.model.dtype] * unit * lenience
-            worst = worst if equal else max(worst, largest)
-        return worst
+    def measure_rounding(self, alone: list[Tensor], **options: Any) -> None:
+        """What is apart from now on is judged by how far rounding moves the documents, whose logits alone are given."""
+        if not self.tolerance.is_measured:
+            return
+        self.rounding = measure_rounding(
+            self.model, lambda ids: self.logits(input_ids=ids, **options), self.documents, alone
+        )
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Dropout off, no gradients; the modules' modes and the random state are put back."""
-        training = [module for module in self.model.modules() if module.training]
-        devices = [self.device.index or 0] if self.device.type == "cuda" else []
-        self.model.eval()
+        """No gradients and nothing dropped; the modules' modes, what they hold and the random state are put back."""
         try:
-            with one_at_a_time, torch.random.fork_rng(devices=devices), torch.no_grad():
-                yield
+            with one_at_a_time, chance_put_back(self.device), modes_put_back(self.model), torch.no_grad():
+                self.model.train(self.training)
+                with without_chance(self.model) if self.training else nullcontext():
+                    yield
         finally:
             if self.kept is not None:
                 self.kept.put_back()
-            for module in training:
-                module.training = True
 
     def logits(self, **inputs: Any) -> Tensor:
         """[tokens, vocabulary], at least float32, of one row."""
+        with as_it_was(*self.model.modules()), self.weights_kept():
+            return self.run(inputs)
+
+    def run(self, inputs: Mapping[str, Any]) -> Tensor:
+        """As `logits`; what the forward leaves behind stays."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         given = {name: value for name, value in given.items() if self.signature.takes(name)}
-        with as_it_was(*self.model.modules()), self.weights_kept():
-            output = self.model(**given)
-        return logits_of(self.model, output).flatten(0, 1)
+        if not self.training:
+            return logits_of(self.model, self.model(**given)).flatten(0, 1)
+        begin_chance(self.chance)
+        wanted = torch.is_grad_enabled()
+        with torch.enable_grad():  # as it trains; some look at that
+            logits = logits_of(self.model, self.model(**given)).flatten(0, 1)
+        return logits if wanted else logits.detach()
 
     def weights_kept(self) -> AbstractContextManager[Any]:
         """A forward that writes to weights finds them as they were; a backward pass, as the forward has left them."""
@@ -167,12 +161,45 @@ class Probe:
             leak = max(leak, *(largest_difference(before[i], after[i]) for i in range(len(before)) if i != changed))
         return leak, spread(torch.cat(before))
 
+    def remembers(self, **options: Any) -> list[str] | None:
+        """Buffers through which documents of an earlier forward change those of this one; None where none do."""
+        first, batch = (
+            {name: value for name, value in self.make_batch(each).items() if name != "labels"}
+            for each in (self.others, self.documents)
+        )
+        fresh = self.logits(**batch, **options)
+        with as_it_was(*self.model.modules()), self.weights_kept():
+            self.run({**first, **options})
+            assert self.kept is not None
+            written = {id(tensor) for tensor in self.kept.written()}
+            later = self.run({**batch, **options})
+        if largest_difference(fresh, later) <= self.tolerance.leak * spread(fresh):
+            return None
+        return [name for name, buffer in self.model.named_buffers() if id(buffer) in written]
+
+    def draws_at_random(self, run: Callable[[], list[Tensor]]) -> bool | None:
+        """Whether what is run depends on chance; None where it is other each time whatever chance begins with."""
+        begin_chance(self.chance)
+        before = state_of_chance(self.device)
+        logits = run()
+        if state_of_chance(self.device) == before:
+            return False
+        self.chance += 1
+        other = run()
+        self.chance -= 1
+        if not self.others_each_time(logits, other):
+            return False
+        return None if self.others_each_time(logits, run()) else True
+
+    def others_each_time(self, logits: list[Tensor], again: list[Tensor]) -> bool:
+        limit = self.tolerance.leak * spread(torch.cat(logits))
+        return not max(map(largest_difference, logits, again)) <= limit
+
     def refuse_what_proves_nothing(self, logits: list[Tensor], again: list[Tensor]) -> None:
         name = type(self.model).__name__
         if not all(comparable(each).any() for each in logits):
             raise PackingError(f"model: expected finite logits, {name} has none")
-        scale = spread(torch.cat(logits))
-        if not max(map(largest_difference, logits, again)) <= self.leak_tolerance * scale:
+        if self.others_each_time(logits, again):
             raise PackingError(
                 f"model: expected the same logits for the same tokens, {name} has others each time, with dropout off"
             )
@@ -184,14 +211,14 @@ class Probe:
         """Whether, with the borders taken away, changing one document changes its neighbour."""
         before = self.as_one_document(self.documents, **options)[1]
         after = self.as_one_document(self.with_other(0), **options)[1]
-        return largest_difference(before, after) > self.leak_tolerance * spread(before)
+        return largest_difference(before, after) > self.tolerance.leak * spread(before)
 
     def leaks_only_through_cache(self) -> bool:
         try:
             leak, scale = self.largest_leak(use_cache=False)
         except Exception:  # a model without that argument has no such explanation
             return False
-        return leak <= self.leak_tolerance * scale
+        return leak <= self.tolerance.leak * scale
 
     def packed_gradients(self, **options: Any) -> list[list[Tensor]]:
         """For each document, the gradients of its logits in the embeddings of each document, packed."""
@@ -261,7 +288,3 @@ def embedded(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
 def is_embedding(module: nn.Module) -> bool:
     """Output layers may share the weight."""
     return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
-
-
-def has_experts(model: nn.Module) -> bool:
-    return any("Expert" in type(module).__name__ or "Router" in type(module).__name__ for module in model.modules())

@@ -52,6 +52,10 @@ class Route:
     """Why faster ways were not taken."""
     refused_token: int | None = None
     """What the model alone takes for padding, wherever in a document it is; in a packed row it would not be."""
+    sees_labels: bool = False
+    """Whether the model sees the tokens that its labels ask for, as masked language models do."""
+    unproven: str = ""
+    """Why this was not proven in training mode, beside evaluation mode; nothing where it was."""
 
     @property
     def name(self) -> str:
@@ -67,7 +71,8 @@ class Route:
     def lines(self) -> list[str]:
         """For people."""
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
-        return lines + [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
+        lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
+        return lines + ([f"training mode not proven: {self.unproven}"] if self.unproven else [])
 
 
 def packed_share(model: nn.Module, steps: tuple[Step, ...]) -> float:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.installed import take_out
+from hf_packing.attention.logits import NoLanguageModelError
 from hf_packing.attention.proof import PLAIN
 from hf_packing.attention.random_weights import randomise
 from hf_packing.attention.route import Route, key_of, known_routes, packed_share, route_of
@@ -37,7 +38,10 @@ LONGEST = 8
 """Tokens, of what a configuration says for each kind of layer."""
 
 DTYPES = (torch.float64, torch.float32)
-"""In many layers of large random weights roundings grow; kernels of experts do not take float64."""
+"""In many layers of large random weights roundings grow, which float64 is spared; some kernels do not take it."""
+
+EXPERTS = "eager"
+"""How a small model computes its experts: the grouped kernels do not take float64."""
 
 
 def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
@@ -83,6 +87,8 @@ def route_of_a_twin(model: PreTrainedModel) -> Route:
         try:
             find_and_prove(twin)
             return route_for(model, twin)
+        except NoLanguageModelError:
+            raise
         except ModelNotSupportedError as error:
             failures.append(f"a small model of the same kind in {dtype}: {error}")
     raise ModelNotSupportedError("; ".join(failures))
@@ -108,7 +114,7 @@ def twin_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     small = type(model.config).from_dict(shrunk(model.config))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        twin = type(model)._from_config(small, dtype=dtype).eval()
+        twin = type(model)._from_config(small, dtype=dtype, experts_implementation=EXPERTS).eval()
     randomise(twin)
     own = model.config._attn_implementation
     if own not in PLAIN and "flash" not in own and own is not None:

@@ -59,7 +59,9 @@ class PackingPlan:
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
-            array = np.asanyarray(getattr(self, name)).view()
+            array = np.asanyarray(getattr(self, name))
+            # differences of unsigned integers are never negative, so that no law would find what is out of bounds
+            array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
         check_laws(self)
@@ -200,7 +202,7 @@ def described(plan: PackingPlan) -> str:
     ]
     if len(capacities) == 1:
         lines.append(
-            f"no plan for the same segments has fewer than {metrics.lower_bound:,} packs: at most "
+            f"no plan for the same segments has fewer than {metrics.lower_bound:,} packs of this size: at most "
             f"{metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} could be saved"
         )
     return "\n".join(lines + ([plan.note] if plan.note else []))

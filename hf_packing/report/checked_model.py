@@ -1,5 +1,6 @@
 """Whether a model keeps packed documents apart, by its name: as it is, and patched."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from hf_packing.attention.isolation import IsolationReport, check_isolation
+from hf_packing.attention.logits import NoLanguageModelError
 from hf_packing.attention.patch import patch_model
 from hf_packing.attention.survey.tiny import architectures, tiny_model
 from hf_packing.attention.twin import twin_of
@@ -41,10 +44,9 @@ class CheckedModel:
         return self.patched is not None and self.patched.isolated
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.name}: {self.what}",
-            f"stock: {self.stock}".replace("\nroute: none, the model is not patched", ""),
-        ]
+        lines = [f"{self.name}: {self.what}"]
+        if self.stock.reason != self.refusal:
+            lines.append(f"stock: {self.stock}".replace("\nroute: none, the model is not patched", ""))
         lines.append(
             f"after patch_model: {self.patched}" if self.patched else f"patch_model refuses it: {self.refusal}"
         )
@@ -79,7 +81,10 @@ def check_model(name: str, weights: bool = False, trust_remote_code: bool = Fals
     """
     with quiet():
         model, what = model_named(name, weights, trust_remote_code)
-        stock = check_isolation(model)
+        try:
+            stock = check_isolation(model)
+        except NoLanguageModelError as error:
+            return CheckedModel(name, what, IsolationReport(False, math.nan, str(error)), None, str(error))
         try:
             return CheckedModel(name, what, stock, check_isolation(patch_model(model)))
         except ModelNotSupportedError as error:
@@ -106,19 +111,26 @@ def model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreT
             if name in architectures(kind):
                 return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
     config = config_named(name, trust_remote_code)
-    kind = kind_of_model(config, name)
+    head, note = head_of(config, name, trust_remote_code)
+    code = {"trust_remote_code": trust_remote_code}
     if weights:
-        return load(name, kind, trust_remote_code), "the model itself"
+        model, missing = load(head, name, code)
+        drawn = (
+            f", but for what its files do not have and is random: {len(missing):,} weights, the first {missing[0]}"
+            if missing
+            else ""
+        )
+        return model, f"the model itself{drawn}{note}"
     try:
         with torch.device("meta"):
-            large = HEADS[kind].from_config(config, trust_remote_code=trust_remote_code)
+            large = head._from_config(config) if is_model(head) else head.from_config(config, **code)
         small = twin_of(large, torch.float32)
     except PackingError:
         raise
     except Exception as error:  # whatever a configuration may lead to
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise PackingError(f"MODEL: expected a configuration that makes a model, {name!r} does not: {reason}") from None
-    return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights"
+    return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
 
 
 def config_named(name: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -131,16 +143,38 @@ def config_named(name: str, trust_remote_code: bool) -> PreTrainedConfig:
         ) from None
 
 
-def kind_of_model(config: PreTrainedConfig, name: str) -> str:
-    """By the class that the configuration names or brings, else by what transformers has for its type; what could be
-    either is an encoder."""
-    named = set(getattr(config, "architectures", None) or [])
+def head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[Any, str]:
+    """The class that a configuration names, or brings; else the language model of its type, and a word on that.
+
+    A class of transformers, or an Auto class that finds the one that the configuration brings.
+    """
+    named = list(getattr(config, "architectures", None) or [])
+    known = [cls for cls in (getattr(transformers, each, None) for each in named) if is_model(cls)]
+    brought = getattr(config, "auto_map", None) or {}
+    if trust_remote_code or not known:
+        for auto, where in brought.items():
+            if auto.startswith("AutoModel") and str(where).rpartition(".")[2] in named:
+                return getattr(transformers, auto), ""
+    if known:
+        return known[0], ""
+    missing = f"{', '.join(named)}, which transformers {transformers.__version__} does not have"
+    which = missing if named else "no class"
+    return HEADS[kind_of_type(config, name)], f"; the configuration names {which}"
+
+
+def is_model(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+
+
+def kind_of_type(config: PreTrainedConfig, name: str) -> str:
+    """By the Auto class that the configuration brings, else by what transformers has for its type; what could be either
+    is an encoder."""
     mappings = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     }
     for kind in KINDS:
-        if named & set(mappings[kind].values()) or HEADS[kind].__name__ in (getattr(config, "auto_map", None) or {}):
+        if HEADS[kind].__name__ in (getattr(config, "auto_map", None) or {}):
             return kind
     for kind in reversed(KINDS):
         if config.model_type in mappings[kind]:
@@ -148,9 +182,10 @@ def kind_of_model(config: PreTrainedConfig, name: str) -> str:
     raise PackingError(f"MODEL: expected a causal or a masked language model, {name!r} is a {config.model_type}")
 
 
-def load(name: str, kind: str, trust_remote_code: bool) -> PreTrainedModel:
+def load(head: Any, name: str, code: dict[str, bool]) -> tuple[PreTrainedModel, list[str]]:
+    """The model with its weights, and those that were missing, which are random."""
     try:
-        model: PreTrainedModel = HEADS[kind].from_pretrained(name, trust_remote_code=trust_remote_code)
+        model, info = head.from_pretrained(name, output_loading_info=True, **({} if is_model(head) else code))
     except Exception as error:  # of the hub, of the network, of files
         raise PackingError(f"--weights: expected those of {name!r}, they cannot be loaded: {one_line(error)}") from None
-    return model.to("cuda") if torch.cuda.is_available() else model
+    return model.to("cuda") if torch.cuda.is_available() else model, sorted(info["missing_keys"])

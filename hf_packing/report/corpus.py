@@ -6,18 +6,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_packing.arrow.columns import PACKED_ONLY
+from hf_packing.arrow.loss_masks import IGNORED_LABEL, LOSS_MASKS, apply_loss_masks
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import INT32_MAX, IntArray
 from hf_packing.report.documents import Documents, Row
 from hf_packing.report.rendering import KINDS, BadRowError, Rendered, kind_of_row, render
-from hf_packing.report.tokenise import IGNORED, TextTokenizer
+from hf_packing.report.tokenise import TextTokenizer
 
 CHARACTERS_AT_ONCE = 2_000_000
 """About so many are tokenised in one call, which uses all cores."""
 ENDED = ("text", "prompt")
 """Kinds that get a token at their end; a chat template ends its messages itself."""
-TRAINED = ("completion_mask", "assistant_masks")
-"""Columns that say which tokens are trained on."""
+TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", *LOSS_MASKS)
+"""What is used of a row with tokens."""
 
 
 class Tokenised(NamedTuple):
@@ -25,36 +27,49 @@ class Tokenised(NamedTuple):
 
     input_ids: list[int]
     labels: list[int]
+    loss_masks: list[str]
+    """Columns that were applied to the labels."""
+    trained_by: tuple[str, ...]
+    """Columns that say what is trained on: labels and loss masks."""
+    left_out: list[str]
+    """Columns that are not used."""
+
+
+ALLOWED = {"labels": (IGNORED_LABEL, INT32_MAX), "attention_mask": (0, INT32_MAX)} | dict.fromkeys(LOSS_MASKS, (0, 1))
+"""The least and the greatest value of the columns beside input_ids."""
 
 
 def tokenised(row: Row) -> Tokenised:
-    """The tokens of a row that has them, and its labels; a mask of what to train on becomes labels."""
-    if packed := {"seq_lengths", "position_ids"} & row.keys():
+    """The tokens of a row that has them, and its labels with the row's loss masks applied."""
+    if packed := row.keys() & set(PACKED_ONLY):
         raise PackingError(f"DATA: expected documents, rows with {min(packed)} are packed already")
-    input_ids = whole_numbers("input_ids", row["input_ids"], least=0)
+    input_ids = whole_numbers("input_ids", row["input_ids"])
     per_token = {
-        name: whole_numbers(name, row[name], least=IGNORED if name == "labels" else 0)
-        for name in ("labels", "attention_mask", *TRAINED)
-        if row.get(name) is not None
+        name: whole_numbers(name, row[name], *ALLOWED[name]) for name in TOKEN_FIELDS[1:] if row.get(name) is not None
     }
     for name, values in per_token.items():
         if len(values) != len(input_ids):
             raise BadRowError(f"expected as many {name} as the {len(input_ids)} input_ids, got {len(values)}")
-    if not all(per_token.get("attention_mask", [])):
-        raise BadRowError("expected documents without padding, attention_mask has a 0")
-    masks = [per_token[name] for name in TRAINED if name in per_token]
-    masked = [token if all(kept) else IGNORED for token, *kept in zip(input_ids, *masks, strict=True)]
-    return Tokenised(input_ids, per_token.get("labels", masked))
+    if other := set(per_token.get("attention_mask", [])) - {1}:
+        raise BadRowError(f"expected documents without padding, attention_mask has a {min(other)}")
+    masks = [name for name in LOSS_MASKS if name in per_token]
+    labels = per_token.get("labels", input_ids)
+    if masks:
+        given = {name: np.array(per_token[name]) for name in masks}
+        labels = apply_loss_masks(np.array(labels, np.int64), given).tolist()
+    trained_by = tuple(name for name in per_token if name != "attention_mask")
+    return Tokenised(input_ids, labels, masks, trained_by, [name for name in row if name not in TOKEN_FIELDS])
 
 
-def whole_numbers(name: str, values: Any, least: int) -> list[int]:
+def whole_numbers(name: str, values: Any, least: int = 0, most: int = INT32_MAX) -> list[int]:
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
         array = np.empty((0, 0))
     fits = array.ndim == 1 and (not array.size or array.dtype.kind in "iub")
-    if not fits or (array.size and not least <= array.min() <= array.max() < 2**31):
-        raise BadRowError(f"expected a list of integers from {least} to 2**31 - 1 in {name}, got {str(values)[:40]}")
+    if not fits or (array.size and not least <= array.min() <= array.max() <= most):
+        greatest = "2**31 - 1" if most == INT32_MAX else most
+        raise BadRowError(f"expected a list of integers from {least} to {greatest} in {name}, got {str(values)[:40]}")
     return [int(value) for value in array]
 
 
@@ -73,16 +88,22 @@ class Corpus:
         tokenizer: of texts; None where rows have input_ids.
         text_field: the field with the text, where it is none that is known.
         end_documents: whether texts get the tokenizer's end-of-sequence token, if it has one.
-        separator: between a prompt and a completion that are text.
+        separator: between a prompt and a completion that are text; None for a line break.
     """
 
     documents: Documents
     tokenizer: TextTokenizer | None = None
     text_field: str | None = None
     end_documents: bool = True
-    separator: str = "\n"
+    separator: str | None = None
     kind: str = field(default="", init=False)
     """The field that rows are known by, once the first was read."""
+    loss_masks: list[str] = field(default_factory=list, init=False)
+    """Columns that were applied to the labels in the last iteration."""
+    left_out: list[str] = field(default_factory=list, init=False)
+    """Columns beside the tokens that were not used in the last iteration."""
+    trained_by: tuple[str, ...] | None = field(default=None, init=False)
+    """Columns that say what is trained on, once the first row with tokens was read."""
 
     @property
     def to_be_ended(self) -> bool:
@@ -119,13 +140,15 @@ class Corpus:
         Raises:
             PackingError: a row that has no text, or no tokenizer for one that has.
         """
-        self.kind = ""
+        self.kind, self.trained_by = "", None
+        self.loss_masks.clear()
+        self.left_out.clear()
         block: Block = []
         size = 0
         for place, row in self.documents.with_places():
             try:
                 self.kind = self.kind or kind_of_row(row, self.text_field)
-                self.check_tokenizer()
+                self.check_options()
                 document = self.document(row)
             except BadRowError as error:
                 self.documents.leave_out(f"{place}: {error}")
@@ -142,10 +165,29 @@ class Corpus:
         if row.get(self.kind) is None:
             raise BadRowError(f"expected {self.kind} as in the rows before, the fields are {', '.join(row) or 'none'}")
         if self.kind == "input_ids":
-            return tokenised(row)
+            with_tokens = tokenised(row)
+            self.check_labels(with_tokens)
+            self.loss_masks += [name for name in with_tokens.loss_masks if name not in self.loss_masks]
+            self.left_out += [name for name in with_tokens.left_out if name not in self.left_out]
+            return with_tokens
         assert self.tokenizer is not None
-        return render(row, self.kind, self.tokenizer.template, self.separator)
+        return render(row, self.kind, self.tokenizer.template, "\n" if self.separator is None else self.separator)
 
-    def check_tokenizer(self) -> None:
+    def check_labels(self, row: Tokenised) -> None:
+        """Where one row masks its prompt and the next says nothing, the next would be trained on as a whole."""
+        self.trained_by = row.trained_by if self.trained_by is None else self.trained_by
+        if row.trained_by != self.trained_by:
+            expected, got = (" and ".join(names) or "no labels" for names in (self.trained_by, row.trained_by))
+            raise BadRowError(f"expected {expected} beside input_ids as in the rows before, got {got}")
+
+    def check_options(self) -> None:
+        """Refuse an option without effect."""
         if self.kind != "input_ids" and self.tokenizer is None:
             raise PackingError(f"--tokenizer: expected one for documents with {self.kind}, got none")
+        if self.kind == "input_ids" and self.tokenizer is not None:
+            raise PackingError(
+                "--tokenizer: expected none for documents with input_ids, which are tokenised already; --field names a "
+                "field with text to tokenise instead"
+            )
+        if self.kind != "prompt" and self.separator is not None:
+            raise PackingError(f"--separator: expected documents with prompt and completion, these have {self.kind}")

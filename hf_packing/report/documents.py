@@ -1,32 +1,34 @@
 """Documents as they lie in files, folders, saved datasets or on the hub, row by row, and what could not be read."""
 
-import bz2
 import codecs
-import gzip
 import json
 import lzma
-import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 
 from hf_packing.errors import PackingError
+from hf_packing.report.files import (
+    PACKED_UP,
+    ROWS,
+    TABLES,
+    find_files,
+    has_rows,
+    is_saved_dataset,
+    is_text,
+    kind_of,
+    open_file,
+    refuse_glob,
+)
 
 Row = dict[str, Any]
 
-COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-ROWS = (".jsonl", ".ndjson", ".parquet")
-"""Files with a row for each document; in a folder that has any, nothing else is read."""
-TABLES = (".csv", ".tsv", ".xlsx")
-"""Files whose lines are no documents."""
-JSON = ".json"
-"""The same, but in a folder with texts these are texts, too."""
-LEFT_OUT = ("__pycache__", "site-packages", "node_modules")
-"""Folders that have no documents of their own, as those that begin with a dot."""
+TRAIN = "train"
+NO_TEXT = "expected text in UTF-8, it has zero bytes, as archives, arrays and UTF-16 have"
 SHOWN = 80
 """Characters of a value that a message shows."""
 MOST_OF_A_REASON = 1000
@@ -41,13 +43,13 @@ class Documents:
         data: a .jsonl, .json or .parquet file, also compressed; a text file, whose lines are documents; a folder of
             either kind of file, where each text file is one document; a folder that `save_to_disk` made; or the name of
             a dataset on the hub.
-        split: of a dataset with several.
+        split: of a dataset with several; None for "train". Files have none.
         glob: of the files of a folder that are read, such as "*.py"; None for all.
         skip_bad: whether rows that cannot be read are left out, and counted in `skipped`.
     """
 
     data: str
-    split: str = "train"
+    split: str | None = None
     glob: str | None = None
     skip_bad: bool = False
     skipped: list[str] = field(default_factory=list, init=False)
@@ -56,12 +58,24 @@ class Documents:
     """Empty for a dataset that `datasets` reads."""
     other_files: list[str] = field(init=False)
     """Files of the folder that are not read, and why."""
+    broken: list[str] = field(init=False)
+    """Files of the folder that ought to be read, and cannot be."""
 
     def __post_init__(self) -> None:
-        self.files = [] if is_saved_dataset(Path(self.data)) else files_of(Path(self.data), self.glob)
+        path = Path(self.data)
+        if is_saved_dataset(path):
+            refuse_glob(path, self.glob)
+            self.files, self.other_files, self.broken = [], [], []
+            return
+        self.files, self.other_files, self.broken = find_files(path, self.glob)
+        if self.split and path.exists():
+            raise PackingError(
+                f"--split: expected a saved dataset or a name on the hub, {self.data!r} has files and no splits; name "
+                "the files of the split, in a folder by --glob"
+            )
         with_rows = [file for file in self.files if kind_of(file) in ROWS]
         others = [file for file in self.files if kind_of(file) not in ROWS] if with_rows else []
-        self.other_files = [f"{file}: not read beside files with rows" for file in others]
+        self.other_files += [f"{file}: not read beside files with rows" for file in others]
         self.files = with_rows or self.files
 
     def __iter__(self) -> Iterator[Row]:
@@ -71,6 +85,8 @@ class Documents:
     def with_places(self) -> Iterator[tuple[str, Row]]:
         """Every row, and where it is, for messages."""
         self.skipped[:] = self.other_files
+        for why in self.broken:
+            self.leave_out(why)
         if not self.files:
             for number, row in enumerate(load(self.data, self.split)):
                 yield f"{self.data}, row {number}", row
@@ -88,12 +104,15 @@ class Documents:
 
     def rows_of_kind(self, file: Path, one_each: bool) -> Iterator[tuple[str, Row]]:
         kind = kind_of(file)
-        if kind in TABLES:
+        if kind in TABLES or (kind in PACKED_UP and not one_each):
             self.leave_out(f"{file}: expected JSONL, parquet or text, a {kind} file is none of them")
         elif one_each:
             yield from self.text(file)
         elif not has_rows(file):
-            yield from self.lines(file)
+            if is_text(file):
+                yield from self.lines(file)
+            else:
+                self.leave_out(f"{file}: {NO_TEXT}")
         elif kind == ".parquet":
             for number, row in enumerate(parquet_rows(file)):
                 yield f"row {number}", row
@@ -146,6 +165,9 @@ class Documents:
 
     def text(self, file: Path) -> Iterator[tuple[str, Row]]:
         """One document, if the file is a text; folders have pictures and archives as well."""
+        if not is_text(file):
+            self.skipped.append(f"{file}: {NO_TEXT}")
+            return
         with open_file(file) as stream:
             content = stream.read()
         try:
@@ -164,68 +186,14 @@ class Documents:
         self.skipped.append(why)
 
     def identity(self) -> list[Any]:
-        """What changes when the documents do: files with sizes and times, or the fingerprint of a dataset."""
+        """What changes when the documents do: files with sizes and times, or the fingerprint of a dataset.
+
+        The time of the last change of any kind is among them, since copying can set the other one to what it was.
+        """
         if not self.files:
-            return [self.data, self.split, load(self.data, self.split)._fingerprint]
+            return [self.data, self.split or TRAIN, load(self.data, self.split)._fingerprint]
         stats = [(str(file), file.stat()) for file in self.files]
-        return [self.data, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)]
-
-
-def files_of(path: Path, glob: str | None) -> list[Path]:
-    """The files to read, in order; none for what is no path."""
-    if path.is_file():
-        refuse_glob(path, glob)
-        return [path]
-    if not path.is_dir():
-        if path.suffix or path.is_absolute() or str(path).startswith("."):
-            raise PackingError(f"DATA: expected a file, a folder or a dataset's name, {str(path)!r} does not exist")
-        refuse_glob(path, glob)
-        return []
-    try:
-        found = {file for folder in folders_of(path) for file in folder.rglob(glob or "*")}
-    except (NotImplementedError, ValueError) as error:
-        raise PackingError(f"--glob: expected a pattern of names in the folder, such as *.py, {error}") from None
-    files = [file for file in sorted(found) if file.is_file() and not is_left_out(file, path)]
-    if not files:
-        raise PackingError(f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(path)!r} has none")
-    return files
-
-
-def refuse_glob(path: Path, glob: str | None) -> None:
-    if glob:
-        raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
-
-
-def folders_of(path: Path) -> Iterator[Path]:
-    """The folder, and what links within it lead to, unless it is read already; rglob itself follows no links."""
-    pending, read = [path], list[Path]()
-    while pending:
-        folder = pending.pop(0)
-        target = folder.resolve()
-        if any(target.is_relative_to(other) or other.is_relative_to(target) for other in read):
-            continue
-        read.append(target)
-        yield folder
-        links = (Path(name, each) for name, below, _ in os.walk(folder) for each in sorted(below))
-        pending += [link for link in links if link.is_symlink() and not is_left_out(link, path)]
-
-
-def is_left_out(file: Path, folder: Path) -> bool:
-    return any(part in LEFT_OUT or part.startswith(".") for part in file.relative_to(folder).parts)
-
-
-def has_rows(file: Path) -> bool:
-    return kind_of(file) in (*ROWS, JSON)
-
-
-def kind_of(file: Path) -> str:
-    """The ending that says what is in a file, compressed or not."""
-    return (Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix).lower()
-
-
-def open_file(file: Path) -> IO[bytes]:
-    opened: IO[bytes] = COMPRESSED.get(file.suffix, open)(file, "rb")
-    return opened
+        return [self.data, *([name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats)]
 
 
 def parquet_rows(file: Path) -> Iterator[Row]:
@@ -237,12 +205,8 @@ def parquet_rows(file: Path) -> Iterator[Row]:
         yield from batch.to_pylist()
 
 
-def is_saved_dataset(path: Path) -> bool:
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
-
-
-def load(data: str, split: str) -> Any:
-    """A saved dataset, or one of the hub."""
+def load(data: str, split: str | None) -> Any:
+    """A saved dataset, or one of the hub; its rows are Python's, whatever format it was saved with."""
     import datasets
 
     try:
@@ -250,10 +214,14 @@ def load(data: str, split: str) -> Any:
     except Exception as error:  # of the hub, of the network, of a script
         raise PackingError(f"DATA: {data!r} is no file, no folder and no dataset: {one_line(error)}") from None
     if isinstance(found, dict):
-        if split not in found:
-            raise PackingError(f"--split: expected one of {', '.join(map(str, found))}, got {split!r}")
-        return found[split]
-    return found
+        if (split or TRAIN) not in found:
+            raise PackingError(f"--split: expected one of {', '.join(map(str, found))}, got {split or TRAIN!r}")
+        found = found[split or TRAIN]
+    elif split and split != str(found.split):
+        raise PackingError(f"--split: expected none or {found.split}, since {data!r} is a single split, got {split!r}")
+    shown = found.format["columns"]
+    found = found.with_format(None)
+    return found if shown == found.column_names else found.select_columns(shown)
 
 
 def one_line(error: Exception) -> str:

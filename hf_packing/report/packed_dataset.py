@@ -22,6 +22,8 @@ from hf_packing.strategies.planning import plan_packing
 
 JOB = "job.json"
 PLAN = "plan"
+REPLACED = "replaced"
+"""Where the dataset that is overwritten stands until the new one is in place."""
 SHARDS, TOKENISED = "shards", "[0-9]*.arrow"
 """The folder, and its files; `pack` keeps its own cache beside them."""
 SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
@@ -80,11 +82,15 @@ def make_packed_dataset(
     Raises:
         PackingError: something is in the way; rows that cannot be read; no document with a token.
     """
+    output = output.resolve() if output.is_symlink() else output  # written where the link points
     check_output(output, overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
     try:
         with lock:
+            aside = partial_folder(output) / REPLACED
+            if aside.exists() and not output.exists():  # a run was killed between two renames
+                aside.rename(output)
             check_output(output, overwrite)  # which another run may have made since
             made = make(corpus, strategy, output, seen)
             Path(lock.lock_file).unlink(missing_ok=True)
@@ -96,8 +102,13 @@ def make_packed_dataset(
 def make(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> PackedDataset:
     """The job, while no other run does it."""
     partial = partial_folder(output)
-    begin(partial, job_of(corpus))
+    job = job_of(corpus)
+    begin(partial, job)
     documents, before = tokenise(corpus, partial / SHARDS, seen)
+    if corpus.documents.files and job_of(corpus) != job:
+        raise PackingError(
+            "DATA: expected files that stay as they are, some changed while they were read; run it again"
+        )
     shards = sorted((partial / SHARDS).glob(TOKENISED))
     if not shards:
         shutil.rmtree(partial)
@@ -116,7 +127,7 @@ def make(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> Packed
     packed.save_to_disk(fresh)
     rows = len(packed)
     plan.save(fresh / PLAN)
-    replace(output, fresh, aside=partial / "replaced")
+    replace(output, fresh, partial / REPLACED)
     shutil.rmtree(partial, ignore_errors=True)
     return PackedDataset(output, plan, rows, len(lengths), before)
 

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 import hf_packing
 from hf_packing.errors import PackingError
 from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, load_figure, picture, shown_rows
-from hf_packing.report.tables import COLUMNS, MEANING, cells_of, headline, html_table, lengths_line
+from hf_packing.report.tables import COLUMNS, MEANING, cells_of, headline, html_table, lengths_line, setup_line
 
 if TYPE_CHECKING:
     from hf_packing.report.report import PackingReport
@@ -47,9 +47,23 @@ def save_page(report: PackingReport, path: Path) -> list[Path]:
     files = [path]
     for plot in PLOTS:
         files.append(folder / f"{plot.name}.png")
-        files[-1].write_bytes(picture(report, plot, LIGHT, "png"))
-    path.write_text(page, encoding="utf-8")
+        write(files[-1], picture(report, plot, LIGHT, "png"))
+    write(path, page.encode("utf-8", errors="backslashreplace"))
     return files
+
+
+def write(file: Path, content: bytes) -> None:
+    """Under another name first, so that a full disk leaves no half of it; but not in place of a link or a device."""
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        file.write_bytes(content)
+        return
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        fresh.write_bytes(content)
+        fresh.replace(file)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def page_of(report: PackingReport) -> str:
@@ -78,9 +92,10 @@ def page_of(report: PackingReport) -> str:
         ],
         shown=shown_strategies(report),
         meanings=MEANING,
-        setup=(
-            f"{setup.ranks} ranks; padding with {setup.padded_rows} documents a micro-batch; linear layers work on a "
-            f"token as long as attention on {setup.linear_cost:,.0f} pairs of tokens."
+        setup_line=setup_line(report),
+        linear_cost=(
+            f"In the speed-up, linear layers work on a token as long as attention on {setup.linear_cost:,.0f} pairs of "
+            "tokens."
         ),
         version=hf_packing.__version__,
     )

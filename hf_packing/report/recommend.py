@@ -17,6 +17,8 @@ FEW_EMPTY = 0.03
 """Share of slots that may be empty before longer rows are worth it."""
 WORTH_IT = 0.005
 """Share of packs that is worth another strategy."""
+WORTH_NAMING = 1.05
+"""Times as fast as padding."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Recommendation:
 
     strategy: str
     reason: str
+    speed_up: float
+    """Over padding to the same length, counted; as in the table."""
 
     def __str__(self) -> str:
         return f"{self.strategy}: {self.reason}"
@@ -47,7 +51,7 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
     best = next(
         row for row in sorted(single, key=simplicity) if row.compared.metrics.num_packs <= fewest * (1 + WORTH_IT)
     )
-    return Recommendation(best.name, reason(lengths, best, of_length))
+    return Recommendation(best.name, f"{gain(best)}; {reason(lengths, best, of_length)}", best.speed_up)
 
 
 def row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
@@ -73,6 +77,14 @@ def simplicity(row: ReportRow) -> int:
     return names.index(kind) if kind in names else len(names)
 
 
+def gain(best: ReportRow) -> str:
+    """What it is recommended for."""
+    padding = f"padding to at most {best.max_length:,} tokens"
+    if best.speed_up < WORTH_NAMING:
+        return f"it is about as fast as {padding}, since there is little to save (counted, not measured)"
+    return f"it is about {best.speed_up:.1f} times as fast as {padding} (counted, not measured)"
+
+
 def reason(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> str:
     metrics, longer = best.compared.metrics, lengths.longer_than(best.max_length)
     parts = []
@@ -89,8 +101,12 @@ def reason(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow])
     most = max(others, key=lambda row: row.compared.metrics.num_cut_documents)
     if most.compared.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
         text += f"; {most.name} would cut {most.compared.metrics.num_cut_documents / lengths.documents:.1%}"
-    fewer = [row for row in others if row.compared.metrics.num_packs > metrics.num_packs * (1 + WORTH_IT)]
-    if fewer:
-        worst = max(fewer, key=lambda row: row.compared.metrics.num_packs)
+    more = [
+        row
+        for row in others
+        if row.compared.metrics.num_packs > metrics.num_packs * (1 + WORTH_IT) and not row.compared.strategy.has_buckets
+    ]  # buckets have small packs on purpose
+    if more:
+        worst = max(more, key=lambda row: row.compared.metrics.num_packs)
         text += f"; {worst.name} would need {worst.compared.metrics.num_packs / metrics.num_packs - 1:.1%} more packs"
     return text

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hf_packing.errors import PackingError
@@ -25,8 +26,10 @@ class Rendered(NamedTuple):
     """Whether a chat template has ended it."""
 
 
-Template = Callable[[Sequence[Mapping[str, Any]], bool], str]
-"""Messages, and whether the assistant is to answer them -> text."""
+Settings = Mapping[str, Any]
+"""What a row says of its template: tools, and anything else in chat_template_kwargs."""
+Template = Callable[[Sequence[Mapping[str, Any]], bool, Settings], str]
+"""Messages, whether the assistant is to answer them, and settings -> text."""
 
 
 def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
@@ -42,8 +45,9 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
     wanted = (field,) if field else KINDS
     found = next((name for name in wanted if row.get(name) is not None), None)
     if found is None or (found == "prompt" and row.get("completion") is None):
+        expected = "prompt and completion" if field == "prompt" else field
         raise BadRowError(
-            f"expected {field or 'text, prompt and completion, messages or input_ids'}, the fields are "
+            f"expected {expected or 'text, prompt and completion, messages or input_ids'}, the fields are "
             f"{', '.join(row) or 'none'}; --field names the one with the text"
         )
     return found
@@ -62,13 +66,14 @@ def render(row: Mapping[str, Any], kind: str, template: Template, separator: str
         BadRowError: values of another type.
     """
     if kind == "messages":
-        return Rendered(unicode(template(messages_of(row[kind]), False)), complete=True)
+        return Rendered(unicode(template(messages_of(row[kind]), False, settings_of(row))), complete=True)
     if kind == "prompt":
         prompt, completion = row["prompt"], row.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
             return Rendered(unicode(f"{prompt}{separator}{completion}"), len(prompt) + len(separator))
         messages = [*messages_of(prompt), *messages_of(completion)]
-        text, before = template(messages, False), template(messages_of(prompt), True)
+        settings = settings_of(row)
+        text, before = template(messages, False, settings), template(messages_of(prompt), True, settings)
         if not text.startswith(before):
             raise BadRowError("expected a chat template that renders a prompt alike with and without its completion")
         return Rendered(unicode(text), len(before), complete=True)
@@ -93,11 +98,38 @@ def messages_of(value: Any) -> Sequence[Mapping[str, Any]]:
     for message in value:
         if "role" not in message or not ("content" in message or "tool_calls" in message):
             raise BadRowError(f"expected messages with role and content, one has {', '.join(message) or 'nothing'}")
-    return list(value)
+    kept: list[Mapping[str, Any]] = without_nulls(list(value))
+    return kept
 
 
-def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False) -> str:
-    """For tokenizers without a chat template."""
+def settings_of(row: Mapping[str, Any]) -> Settings:
+    """The columns `tools` and `chat_template_kwargs`, as TRL gives them to a chat template."""
+    tools, others = without_nulls(row.get("tools")), without_nulls(row.get("chat_template_kwargs"))
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRowError(f"expected tools as a list or as JSON, {error}") from None
+    if not isinstance(tools, (list, type(None))):
+        raise BadRowError(f"expected tools as a list or as JSON, got {type(tools).__name__}")
+    if not isinstance(others, (Mapping, type(None))):
+        raise BadRowError(f"expected chat_template_kwargs by name, got {type(others).__name__}")
+    return ({"tools": tools} if tools else {}) | dict(others or {})
+
+
+def without_nulls(value: Any) -> Any:
+    """Without the fields that are null: Arrow has them wherever another row has such a field."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: Settings = MappingProxyType({})) -> str:
+    """For tokenizers without a chat template; tools are a first message, as JSON."""
+    if others := settings.keys() - {"tools"}:
+        raise BadRowError(f"expected a tokenizer with a chat template, since chat_template_kwargs sets {min(others)}")
+    if settings:
+        messages = [{"role": "system", "content": json.dumps(settings["tools"])}, *messages]
     begin, end = CHATML
     text = "".join(f"{begin}{message['role']}\n{content_of(message)}{end}" for message in messages)
     return f"{text}{begin}assistant\n" if ask else text

@@ -49,7 +49,7 @@ class ReportRow:
     levelled: Work
     """Of one that has packs of similar cost at the same time, as with TokenBudget."""
     speed_up: float
-    """Time per real token with padding / with these packs, levelled; counted, not measured."""
+    """Time per real token with padding to the same length / with these packs, levelled; counted, not measured."""
     sample: PlanSample
     """For pictures."""
 
@@ -112,7 +112,13 @@ class PackingReport:
             "lengths": {name: value for name, value in vars(self.lengths).items() if name != "counts"},
             "setup": dataclasses.asdict(self.setup),
             "padding": [
-                {"max_length": row.max_length, "padding_ratio": row.padding_ratio, **dataclasses.asdict(row)}
+                {
+                    "max_length": row.max_length,
+                    "padding_ratio": row.padding_ratio,
+                    "steps_per_epoch": row.work.steps,
+                    "documents_per_step": row.work.documents_per_step,
+                    **dataclasses.asdict(row),
+                }
                 for row in self.padded
             ],
             "strategies": [
@@ -122,6 +128,7 @@ class PackingReport:
                     **dataclasses.asdict(row.compared.metrics),
                     "above_bound": row.compared.gap,
                     "steps_per_epoch": row.work.steps,
+                    "documents_per_step": row.work.documents_per_step,
                     "speed_up": row.speed_up,
                     "attention_balance": row.work.balance,
                     "attention_balance_levelled": row.levelled.balance,

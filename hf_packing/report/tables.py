@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 COLUMNS = (
     "",
     "padding",
-    "efficiency",
     "truncation",
     "dropped",
     "concatenation",
     "packs",
     "above bound",
     "steps",
+    "documents per step",
     "attention balance",
-    "speed-up",
+    "speed-up over padding",
 )
 MEANING = {
     "padding": "share of the slots that hold no token",
-    "efficiency": "share of the slots that hold one",
     "truncation": "share of the documents that are not whole in one pack",
     "dropped": "share of the tokens that are in no pack",
     "concatenation": "documents per pack",
     "packs": "rows; with padding, one for each document",
     "above bound": "packs beyond the fewest that are proven to be needed for the same pieces of documents",
-    "steps": "micro-batches of an epoch on each rank: a pack, or with padding several documents",
+    "steps": "of an epoch; in each, every rank works on one pack, or on one padded batch",
+    "documents per step": "of all ranks together, on average; steps of padding and of packs are not of the same size",
     "attention balance": "attention's work, mean over largest of the ranks: as packs come, and levelled by TokenBudget",
-    "speed-up": "time per real token with padding / with these packs, levelled; counted in operations, not measured: "
-    "what a pack leaves free costs nothing",
+    "speed-up over padding": "time per real token with padding to the same max_length / with these packs, levelled; "
+    "not to be compared between lengths. Counted in operations, not measured: what a pack leaves free costs nothing",
 }
 
 
@@ -52,13 +52,13 @@ def padded_cells(row: PaddedRow, report: PackingReport) -> tuple[str, ...]:
     return (
         f"padding, at most {row.max_length}",
         f"{row.padding_ratio:.2%}",
-        f"{1 - row.padding_ratio:.2%}",
         f"{row.cut_documents / report.lengths.documents:.2%}",
         f"{row.lost_tokens / report.lengths.tokens:.2%}",
         "1.00",
         f"{report.lengths.documents:,}",
         "",
         f"{row.work.steps:,}",
+        f"{row.work.documents_per_step:,.0f}",
         f"{row.work.balance:.0%}",
         "1.0",
     )
@@ -69,16 +69,23 @@ def strategy_cells(row: ReportRow, report: PackingReport) -> tuple[str, ...]:
     return (
         row.name,
         f"{metrics.padding_ratio:.2%}",
-        f"{metrics.packing_efficiency:.2%}",
         f"{metrics.num_cut_documents / report.lengths.documents:.2%}",
         f"{metrics.dropped_token_ratio:.2%}",
         f"{report.lengths.documents / max(metrics.num_packs, 1):.2f}",
         f"{metrics.num_packs:,}",
         "" if row.compared.gap is None else f"{row.compared.gap:.2%}",
         f"{row.work.steps:,}",
+        f"{row.work.documents_per_step:,.0f}",
         f"{row.work.balance:.0%}, {row.levelled.balance:.0%}",
         f"{row.speed_up:.1f}",
     )
+
+
+def setup_line(report: PackingReport) -> str:
+    """What steps and speed-ups are counted for."""
+    setup = report.setup
+    padded = f"{setup.padded_rows} documents padded to the longest of them"
+    return f"steps of {setup.ranks} ranks: each has one pack, or {padded}"
 
 
 def headline(report: PackingReport) -> str:
@@ -97,14 +104,17 @@ def lengths_line(report: PackingReport) -> str:
 
 def as_text(report: PackingReport) -> str:
     title = [f"{report.source}: {headline(report)}" if report.source else headline(report), lengths_line(report)]
-    return "\n".join([*title, "", aligned([COLUMNS, *cells_of(report)]), "", f"take {report.recommendation}"])
+    table = aligned([COLUMNS, *cells_of(report)])
+    return "\n".join([*title, "", table, "", setup_line(report), f"take {report.recommendation}"])
 
 
 def as_html(report: PackingReport) -> str:
+    taken = report.recommendation
     return (
         f"<p>{escape(headline(report))}<br>{escape(lengths_line(report))}</p>"
-        f"{html_table(COLUMNS, cells_of(report), report.recommendation.strategy)}"
-        f"<p>Take <b>{escape(report.recommendation.strategy)}</b>: {escape(report.recommendation.reason)}.</p>"
+        f"{html_table(COLUMNS, cells_of(report), taken.strategy)}"
+        f"<p>{escape(setup_line(report))}</p>"
+        f"<p>Take <b>{escape(taken.strategy)}</b>: {escape(taken.reason)}.</p>"
     )
 
 

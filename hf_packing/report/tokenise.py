@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
+from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.report.documents import one_line
-from hf_packing.report.rendering import BadRowError, Rendered, Template, chatml
-
-IGNORED = -100
+from hf_packing.report.rendering import BadRowError, Rendered, Settings, Template, chatml
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class TextTokenizer:
     backend: Tokenizer
     template: Template = chatml
     template_text: str = "ChatML"
-    """What the template is, to tell templates apart."""
+    """What the template is, and the special tokens it may write, to tell templates apart."""
     end: int | None = None
     """The token that ends a document, where the tokenizer has one; a chat template ends its own."""
 
@@ -37,12 +35,16 @@ class TextTokenizer:
         return np.array(lengths, dtype=np.int64)
 
     def tokens(self, rendered: Sequence[Rendered], ended: bool) -> tuple[list[list[int]], list[list[int]]]:
-        """input_ids and labels of documents; labels are -100 within prompts."""
+        """input_ids and labels of documents; labels are -100 within prompts, which end where TRL has them end."""
+        encode = self.backend.encode_batch_fast
+        asked = [each for each in rendered if each.prompt]
+        prompts = iter(self.encode([each._replace(text=each.text[: each.prompt]) for each in asked], encode))
         input_ids, labels = [], []
-        for each, encoding in zip(rendered, self.encode(rendered, self.backend.encode_batch), strict=True):
+        for each, encoding in zip(rendered, self.encode(rendered, encode), strict=True):
             ids, end = encoding.ids, self.end_of(each, encoding.ids, ended)
+            masked = shared(ids, before_end(next(prompts))) if each.prompt else 0
             input_ids.append([*ids, *end])
-            labels.append([*np.where(trained(encoding, each.prompt), ids, IGNORED).tolist(), *end])
+            labels.append([*[IGNORED_LABEL] * masked, *ids[masked:], *end])
         return input_ids, labels
 
     def encode(self, rendered: Sequence[Rendered], encode_batch: Callable[..., list[Encoding]]) -> list[Encoding]:
@@ -58,12 +60,17 @@ class TextTokenizer:
         return [] if there or not ended or self.end is None else [self.end]
 
 
-def trained(encoding: Encoding, prompt: int) -> npt.NDArray[np.bool_]:
-    """bool [tokens]: those that reach beyond so many characters, and special ones after the text."""
-    special = np.array(encoding.special_tokens_mask, dtype=bool)
-    beyond = np.array([stop > prompt for _, stop in encoding.offsets], dtype=bool)
-    after = np.cumsum(~special) > 0
-    return np.where(special, after | (prompt == 0), beyond | (prompt == 0))
+def before_end(prompt: Encoding) -> list[int]:
+    """Its tokens without those that the tokenizer puts after a text."""
+    special = np.array(prompt.special_tokens_mask, dtype=bool)
+    within = np.flatnonzero(~special)
+    return prompt.ids[: within[-1] + 1] if len(within) else prompt.ids
+
+
+def shared(ids: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens both begin with. Offsets do not tell: they drift where a tokenizer leaves out a character."""
+    pairs = zip(ids, prompt, strict=False)
+    return next((number for number, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(prompt)))
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
@@ -95,13 +102,15 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
     if backend is None:
         raise PackingError(f"--tokenizer: expected a fast tokenizer, {name!r} is a {type(loaded).__name__}")
     template = template_of(loaded) if loaded.chat_template else chatml
-    return TextTokenizer(name, without_limits(backend), template, str(loaded.chat_template), loaded.eos_token_id)
+    written_with = f"{loaded.chat_template} {loaded.special_tokens_map}"
+    return TextTokenizer(name, without_limits(backend), template, written_with, loaded.eos_token_id)
 
 
 def template_of(tokenizer: Any) -> Template:
-    def render(messages: Sequence[Any], ask: bool) -> str:
+    def render(messages: Sequence[Any], ask: bool, settings: Settings) -> str:
+        usual = {"tokenize": False, "add_generation_prompt": ask}
         try:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask))
+            return str(tokenizer.apply_chat_template(list(messages), **{**settings, **usual}))
         except Exception as error:  # templates raise what they like
             raise BadRowError(f"expected messages that the chat template takes, {one_line(error)}") from None
 

@@ -17,6 +17,8 @@ FloatArray = npt.NDArray[np.float64]
 class Work:
     """Of one epoch on several ranks."""
 
+    documents: int
+    """With tokens."""
     tokens: int
     """Real ones."""
     slots: int
@@ -27,6 +29,11 @@ class Work:
     """Of the slowest rank at each step, summed, in pairs of tokens; linear work is counted in pairs, too."""
     balance: float
     """Mean over largest of what attention costs on the ranks, averaged over steps: 1 where none waits."""
+
+    @property
+    def documents_per_step(self) -> float:
+        """On all ranks together."""
+        return self.documents / self.steps if self.steps else 0.0
 
     @property
     def time_per_token(self) -> float:
@@ -51,7 +58,7 @@ def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linea
     batches = filled.reshape(-1, rows)
     longest = batches.max(axis=1, initial=0)
     slots = longest * np.count_nonzero(batches, axis=1)
-    return work_of(int(kept.sum()), slots, (slots * longest).astype(np.float64), ranks, linear_cost)
+    return work_of(len(kept), int(kept.sum()), slots, (slots * longest).astype(np.float64), ranks, linear_cost)
 
 
 def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, levelled: bool = False) -> Work:
@@ -65,17 +72,25 @@ def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, levelled: boo
     """
     lengths = plan.segment_length.astype(np.float64)
     if not plan.num_packs:
-        return Work(0, 0, 0, 0.0, 1.0)
+        return Work(0, 0, 0, 0, 0.0, 1.0)
     tokens, squares = (np.add.reduceat(values, plan.pack_offsets[:-1]) for values in (lengths, lengths**2))
     if levelled and plan.num_packs >= ranks:
         whole = plan.num_packs // ranks * ranks
         order = run_together(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
         order = np.concatenate([order, np.arange(whole, plan.num_packs)])
         tokens, squares = tokens[order], squares[order]
-    return work_of(int(tokens.sum()), tokens, squares, ranks, linear_cost)
+    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # pieces of one are one
+    return work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
 
 
-def work_of(tokens: int, slots: npt.NDArray[np.generic], squares: FloatArray, ranks: int, linear_cost: float) -> Work:
+def work_of(
+    documents: int,
+    tokens: int,
+    slots: npt.NDArray[np.generic],
+    squares: FloatArray,
+    ranks: int,
+    linear_cost: float,
+) -> Work:
     """Micro-batches in order, so many at the same time. A last step that is incomplete counts as one, but its time as
     if it were shared evenly: how many ranks stand idle there says nothing of padding or packing."""
     cost = linear_cost * slots.astype(np.float64) + squares
@@ -84,7 +99,7 @@ def work_of(tokens: int, slots: npt.NDArray[np.generic], squares: FloatArray, ra
     time = float(on_ranks(cost[:whole], ranks).max(axis=1, initial=0).sum() + cost[whole:].sum() / ranks)
     attention = on_ranks(squares[:whole], ranks) if whole else on_ranks(squares, max(len(squares), 1))
     busy = attention.mean(axis=1) / np.maximum(attention.max(axis=1, initial=0), 1)
-    return Work(tokens, int(slots.sum()), steps, time, float(busy.mean()) if len(busy) else 1.0)
+    return Work(documents, tokens, int(slots.sum()), steps, time, float(busy.mean()) if len(busy) else 1.0)
 
 
 def on_ranks(values: FloatArray, ranks: int) -> FloatArray:

@@ -1,6 +1,7 @@
 """Which rows share a micro-batch, on every rank and in every epoch, as a pure function of their lengths.
 
 sizes.py          what is known of rows: tokens, cost of attention, bucket
+data_facts.py     what tells the data of one rank from that of another
 pieces.py         documents longer than the budget become pieces
 epoch_plan.py     the micro-batches of all ranks in one epoch, and how even they are
 fill.py           rows -> exactly as many micro-batches as wanted, none over the budget

@@ -7,9 +7,9 @@ import datasets
 import numpy as np
 import torch
 
-from hf_packing.arrow.columns import ATTENTION_MASK, INPUT_IDS, LABELS, TOKEN_TYPE_IDS
-from hf_packing.arrow.packed_rows import IGNORED_LABEL, SEQ_LENGTHS
-from hf_packing.collate import LOSS_MASKS
+from hf_packing.arrow.columns import ATTENTION_MASK, INPUT_IDS, LABELS, PACKED_ONLY, TOKEN_TYPE_IDS
+from hf_packing.arrow.loss_masks import IGNORED_LABEL, LOSS_MASKS, apply_loss_masks, masks_among
+from hf_packing.arrow.visible import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
 
@@ -19,44 +19,60 @@ Row = dict[str, Any]
 
 
 def columns_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
-    """Columns that a batch is made of; masks of what to train on count only where there are no labels."""
+    """Columns that a batch is made of, and those that its segments are checked by."""
     known = set(names).difference(unread)
-    if LABELS in known:
-        known.difference_update(LOSS_MASKS)
-    return [name for name in (*OF_TOKENS, SEQ_LENGTHS) if name in known]
+    return [name for name in (*OF_TOKENS, *PACKED_ONLY) if name in known]
 
 
 class SampledRows(torch.utils.data.Dataset[Row]):
     """A map-style dataset whose indices are those of the sampler's micro-batches.
 
     An index below zero, ~i, is row i with all labels masked. Accelerate tells a dataset which epoch begins wherever it
-    does not find the sampler, so the epoch is passed on.
+    does not find the sampler, so the epoch is passed on. A row without labels gets them from its tokens and loss masks;
+    masks beside labels are passed on, for the collator to compare.
+
+    Args:
+        dataset: map-style, the rows the sampler was made for.
+        sampler: of this rank.
+        unread: columns that are left out of rows.
+        apply_masks: whether loss masks make labels where a row has none; otherwise the collator refuses such a row.
     """
 
-    def __init__(self, dataset: Any, sampler: RankBatchSampler, unread: Sequence[str] = ()) -> None:
+    def __init__(
+        self, dataset: Any, sampler: RankBatchSampler, unread: Sequence[str] = (), apply_masks: bool = True
+    ) -> None:
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            if INPUT_IDS not in dataset.column_names:
-                raise PackingError(f"dataset: expected a column 'input_ids', got {', '.join(dataset.column_names)}")
-            dataset = dataset.with_format("numpy", columns=columns_read(dataset.column_names, unread))
+            names = visible_columns(dataset)
+            if INPUT_IDS not in names:
+                raise PackingError(f"dataset: expected a column 'input_ids', got {', '.join(names) or 'none'}")
+            dataset = dataset.with_format("numpy", columns=columns_read(names, unread))
         self.dataset = dataset
         self.unread = unread
+        self.apply_masks = apply_masks
         self.sampler = sampler
 
     def __len__(self) -> int:
         return len(self.sampler.cut.sizes)
 
     def set_epoch(self, epoch: int) -> None:
+        self.check_number()
         self.sampler.set_epoch(epoch)
 
     def __getitem__(self, index: int) -> Row:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Row]:
+        self.check_number()
         known = [~index if index < 0 else index for index in indices]
         pieces = self.sampler.cut.pieces
         numbers = known if pieces is None else pieces.document[known].tolist()
         read = getattr(self.dataset, "__getitems__", None)
-        rows = read(numbers) if read else [self.dataset[number] for number in numbers]
+        rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
+        if len(rows) != len(numbers):
+            raise PackingError(
+                f"dataset: expected {len(numbers)} rows for as many numbers, got {len(rows)}; a transform must return "
+                "a row for each that it is given"
+            )
         rows = [{name: row[name] for name in columns_read(row, self.unread)} for row in rows]
         self.check_lengths(numbers, rows)
         if pieces is not None:
@@ -66,26 +82,51 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                     rows, pieces.start[known].tolist(), pieces.length[known].tolist(), strict=True
                 )
             ]
-        return [masked(row) if index < 0 else with_labels(row) for index, row in zip(indices, rows, strict=True)]
+        return [masked(row) if index < 0 else self.with_labels(row) for index, row in zip(indices, rows, strict=True)]
+
+    def with_labels(self, row: Row) -> Row:
+        """The row with labels, unless that is the collator's to refuse."""
+        masks = masks_among(row)
+        if LABELS in row or (masks and not self.apply_masks):
+            return row
+        labels = row[INPUT_IDS]
+        if masks:
+            labels = apply_loss_masks(np.asarray(labels), {name: np.asarray(row.pop(name)) for name in masks})
+        return {**row, LABELS: labels}
+
+    def check_number(self) -> None:
+        """Micro-batches were planned for all rows that there were."""
+        if (rows := len(self.dataset)) != (planned := len(self.sampler.sizes)):
+            raise PackingError(
+                f"dataset: expected the {planned} rows that it had when batches were planned, it has {rows} now; rows "
+                "that come or go are counted at the next train() or evaluate(), or by another prepare_dataloader"
+            )
 
     def check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
         """Micro-batches were planned for rows that have the lengths they had before."""
         for number, row in zip(numbers, rows, strict=True):
+            if INPUT_IDS not in row:
+                raise PackingError(
+                    f"dataset: expected a column 'input_ids', row {number} has {', '.join(row) or 'none'}"
+                )
             if (tokens := len(row[INPUT_IDS])) != (planned := int(self.sampler.sizes.tokens[number])):
                 raise PackingError(
                     f"dataset: expected the {planned} tokens that row {number} had when batches were planned, it has "
                     f"{tokens} now; rows must not change from one reading to the next"
                 )
             for name in OF_TOKENS:
-                if name in row and np.shape(row[name]) != (tokens,):
+                if name in row and (shape := shape_of(row[name])) != (tokens,):
                     raise PackingError(
                         f"column {name!r}: expected {tokens} values in row {number}, as many as input_ids, got shape "
-                        f"{np.shape(row[name])}"
+                        f"{shape}"
                     )
 
 
-def with_labels(row: Row) -> Row:
-    return row if LABELS in row else {**row, LABELS: row[INPUT_IDS]}
+def shape_of(values: Any) -> tuple[int | str, ...]:
+    try:
+        return tuple(np.shape(values))
+    except ValueError:  # lists of several lengths
+        return (len(values), "several lengths")
 
 
 def masked(row: Row) -> Row:

@@ -12,10 +12,11 @@ import pyarrow as pa
 import torch
 from datasets.utils import tqdm
 
-from hf_packing.arrow.columns import INPUT_IDS, LABELS, with_typed_empty_lists
-from hf_packing.arrow.packed_rows import BUCKET, POSITION_IDS, SEQ_LENGTHS
-from hf_packing.arrow.token_column import TokenColumn, is_list
-from hf_packing.collate import LOSS_MASKS
+from hf_packing.arrow.columns import INPUT_IDS, LABELS, PACKED_ONLY, with_typed_empty_lists
+from hf_packing.arrow.loss_masks import LOSS_MASKS
+from hf_packing.arrow.packed_rows import BUCKET, SEQ_LENGTHS
+from hf_packing.arrow.token_column import TokenColumn, is_list, is_token_type
+from hf_packing.arrow.visible import visible_columns
 from hf_packing.dataset import row_numbers
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_numbers
@@ -79,20 +80,34 @@ def sizes_of(dataset: Any) -> RowSizes:
     """Sizes of the rows of a dataset. Of a `datasets.Dataset` no token is read, but for a sample.
 
     Args:
-        dataset: map-style, packed (with `seq_lengths`) or of documents (with `input_ids`).
+        dataset: map-style, packed (with `seq_lengths`) or of documents (with `input_ids`). Columns that its format
+            hides are not there.
 
     Raises:
-        PackingError: not map-style, neither column, seq_lengths that do not add up, or packed rows that carry their
-            borders in position_ids alone.
+        PackingError: not map-style, neither column, seq_lengths that do not add up, packed rows that carry their
+            borders in position_ids alone, or whose borders are hidden.
     """
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-        return sizes_in_table(dataset.data.table, row_numbers(dataset))
+        return sizes_in_table(dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset))
     of_rows = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not of_rows or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(
             f"dataset: expected a map-style dataset, whose length is known, got {type(dataset).__name__}"
         )
-    return sizes_row_by_row(dataset)
+    sizes = sizes_row_by_row(dataset)
+    if isinstance(dataset, datasets.Dataset):
+        check_borders_are_kept(dataset, sizes)
+    return sizes
+
+
+def check_borders_are_kept(dataset: datasets.Dataset, sizes: RowSizes) -> None:
+    """Refuse packed rows whose transform, such as one for documents that `map` has kept, returns no borders."""
+    if not sizes.packed and (borders := [name for name in PACKED_ONLY if name in dataset.column_names]):
+        raise PackingError(
+            f"column {borders[0]!r}: expected in the rows that the dataset's transform returns, since they are packed; "
+            "call .with_format(None) if the transform is one of the documents, or remove the column if rows are not "
+            "packed"
+        )
 
 
 def check_columns(names: Any) -> None:
@@ -102,10 +117,10 @@ def check_columns(names: Any) -> None:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths' or 'input_ids', got columns {', '.join(names) or 'none'}"
         )
-    if POSITION_IDS in names:
+    if packed := [name for name in PACKED_ONLY if name in names]:
         raise PackingError(
-            "dataset: expected a column 'seq_lengths' beside 'position_ids', which alone does not say how long the "
-            "segments of a row are; pack() makes both"
+            f"dataset: expected a column 'seq_lengths' beside {packed[0]!r}, which alone does not say how long the "
+            "segments of a row are; pack() makes it"
         )
 
 
@@ -115,7 +130,7 @@ def sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
     columns = {
         name: TokenColumn(name, table.column(name), numbers)
         for name in (SEQ_LENGTHS, INPUT_IDS, LABELS, *LOSS_MASKS)
-        if name in table.column_names and is_list_of_integers(name, table.schema.field(name).type)
+        if name in table.column_names and is_list_of_numbers(name, table.schema.field(name).type)
     }
     sample = b"".join(sample_of(column) for name, column in columns.items() if name != SEQ_LENGTHS)
     if SEQ_LENGTHS not in columns:
@@ -129,13 +144,11 @@ def sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
     return replace(sizes, sample=sample)
 
 
-def is_list_of_integers(name: str, kind: pa.DataType) -> bool:
-    """Whether the column has tokens; those that say how long rows are must."""
-    if is_list(kind) and pa.types.is_integer(kind.value_type):
-        return True
-    if name in (SEQ_LENGTHS, INPUT_IDS):
+def is_list_of_numbers(name: str, kind: pa.DataType) -> bool:
+    """Whether the column has a number for each token; those that say how long rows are must have integers."""
+    if name in (SEQ_LENGTHS, INPUT_IDS) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
         raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
-    return False
+    return is_token_type(kind)
 
 
 def buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray | None:
@@ -191,25 +204,19 @@ def sizes_row_by_row(dataset: Any) -> RowSizes:
             raise PackingError(f"dataset: expected rows that are mappings, row {number} is a {type(row).__name__}")
         check_columns(row)
         first = first or row
-        for name in (SEQ_LENGTHS, BUCKET, LABELS):
-            if (name in row) != (name in first):
-                raise PackingError(f"column {name!r}: expected in all rows or in none, row {number} differs from row 0")
-        name = SEQ_LENGTHS if SEQ_LENGTHS in row else INPUT_IDS
-        values = row[name]
-        if values is None or not hasattr(values, "__len__"):
-            raise PackingError(
-                f"column {name!r}: expected a list of integers in every row, row {number} has {values!r}"
-            )
-        lengths.append(
-            check_whole_numbers(f"column 'seq_lengths', row {number}", values)
-            if name == SEQ_LENGTHS
-            else np.array([len(values)])
-        )
+        check_like_first(row, first, number)
+        if INPUT_IDS in row:
+            check_one_dimension(INPUT_IDS, row[INPUT_IDS], number)
+        if SEQ_LENGTHS in row:
+            check_one_dimension(SEQ_LENGTHS, row[SEQ_LENGTHS], number)
+            lengths.append(check_whole_numbers(f"column 'seq_lengths', row {number}", row[SEQ_LENGTHS]))
+            buckets.append(bucket_of(row, number) if BUCKET in row else None)
+        else:
+            lengths.append(np.array([len(row[INPUT_IDS])]))
         tokens.append(len(row[INPUT_IDS]) if INPUT_IDS in row else int(lengths[-1].sum()))
-        buckets.append(bucket_of(row, number) if BUCKET in row else None)
     seq_lengths = np.concatenate([np.zeros(0, dtype=np.int64), *lengths])
     sample = (
-        b"".join(sample_of_row(dataset[number]) for number in sampled_rows(len(lengths)))
+        sample_of_rows([dataset[number] for number in sampled_rows(len(lengths))])
         if isinstance(dataset, Sequence)
         else b""
     )
@@ -221,6 +228,23 @@ def sizes_row_by_row(dataset: Any) -> RowSizes:
     return replace(sizes, sample=sample)
 
 
+def check_like_first(row: Mapping[str, Any], first: Mapping[str, Any], number: int) -> None:
+    """Refuse a row that says more than the first, or less, about what is trained on or what it is packed from."""
+    of_packs = (SEQ_LENGTHS, BUCKET) if SEQ_LENGTHS in row else (SEQ_LENGTHS,)
+    for name in (*of_packs, LABELS, *LOSS_MASKS):
+        if (name in row) != (name in first):
+            raise PackingError(f"column {name!r}: expected in all rows or in none, row {number} differs from row 0")
+
+
+def check_one_dimension(name: str, values: Any, number: int) -> None:
+    dimensions = getattr(values, "ndim", None)
+    if dimensions is None and hasattr(values, "__len__") and not isinstance(values, str):
+        dimensions = 1 + (np.ndim(values[0]) if len(values) else 0)
+    if dimensions != 1:
+        shown = f"shape {tuple(values.shape)}" if hasattr(values, "shape") else repr(values)[:80]
+        raise PackingError(f"column {name!r}: expected a list of integers in every row, row {number} has {shown}")
+
+
 def bucket_of(row: Mapping[str, Any], number: int) -> int:
     try:
         return operator.index(row[BUCKET])
@@ -230,7 +254,16 @@ def bucket_of(row: Mapping[str, Any], number: int) -> int:
         ) from None
 
 
-def sample_of_row(row: Mapping[str, Any]) -> bytes:
-    """Of rows that lie in memory as they are, and are not made anew at each reading."""
-    columns = [np.asarray(row[name])[:SAMPLED_TOKENS] for name in (INPUT_IDS, LABELS, *LOSS_MASKS) if name in row]
-    return b"".join(column.astype("<i8").tobytes() for column in columns)
+def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """The beginnings of rows, column by column, as those of a table."""
+    columns = ([row[name] for row in rows if name in row] for name in (INPUT_IDS, LABELS, *LOSS_MASKS))
+    return b"".join(beginning(values) for column in columns for values in column)
+
+
+def beginning(values: Any) -> bytes:
+    """Of one value for each token. What else there is, the collator refuses; it knows the row."""
+    try:
+        with np.errstate(invalid="ignore"):  # NaN and infinity, as integers
+            return np.asarray(values)[:SAMPLED_TOKENS].astype("<i8").tobytes()
+    except (TypeError, ValueError, IndexError):
+        return repr(values).encode()

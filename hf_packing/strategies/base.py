@@ -30,11 +30,10 @@ def package_version() -> str:
 class Strategy(ABC):
     """How documents become packs; call it on a batch of rows to pack them.
 
-    As a transform it takes what `datasets.map(..., batched=True)` hands out: a dict of lists, a dict of numpy arrays or
-    a pyarrow Table. It returns the same kind, one row for each pack, with `input_ids`, `labels`, `position_ids` and
-    `seq_lengths`, as int32, and with buckets `bucket`; where the dataset is in numpy or torch format, `Dataset.map`
-    itself turns `labels` back into the type they had. Each batch is planned by itself, so large batches pack better;
-    `pack` plans over the whole dataset.
+    As a transform it takes what `datasets.map(..., batched=True)` hands out: a dict of lists, a dict of arrays, a
+    pyarrow Table or a data frame. It returns one row for each pack, with `input_ids`, `labels`, `position_ids` and
+    `seq_lengths`, as int32, and with buckets `bucket`: to `Dataset.map` a Table, else the kind it was given. Each batch
+    is planned by itself, so large batches pack better; `pack` plans over the whole dataset.
     """
 
     package_version: str = field(default_factory=package_version, init=False, repr=False)
@@ -47,7 +46,13 @@ class Strategy(ABC):
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         """The plan for checked lengths."""
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, *others: Any, **options: Any) -> Any:
+        if others or options:
+            given = ", ".join([*(type(other).__name__ for other in others), *options])
+            raise PackingError(
+                f"batch: expected nothing beside it, got {given}; call map without with_indices, with_rank, "
+                "input_columns and fn_kwargs"
+            )
         return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
 
     def settle(self, **values: Any) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_packing.attention.inner import inner_model
+from hf_packing.attention.seen_labels import refuse_seen_labels
 from hf_packing.errors import PackingError
 from hf_packing.training.loss_of_model import check_patched, predicts_next, router_loss
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, weighted_loss, weights_of
@@ -23,7 +25,8 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         averages over ranks and gradient_accumulation_steps, also where the last update of an epoch has fewer.
 
     Raises:
-        PackingError: a batch that is not of prepare_dataloader; a model that is not patched, or no language model.
+        PackingError: a batch that is not of prepare_dataloader; a model that is not patched, or no language model; in
+            training, labels that only repeat the tokens that a masked language model sees.
 
     Example:
         >>> import hf_packing as hfp, torch, transformers
@@ -40,6 +43,8 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if WEIGHTS not in batch:
         raise PackingError(f"batch: expected one of prepare_dataloader, got {', '.join(batch) or 'nothing'}")
     check_patched(model)
+    if model.training:
+        refuse_seen_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
     not_for_the_model = ("labels", ITEMS, TARGETS, WEIGHTS)
     outputs = model(**{name: value for name, value in batch.items() if name not in not_for_the_model})
     loss = weighted_loss(outputs.logits, batch[TARGETS], batch[WEIGHTS], predicts_next(model))

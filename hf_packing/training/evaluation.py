@@ -13,10 +13,12 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.in_order import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import sizes_of
+from hf_packing.training.agreement import PlannedFrom, on_all_ranks
 from hf_packing.training.loss_of_model import check_patched, predicts_next
 from hf_packing.training.losses import exact_type, trainable_per_document, weighted_loss, weights_of
 from hf_packing.training.ranks import check_accelerator, data_rank
 from hf_packing.training.rows_loader import rows_loader
+from hf_packing.training.seen_labels import check_labels
 
 
 class TokenMean:
@@ -55,7 +57,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         The same number on all ranks. Its exponential is the perplexity.
 
     Raises:
-        PackingError: fewer rows than ranks, no trainable token, or a model that is not patched.
+        PackingError: no row, no trainable token, a model that is not patched, labels that only repeat the tokens that a
+            masked language model sees, or ranks with different data.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp, transformers
@@ -65,10 +68,18 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         >>> round(hfp.evaluation_loss(accelerate.Accelerator(cpu=True), model, documents))
         5
     """
-    check_accelerator(accelerator)
-    check_patched(model)
-    rank, world_size = data_rank(accelerator)
-    sampler = RankBatchSampler(InOrder(rows_per_batch), sizes_of(dataset), world_size, rank)
+
+    def plan(planned_from: PlannedFrom) -> RankBatchSampler:
+        check_accelerator(accelerator)
+        check_patched(model)
+        planned_from.note_settings(rows_per_batch=rows_per_batch)
+        sizes = sizes_of(dataset)
+        planned_from.note_data("dataset", dataset, sizes)
+        check_labels(dataset, sizes, model)
+        rank, world_size = data_rank(accelerator)
+        return RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
+
+    sampler = on_all_ranks(plan)
     mean, shift = TokenMean(accelerator.device), predicts_next(model)
     was_training = model.training
     model.eval()

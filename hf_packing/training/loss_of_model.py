@@ -15,6 +15,7 @@ from hf_packing.attention.documents import random_documents
 from hf_packing.attention.feed import Signature
 from hf_packing.attention.inner import inner_model
 from hf_packing.attention.installed import is_patched
+from hf_packing.attention.logits import SUPPORTED
 from hf_packing.attention.probe import device_of_inputs
 from hf_packing.attention.sharded import where_weights_are
 from hf_packing.attention.twin import twin_of
@@ -32,8 +33,8 @@ class OwnLoss(NamedTuple):
     """Whether the model divides by num_items_in_batch where it is given that."""
 
 
-LEARNT: "weakref.WeakKeyDictionary[PreTrainedModel, OwnLoss | None]" = weakref.WeakKeyDictionary()
-"""What models that were asked have answered; None for a loss that is another."""
+LEARNT: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]" = weakref.WeakKeyDictionary()
+"""What models that were asked have answered, with the function that made their loss then; None for another loss."""
 
 PROBED_TOKENS = 13
 CLOSE, CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3
@@ -54,21 +55,24 @@ def predicts_next(model: nn.Module) -> bool:
         return True
     if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
         return False
+    name = type(inner).__name__
     raise PackingError(
-        f"model: expected a causal or a masked language model of transformers, got {type(inner).__name__}"
+        f"model: expected a causal or a masked language model of transformers, got {name}; {SUPPORTED}. A classifier "
+        "of tokens can be patched by patch_model, and trained by a Trainer with PackingCollator(keep_first_labels=True)"
     )
 
 
 def own_loss(model: nn.Module) -> OwnLoss | None:
-    """What kind of loss the model returns; None for another kind. A model is asked once.
+    """What kind of loss the model returns; None for another kind. A model is asked once for each function it is given.
 
     Args:
         model: patched, or one whose weights are elsewhere, in whose place a small one of the same kind is asked.
     """
     inner = inner_model(model)
-    if inner not in LEARNT:
-        LEARNT[inner] = ask(inner if where_weights_are(inner) is None else small_model_like(inner))
-    return LEARNT[inner]
+    function = getattr(inner, "loss_function", None)
+    if inner not in LEARNT or LEARNT[inner][0] is not function:
+        LEARNT[inner] = function, ask(inner if where_weights_are(inner) is None else small_model_like(inner))
+    return LEARNT[inner][1]
 
 
 def small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
@@ -89,6 +93,10 @@ def ask(model: PreTrainedModel | None) -> OwnLoss | None:
     if not is_patched(model):
         batch = {name: packed[name] for name in ("input_ids", "labels")}
         batch |= {"use_cache": False} if Signature(model).takes("use_cache") else {}
+    unlabelled = answer(model, {name: value for name, value in batch.items() if name != "labels"})
+    logits = getattr(unlabelled, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] <= max(documents[0]):
+        return None  # such labels would be out of range, which no CUDA device recovers from
     outputs = answer(model, batch)
     if not isinstance(logits := getattr(outputs, "logits", None), Tensor) or outputs.loss is None:
         return None
@@ -165,6 +173,7 @@ def without_router_loss(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
+    predicts_next(model)
     raise PackingError(
         f"loss: expected a model whose own loss is the cross-entropy of its logits, that of "
         f"{type(inner_model(model)).__name__} is another; got loss={loss!r}"

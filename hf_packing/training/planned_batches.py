@@ -1,13 +1,16 @@
 """What attach keeps for a trainer: its batching, and the loaders that come of it."""
 
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention.patch import patch_model
+from hf_packing.attention.inner import inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching
@@ -16,12 +19,26 @@ from hf_packing.sampling.in_order import InOrder
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.sizes import RowSizes, sizes_of
 from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.training.agreement import Appointment, PlannedFrom, on_all_ranks
 from hf_packing.training.evaluation import TokenMean
-from hf_packing.training.loss_of_model import own_loss
+from hf_packing.training.loss_masks import applies_masks, check_loss_masks, masks_left_alone
+from hf_packing.training.loss_of_model import OwnLoss
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.rows_loader import rows_loader
+from hf_packing.training.seen_labels import check_labels
+from hf_packing.training.settled import check_settings, check_settings_of_training, loss_settings, settle_model
 from hf_packing.training.step_facts import StepFacts
+from hf_packing.training.trainer_loss import refuse_undivided
+
+
+class KnownSizes(NamedTuple):
+    """Of a dataset that was looked at."""
+
+    dataset: Any
+    state: Any
+    """What is seen to be different, without reading rows, when rows were added or a transform was set."""
+    sizes: RowSizes
 
 
 @dataclass
@@ -30,20 +47,38 @@ class PlannedBatches:
 
     batching: Batching
     loss: Loss
-    loss_of_trainer: bool
-    """Whether the trainer's own compute_loss stays, and is only told what to divide by."""
+    trainer_has_own: bool
+    """Whether the trainer makes its own loss, whatever that of its model is."""
     sums_log_probs: bool
     """Whether that is SFTTrainer's, whose evaluation can be summed exactly."""
     prove: bool
+    scaled: bool
+    """Whether the trainer's class says that its loss is right for accumulated batches."""
     loss_function: Any = None
     """The trainer's compute_loss_func."""
+    loss_of_trainer: bool = False
+    """Whether the trainer's own compute_loss stays, and is only told what to divide by."""
+    divided: bool = True
+    """Whether the loss is divided by what is in a whole step of the optimiser."""
+    own_loss: OwnLoss | None = None
+    """The model's own, when that was settled."""
+    settled_for: Callable[[], PreTrainedModel | None] = lambda: None
+    """The model for which it was settled who makes the loss."""
+    trained: Callable[[], PreTrainedModel | None] = lambda: None
+    """The model that the trainer had when attach was called."""
+    loss_settings: dict[str, Any] = field(default_factory=dict)
+    """What decides the trainer's loss, when that was settled."""
     collator: PackingCollator = field(default_factory=PackingCollator)
     evaluated: TokenMean | None = None
     """The mean of the evaluation that is running."""
     facts: StepFacts = field(default_factory=StepFacts)
     """Of the steps since the trainer last logged."""
-    known_sizes: dict[int, tuple[Any, RowSizes]] = field(default_factory=dict)
-    """Datasets that were looked at, by identity, and their sizes."""
+    accumulation: int = 1
+    """Micro-batches that a step of the optimiser was planned to have on each rank."""
+    known_sizes: dict[int, KnownSizes] = field(default_factory=dict)
+    """By identity of the dataset."""
+    appointment: Appointment = field(default_factory=Appointment)
+    """With the other ranks, to plan at the same time."""
 
     @property
     def budget(self) -> int:
@@ -52,49 +87,91 @@ class PlannedBatches:
         assert isinstance(of_batching, (TokenBudget, BucketBatches))
         return of_batching.max_tokens if isinstance(of_batching, TokenBudget) else of_batching.tokens_per_batch
 
-    def sizes(self, dataset: Any) -> RowSizes:
-        """Sizes of the rows of a dataset, which is looked at once."""
-        if id(dataset) not in self.known_sizes:
-            self.known_sizes[id(dataset)] = dataset, sizes_of(dataset)
-        return self.known_sizes[id(dataset)][1]
+    def remember(self, trainer: Trainer) -> None:
+        """For which model and settings it was settled who makes the loss."""
+        self.settled_for = weakref.ref(inner_model(trainer.model))
+        self.loss_settings = loss_settings(trainer)
 
-    def sampler(self, trainer: Trainer) -> RankBatchSampler:
+    def sizes(self, dataset: Any) -> RowSizes:
+        """Sizes of the rows of a dataset, which is looked at once, and again when rows were added or removed."""
+        state = (len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None))
+        known = self.known_sizes.get(id(dataset))
+        if known is None or known.state != state:
+            known = self.known_sizes[id(dataset)] = KnownSizes(dataset, state, sizes_of(dataset))
+        return known.sizes
+
+    def sampler(self, trainer: Trainer, planned_from: PlannedFrom) -> RankBatchSampler:
         """The batches of this rank."""
         if trainer.train_dataset is None:
             raise PackingError("train_dataset: expected one, the trainer has none")
         rank, world_size = data_rank(trainer.accelerator)
-        sizes, accumulation = self.sizes(trainer.train_dataset), trainer.args.gradient_accumulation_steps
+        accumulation = trainer.args.gradient_accumulation_steps
+        planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation, loss=self.loss)
+        sizes = self.sizes(trainer.train_dataset)
+        planned_from.note_data("train_dataset", trainer.train_dataset, sizes)
+        check_loss_masks(trainer, trainer.train_dataset)
         return RankBatchSampler(self.batching, sizes, world_size, rank, accumulation)
 
-    def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
-        return self.loader(trainer, trainer.train_dataset, self.sampler(trainer))
-
-    def loader_in_order(self, trainer: Trainer, dataset: Any) -> DataLoader[Any]:
+    def sampler_in_order(
+        self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
+    ) -> RankBatchSampler:
+        """The batches of this rank for evaluation."""
         rank, world_size = data_rank(trainer.accelerator)
-        batching = InOrder(trainer.args.per_device_eval_batch_size)
-        return self.loader(trainer, dataset, RankBatchSampler(batching, self.sizes(dataset), world_size, rank))
+        rows_per_batch = trainer.args.per_device_eval_batch_size
+        planned_from.note_settings(per_device_eval_batch_size=rows_per_batch)
+        sizes = self.sizes(dataset)
+        planned_from.note_data(name, dataset, sizes)
+        check_loss_masks(trainer, dataset)
+        return RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
+
+    @contextmanager
+    def planned_on_all_ranks(
+        self, trainer: Trainer, check: Callable[[Trainer, "PlannedBatches"], None]
+    ) -> Iterator[None]:
+        """Within it, all ranks plan once, from the same data; before it, all have checked the trainer."""
+        on_all_ranks(lambda _: check(trainer, self))
+        with self.appointment.made():
+            yield
+
+    def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
+        def plan(planned_from: PlannedFrom) -> RankBatchSampler:
+            check_settings_of_training(trainer, self)
+            return self.sampler(trainer, planned_from)
+
+        def settle(_: PlannedFrom) -> None:
+            settle_model(trainer, self)
+            check_labels(trainer.train_dataset, self.sizes(trainer.train_dataset), trainer.model)
+            refuse_undivided(trainer, self.divided or self.scaled)
+
+        run = self.appointment.keep()
+        sampler = run(plan)
+        run(settle)
+        self.accumulation = sampler.accumulation
+        return self.loader(trainer, trainer.train_dataset, sampler)
+
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
+        def plan(planned_from: PlannedFrom) -> RankBatchSampler:
+            check_settings(trainer, self)
+            return self.sampler_in_order(trainer, name, dataset, planned_from)
+
+        def settle(_: PlannedFrom) -> None:
+            settle_model(trainer, self)
+            check_labels(dataset, self.sizes(dataset), trainer.model)
+
+        run = self.appointment.keep()
+        sampler = run(plan)
+        run(settle)
+        return self.loader(trainer, dataset, sampler)
 
     def loader(self, trainer: Trainer, dataset: Any, sampler: RankBatchSampler) -> DataLoader[Any]:
-        """Batches on the trainer's device; by now its model may be another one, which is patched, too.
-
-        Raises:
-            PackingError: the collator is not the one that attach has set, or the loss not the one it has seen.
-            ModelNotSupportedError: the model cannot be shown to keep documents apart.
-        """
-        if trainer.data_collator is not self.collator:
-            raise PackingError(
-                f"data_collator: expected the one that attach has set, got {type(trainer.data_collator).__name__}, "
-                "which would not keep the documents of planned batches apart"
-            )
-        if trainer.compute_loss_func is not self.loss_function:
-            raise PackingError("compute_loss_func: expected the one that the trainer had when attach was called")
-        patch_model(trainer.model, prove=self.prove)
-        own_loss(trainer.model)  # asked now, not in the middle of a step
+        """Batches on the trainer's device."""
         args = trainer.args
         loader = rows_loader(
             dataset,
             sampler,
             trainer.model,
+            unread=masks_left_alone(trainer),
+            apply_masks=applies_masks(trainer),
             collate_fn=self.collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",

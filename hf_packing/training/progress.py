@@ -10,6 +10,8 @@ from hf_packing.sampling.rows import SampledRows
 from hf_packing.training.losses import Loss
 
 LOSS = "loss"
+STEPS_AHEAD = "steps_ahead"
+"""By how many steps of the optimiser the steps of a run are ahead of its place in an epoch."""
 
 
 def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
@@ -25,7 +27,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
         self.batches: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"batches": self.batches}}
+        return {"args": {"loss": self.loss}, "attributes": {"batches": self.batches}}
 
     def on_train_begin(
         self,
@@ -38,7 +40,10 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
         rows = known["train_dataloader"].dataset
         if not isinstance(rows, SampledRows):
             return
-        if state.global_step and not args.ignore_data_skip:
+        steps_ahead = 0
+        if state.global_step and args.ignore_data_skip:
+            steps_ahead = state.global_step % -(-len(rows.sampler) // rows.sampler.accumulation)
+        elif state.global_step:
             saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
             if saved is None:
                 raise PackingError(
@@ -47,5 +52,11 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                 )
             rows.sampler.check_same(saved)
             check_same_loss(saved, self.loss)
-        self.batches = {**rows.sampler.what_decides(), LOSS: self.loss}
+            if saved.get(STEPS_AHEAD):
+                raise PackingError(
+                    "ignore_data_skip: expected True, as when the run that saved the checkpoint was resumed itself, "
+                    f"{saved[STEPS_AHEAD]} steps into an epoch, with a whole epoch; got False, but its steps no longer "
+                    "say which rows come next, and some would be trained on twice and others not at all"
+                )
+        self.batches = {**rows.sampler.what_decides(), LOSS: self.loss, STEPS_AHEAD: steps_ahead}
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of others has no place for it

@@ -18,6 +18,9 @@ OF_BATCHES = (
 )
 """What attach replaces; a trainer's own would not be called any more."""
 
+OF_LOSSES = ("compute_loss", "evaluation_loop")
+"""What attach puts before a class's own, and one that is set on a trainer itself would be called instead of."""
+
 REPLACED = (
     "default_data_collator",
     "DefaultDataCollator",
@@ -65,8 +68,7 @@ def check_trainer(trainer: Any, loss: Loss) -> Trainer:
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, whose batches can be planned; {what}")
     if loss == "sequence" and not has_loss_of(trainer, sft_trainer or Trainer):
         raise PackingError(f"loss: expected 'token', since {name}.compute_loss makes its own, got {loss!r}")
-    if replaced := [method for method in OF_BATCHES if method in vars(trainer)]:
-        raise PackingError(f"{replaced[0]}: expected the method of {name}, got {vars(trainer)[replaced[0]]!r}")
+    check_methods(trainer)
     check_collator(trainer.data_collator)
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(parallelism(trainer.accelerator), "tp_size", 1):
@@ -76,6 +78,16 @@ def check_trainer(trainer: Any, loss: Loss) -> Trainer:
         )
     check_arguments(trainer, loss)
     return trainer
+
+
+def check_methods(trainer: Trainer) -> None:
+    """Refuse methods that are set on the trainer itself, which would be called instead of those of attach."""
+    for name in (*OF_BATCHES, *OF_LOSSES):
+        if name in vars(trainer):
+            raise PackingError(
+                f"{name}: expected the method of {type(trainer).__name__}, got {vars(trainer)[name]!r}; a subclass can "
+                "have one of its own"
+            )
 
 
 def check_collator(collator: Any) -> None:

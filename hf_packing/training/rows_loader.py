@@ -1,5 +1,6 @@
 """A DataLoader of one rank, from a sampler that already knows all ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ def takes_token_types(model: nn.Module | None) -> bool:
 
 
 def rows_loader(
-    dataset: Any, sampler: RankBatchSampler, model: nn.Module | None = None, **options: Any
+    dataset: Any,
+    sampler: RankBatchSampler,
+    model: nn.Module | None = None,
+    *,
+    unread: Sequence[str] = (),
+    apply_masks: bool = True,
+    **options: Any,
 ) -> DataLoader[dict[str, Any]]:
     """Batches of the sampler's rows.
 
@@ -33,12 +40,14 @@ def rows_loader(
         dataset: map-style, the rows the sampler was made for.
         sampler: of this rank.
         model: that the batches are for.
+        unread: columns that are left out of rows.
+        apply_masks: whether loss masks make the labels of rows without any.
         options: further arguments of DataLoader; collate_fn is `collator_for(model)` where it is not given. The seeds
             of workers come from a generator of their own: one that dropout uses would be elsewhere after a resume.
     """
-    unread = () if takes_token_types(model) else (TOKEN_TYPE_IDS,)
+    unread = [*unread, *([] if takes_token_types(model) else [TOKEN_TYPE_IDS])]
     return DataLoader(
-        SampledRows(dataset, sampler, unread),
+        SampledRows(dataset, sampler, unread, apply_masks),
         batch_sampler=sampler,
         **{"collate_fn": collator_for(model), "generator": torch.Generator(), **options},
     )

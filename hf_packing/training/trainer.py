@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_packing.errors import PackingError
 from hf_packing.training.evaluation import TokenMean, summed_loss
@@ -18,6 +18,7 @@ from hf_packing.training.loss_of_model import predicts_next, router_loss, withou
 from hf_packing.training.losses import ITEMS, items_in, weighted_loss, weights_of
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import data_rank
+from hf_packing.training.settled import check_accumulation, check_settings, check_settings_of_training
 from hf_packing.training.step_facts import ITEMS_COUNTED, facts_of
 from hf_packing.training.trl_head import summed_log_probs, weighed
 
@@ -28,27 +29,43 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     planned_batches: PlannedBatches
     loss_is_scaled_for_ga = True
 
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        with self.planned_batches.planned_on_all_ranks(self, check_settings_of_training):
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.planned_batches.planned_on_all_ranks(self, check_settings):
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+            return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        with self.planned_batches.planned_on_all_ranks(self, check_settings):
+            return super().predict(*args, **kwargs)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         return self.planned_batches.training_loader(self)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        name = "eval_dataset"
         if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if eval_dataset not in known:
                 raise PackingError(f"eval_dataset: expected one of {', '.join(known) or 'none'}, got {eval_dataset!r}")
-            eval_dataset = known[eval_dataset]
-        return self.planned_batches.loader_in_order(self, self.eval_dataset if eval_dataset is None else eval_dataset)
+            name, eval_dataset = f"eval_dataset[{eval_dataset!r}]", known[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self.planned_batches.loader_in_order(self, name, dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return self.planned_batches.loader_in_order(self, test_dataset)
+        return self.planned_batches.loader_in_order(self, "test_dataset", test_dataset)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
+        planned = self.planned_batches
+        check_accumulation(self, planned)
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        planned = self.planned_batches
         share_rows = self.accelerator.num_processes // data_rank(self.accelerator).world_size
         facts = facts_of(batches, planned.loss).to(device)
         everywhere = self.accelerator.gather(facts[None])[::share_rows]

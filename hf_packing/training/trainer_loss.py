@@ -26,21 +26,23 @@ METRICS = "_metrics"
 """Where SFTTrainer writes down what it sees."""
 
 
-def check_trainer_loss(trainer: Trainer) -> None:
-    """Have the trainer's own loss divided by what is in a whole step of the optimiser.
+def accept_items(trainer: Trainer) -> None:
+    """Have the model given what is in a whole step of the optimiser, where it takes that."""
+    trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or takes_items(trainer)
+
+
+def refuse_undivided(trainer: Trainer, divided: bool) -> None:
+    """Refuse a loss that is not divided by what is in a whole step of the optimiser, unless that is one micro-batch.
 
     Raises:
         PackingError: it does not divide by num_items_in_batch, and there is more than one micro-batch in a step.
     """
-    if is_divided(trainer):
-        trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or takes_items(trainer)
-        return
     micro_batches = trainer.args.gradient_accumulation_steps * data_rank(trainer.accelerator).world_size
-    if micro_batches > 1 and not getattr(trainer, "loss_is_scaled_for_ga", None):
+    if micro_batches > 1 and not divided:
         raise PackingError(
             f"trainer: expected a loss that is divided by {ITEMS}, that of {type(trainer).__name__} with "
             f"{type(inner_model(trainer.model)).__name__} is not, so that its gradient would depend on how a step is "
-            f"split into {micro_batches} micro-batches"
+            f"split into {micro_batches} micro-batches; gradient_accumulation_steps=1 on one process has no split"
         )
 
 
@@ -68,8 +70,9 @@ def is_divided(trainer: Trainer) -> bool:
 def loss_with(trainer: Trainer, items: int) -> float:
     """The trainer's loss of a random document, as in training; nothing that it writes down is kept."""
     model = trainer.model
-    documents, _ = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
-    batch = send_to_device(PackingCollator()([{"input_ids": documents[0]}]), device_of_inputs(inner_model(model)))
+    documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
+    packed = PackingCollator()([{"input_ids": documents[0], "labels": others[0]}])  # a masked one refuses its tokens
+    batch = send_to_device(packed, device_of_inputs(inner_model(model)))
     aside: Any = copy.copy(trainer)
     aside.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or takes_items(trainer)
     aside.current_gradient_accumulation_steps = 1

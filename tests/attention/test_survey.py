@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,12 @@ def test_a_figure_that_is_missing_is_not_exact():
     assert not Measured("causal", "one").exact
     assert Measured("causal", "one", change=0.0, difference=EXACT, gradient=0.0).exact
     assert not Measured("causal", "one", change=0.0, difference=0.0, gradient=2 * EXACT).exact
+    beyond = Measured("causal", "one", route="varlen", change=0.0, difference=2 * EXACT, gradient=0.0)
+    assert not beyond.exact
+    assert replace(beyond, explained=3 * EXACT).exact
+    assert "(one 2e-04)" in page([replace(beyond, explained=3 * EXACT)], "transformers 0")
+    assert "(nowhere)" in page([beyond], "transformers 0")
+    assert "all but one (noise)." in page([replace(beyond, unproven="noise")], "transformers 0")
 
 
 def test_documents_are_longer_than_what_models_look_at():

@@ -219,7 +219,9 @@ def test_columns_do_not_come_and_go_for_ever():
 
 def test_one_short_document_does_not_make_a_limit_matter(rng):
     counts = np.bincount(np.append(rng.integers(300, 701, 20_000), 1))
-    limited, free = (hfp.plan_counts(counts, hfp.Optimal(2048, max_documents=limit)) for limit in (1000, None))
+    limited, free = (
+        hfp.plan_counts(counts, hfp.Optimal(2048, max_documents=limit, time_limit=600)) for limit in (1000, None)
+    )
     assert limited.num_packs == free.num_packs
 
 

@@ -2,12 +2,16 @@
 
 import copy
 import json
+import os
 import pickle
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hf_packing as hfp
+from hf_packing.planning import storage
 
 
 def make(**changes):
@@ -53,6 +57,24 @@ def test_a_plan_that_breaks_a_law(changes, message):
         make(**changes)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "uint64"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segment_length": [4, 4, 1], "pack_capacity": [9, 9]}, "segment 1 is tokens 0:4 of document 1, which has 3"),
+        ({"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}, "pack_offsets: expected to rise from 0"),
+        ({"segment_length": [4, 4, 1]}, "pack 0 holds 8 tokens, its capacity is 7"),
+    ],
+)
+def test_laws_hold_for_integers_of_any_type(changes, message, dtype):
+    in_type = {name: array.astype(dtype) for name, array in make().arrays().items()}
+    plan = make(**in_type)
+    assert plan.metrics() == make().metrics()
+    assert plan.shuffle(1).metrics() == make().metrics()
+    with pytest.raises(hfp.PackingError, match=message):
+        make(**in_type | {name: np.array(value, dtype=dtype) for name, value in changes.items()})
+
+
 def test_read_only():
     with pytest.raises(ValueError, match="read-only"):
         make().segment_length[0] = 1
@@ -90,7 +112,10 @@ def test_loading_what_was_changed_within_the_laws(tmp_path):
         hfp.PackingPlan.load(tmp_path / "plan")
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", '{"format": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    ["not json", "[]", '{"format": 1}', '{"format": 1, "fingerprint": "", "proven_lower_bound": "many"}'],
+)
 def test_loading_without_an_index(tmp_path, text):
     make().save(tmp_path / "plan")
     (tmp_path / "plan" / "plan.json").write_text(text)
@@ -111,6 +136,59 @@ def test_saving_replaces_a_plan_and_nothing_else(tmp_path):
     (tmp_path / "plan" / "thesis.tex").write_text("x")
     with pytest.raises(hfp.PackingError, match="expected a new folder or a saved plan to replace"):
         make().save(tmp_path / "plan")
+
+
+@pytest.mark.parametrize("target_is_there", [False, True])
+def test_saving_where_a_link_points(tmp_path, target_is_there):
+    if target_is_there:
+        make(pack_capacity=[9, 9]).save(tmp_path / "large disk" / "plan")
+    (tmp_path / "plan").symlink_to(tmp_path / "large disk" / "plan", target_is_directory=True)
+    make().save(tmp_path / "plan")
+    assert (tmp_path / "plan").is_symlink()
+    assert hfp.PackingPlan.load(tmp_path / "large disk" / "plan") == make()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_saving_what_another_rank_saves_at_the_same_time(tmp_path, monkeypatch, seen):
+    looks = []
+
+    def look(folder):
+        if not looks:
+            folder.rename(tmp_path / "replaced")  # as the other rank does before it puts its own there
+        looks.append(folder)
+        return seen
+
+    make().save(tmp_path / "plan")
+    monkeypatch.setattr(storage, "is_saved_plan", look)
+    make().save(tmp_path / "plan")
+    assert len(looks) == 1
+    assert hfp.PackingPlan.load(tmp_path / "plan") == make()
+
+
+def test_a_plan_is_removed_when_its_successor_is_in_place(tmp_path, monkeypatch):
+    other = make(pack_capacity=[9, 9])
+    make().save(tmp_path / "plan")
+    remove, removed = shutil.rmtree, []
+
+    def remove_and_look(folder, **options):
+        if (old := Path(folder) / "plan").is_dir():
+            removed.append(hfp.PackingPlan.load(old))
+        assert hfp.PackingPlan.load(tmp_path / "plan") == other
+        remove(folder, **options)
+
+    monkeypatch.setattr(storage.shutil, "rmtree", remove_and_look)
+    other.save(tmp_path / "plan")
+    assert removed == [make()]
+    assert [file.name for file in tmp_path.iterdir()] == ["plan"]
+
+
+def test_saving_leaves_the_umask_alone_which_other_threads_share(tmp_path, monkeypatch):
+    (tmp_path / "usual").mkdir()
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail(f"umask({mask:o}) while other threads make files"))
+    for _ in range(2):
+        make().save(tmp_path / "plan")
+    assert (tmp_path / "plan").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "usual"]
 
 
 def test_loading_what_is_no_plan(tmp_path):

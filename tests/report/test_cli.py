@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hf_packing.cli import main
+from hf_packing.cli import main, print_json
 
 
 def test_report(capsys, tmp_path, data, tokenizer):
@@ -41,6 +41,49 @@ def test_warnings_are_one_line_on_the_error_stream(tmp_path, data, tokenizer):
     assert "warning: pack skips 1 documents without a token\n" in done.stderr
     assert "packed_dataset.py" not in done.stderr
     assert json.loads(done.stdout)["num_documents"] == 301
+
+
+def in_shell(command, **variables):
+    """bash, in which $HF_PACKING is the command."""
+    env = os.environ | {"HF_PACKING": f"{sys.executable} -m hf_packing.cli"} | variables
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_who_reads_the_output_may_go_away(data, tokenizer, options):
+    """Without a word, and with another exit code than a model that is not isolated or bad input."""
+    given = f"report {data} --tokenizer {tokenizer} --no-eos --max-length 16 {options}"
+    done = in_shell(f"$HF_PACKING {given} | true; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_streams_that_are_closed(data, tokenizer):
+    given = f"report {data} --tokenizer {tokenizer} --max-length 16"
+    done = in_shell(f"$HF_PACKING {given} >&-; echo $?; $HF_PACKING {given} --json 2>&- >/dev/null; echo $?")
+    assert done.stdout == "0\n0\n"
+    assert "Traceback" not in done.stderr
+
+
+def test_letters_that_the_terminal_does_not_know(tmp_path, data, tokenizer):
+    file = tmp_path / "雪:100:.jsonl"
+    os.rename(data, file)
+    given = f"report '{file}' --tokenizer {tokenizer} --max-length 16"
+    done = in_shell(f"$HF_PACKING {given}; echo $?", PYTHONIOENCODING="ascii")
+    assert f"{tmp_path}/\\u96ea:100:.jsonl: 300 documents" in done.stdout
+    assert done.stdout.endswith("\n0\n")
+
+
+def test_names_with_words_between_colons_are_printed_as_they_are(capsys, tmp_path):
+    assert main(["report", str(tmp_path / "a:100:.jsonl")]) == 2
+    assert "a:100:.jsonl" in capsys.readouterr().err
+
+
+def test_json_has_no_numbers_that_json_does_not_know(capsys):
+    print_json({"leak": float("nan"), "rows": [{"gap": float("inf")}, 1.5]})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "leak": None,
+        "rows": [{"gap": None}, 1.5],
+    }
 
 
 def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
@@ -158,7 +201,7 @@ def test_help(capsys, command):
 
 def test_no_torch_is_loaded_to_report_with_a_tokenizer_file(data, tokenizer):
     code = (
-        "import sys; from hf_packing.cli import main; "
+        "import sys; from hf_packing.cli import main, print_json; "
         f"main(['report', {data!r}, '--tokenizer', {tokenizer!r}, '--max-length', '16', '--json']); "
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules], file=sys.stderr)"
     )

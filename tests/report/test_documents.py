@@ -219,6 +219,8 @@ def test_tables_are_no_texts(tmp_path):
     ("row", "message"),
     [
         ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "expected documents without padding"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "expected documents without padding, .* has a 2"),
+        ({"input_ids": [5, 6], "seq_idx": [0, 1]}, "rows with seq_idx are packed already"),
         ({"input_ids": [5, 6], "seq_lengths": [2]}, "rows with seq_lengths are packed already"),
         ({"input_ids": [5, 6], "labels": [5]}, "expected as many labels as the 2 input_ids, got 1"),
         ({"input_ids": "abc"}, "expected a list of integers from 0 to 2\\*\\*31 - 1 in input_ids, got abc"),
@@ -227,6 +229,10 @@ def test_tables_are_no_texts(tmp_path):
         ({"input_ids": [-5, 2]}, "expected a list of integers from 0 to"),
         ({"input_ids": [[1], [1, 2]]}, "expected a list of integers from 0 to"),
         ({"input_ids": [1, 2], "labels": [1, -(2**40)]}, "expected a list of integers from -100 to .* in labels"),
+        (
+            {"input_ids": [1, 2], "completion_mask": [0, 2]},
+            "expected a list of integers from 0 to 1 in completion_mask",
+        ),
         ({"input_ids": [1, 2], "attention_mask": 1}, "expected a list of integers from 0 to .* in attention_mask"),
         (
             {"input_ids": [1, 2], "attention_mask": [[1, 1]]},
@@ -246,14 +252,43 @@ def test_tables_are_no_texts(tmp_path):
 def test_rows_that_would_be_misread(tmp_path, tokenizer, row, message):
     file = write_lines(tmp_path / "a.jsonl", [row])
     with pytest.raises(PackingError, match=message):
-        Corpus(Documents(str(file)), tokenizer).lengths(lambda _: None)
+        Corpus(Documents(str(file)), None if "input_ids" in row else tokenizer).lengths(lambda _: None)
 
 
-def test_masks_of_what_to_train_on_become_labels(tmp_path):
-    rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}]
-    corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))))
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block) == ([[5, 6, 7]], [[-100, 6, 7]])
+def test_loss_masks_are_applied_to_labels(tmp_path):
+    both = {"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
+    for row, labels in (
+        ({"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}, [-100, 6, 7]),
+        ({"input_ids": [8, 9], "assistant_masks": [1, 0], "labels": [8, 9]}, [8, -100]),
+        ({"input_ids": [8, 9, 10], **both}, [-100, 9, -100]),
+    ):
+        corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", [row]))))
+        (block,) = corpus.blocks()
+        assert corpus.tokens_of(block)[1] == [labels]
+        assert corpus.loss_masks == [name for name in both if name in row]
+
+
+@pytest.mark.parametrize("given", [{"labels": [-100, 6]}, {"completion_mask": [0, 1]}, {"assistant_masks": [0, 1]}])
+def test_a_row_without_the_labels_of_others_is_not_trained_on_as_a_whole(tmp_path, given):
+    rows = [{"input_ids": [5, 6], **given}, {"input_ids": [7, 8]}]
+    (name,) = given
+    for first, second, expected, got in ((0, 1, name, "no labels"), (1, 0, "no labels", name)):
+        file = write_lines(tmp_path / "a.jsonl", [rows[first], rows[second]])
+        message = f"line 2: expected {expected} beside input_ids as in the rows before, got {got}; --skip-bad"
+        with pytest.raises(PackingError, match=message):
+            Corpus(Documents(str(file))).lengths(lambda _: None)
+    corpus = Corpus(Documents(str(file), skip_bad=True))
+    assert lengths_of(corpus) == [2]
+    assert len(corpus.documents.skipped) == 1
+
+
+def test_options_without_effect_are_refused(tmp_path, tokenizer):
+    tokens = str(write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6], "text": "one two three"}]))
+    with pytest.raises(PackingError, match="--tokenizer: expected none for documents with input_ids, .*--field names"):
+        Corpus(Documents(tokens), tokenizer).lengths(lambda _: None)
+    assert lengths_of(Corpus(Documents(tokens), tokenizer, "text")) == [3]
+    with pytest.raises(PackingError, match="--separator: expected documents with prompt and completion, .* have text"):
+        Corpus(Documents(tokens), tokenizer, "text", separator="").lengths(lambda _: None)
 
 
 def test_what_messages_hold():
@@ -273,6 +308,8 @@ def test_kinds_of_rows():
     assert kind_of_row({"messages": []}, None) == "messages"
     assert kind_of_row({"text": "a", "input_ids": [1]}, None) == "input_ids"
     assert kind_of_row({"text": "a", "content": "b"}, "content") == "content"
+    with pytest.raises(PackingError, match="expected prompt and completion, the fields are prompt"):
+        kind_of_row({"prompt": "a"}, "prompt")
     for row in ({"prompt": "a"}, {"body": "a"}, {"text": None, "body": "a"}):
         with pytest.raises(
             PackingError, match="expected text, prompt and completion, .* the fields are .*--field names"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import datasets
 import pytest
@@ -33,6 +34,27 @@ def test_pack(capsys, tmp_path, data, tokenizer, words):
     assert json.loads(capsys.readouterr().out)["num_documents"] == 300
     assert len(datasets.load_from_disk(tmp_path / "packed")) > len(packed)
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+
+def test_loss_masks_are_applied_and_named(capsys, tmp_path):
+    row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "completion_mask": [0, 0, 1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    given = ["pack", str(tmp_path / "a.jsonl"), "--max-length", "8", "--output", str(tmp_path / "packed")]
+    assert main(given) == 0
+    assert "applied to labels: completion_mask" in capsys.readouterr().out
+    assert datasets.load_from_disk(tmp_path / "packed")["labels"][:] == [[-100, -100, 7]]
+    assert main([*given, "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss_masks"] == ["completion_mask"]
+
+
+def test_columns_that_are_not_packed_are_named(capsys, tmp_path):
+    row = {"input_ids": [5, 6, 7], "weights": [0.5, 1, 1], "id": 3, "attention_mask": [1, 1, 1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    given = ["pack", str(tmp_path / "a.jsonl"), "--max-length", "8", "--output", str(tmp_path / "packed"), "--json"]
+    assert main(given) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["left_out"] == ["weights", "id"]
+    assert "warning: left out beside input_ids: weights, id; hf_packing.pack packs columns with one" in found.err
 
 
 def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
@@ -135,6 +157,29 @@ def test_what_is_replaced_comes_back(tmp_path, data, tokenizer, monkeypatch):
     assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
 
 
+def test_what_a_killed_run_had_put_aside_comes_back(capsys, tmp_path, data, tokenizer, monkeypatch):
+    """Whatever the next run is asked to do; here it packs other data, and does not come far."""
+    given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
+    assert main(given) == 0
+    before = datasets.load_from_disk(tmp_path / "packed").to_dict()
+
+    def killed(output, _fresh, aside):
+        output.rename(aside)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_packing.report.packed_dataset.replace", killed)
+    assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
+    assert not (tmp_path / "packed").exists()
+    monkeypatch.undo()
+    (tmp_path / "other.jsonl").write_text("no JSON")
+    given[1] = str(tmp_path / "other.jsonl")
+    assert main([*given, "--overwrite"]) == 2
+    assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
+    capsys.readouterr()
+    assert main(given) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err
+
+
 def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
     with FileLock(tmp_path / ".packed.lock"):
@@ -167,6 +212,53 @@ def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenize
     assert main(given) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokenised_before"], found["num_documents"]) == (0, 301)
+
+
+def test_other_documents_of_the_same_size_and_time_are_seen(capsys, tmp_path, data, tokenizer, monkeypatch):
+    """As copying that keeps times leaves them."""
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
+    pack_one = "hf_packing.report.packed_dataset.pack_one"
+    monkeypatch.setattr(pack_one, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(given) == 130
+    monkeypatch.undo()
+    stat, text = os.stat(data), Path(data).read_text()
+    Path(data).write_text(text.replace("one", "two"))
+    os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (os.stat(data).st_size, os.stat(data).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    capsys.readouterr()
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["tokenised_before"] == 0
+
+
+def test_documents_that_change_while_they_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
+    from hf_packing.report import packed_dataset
+
+    tokenise = packed_dataset.tokenise
+
+    def changed(*given):
+        done = tokenise(*given)
+        with open(data, "a") as file:
+            file.write('{"text": "two"}\n')
+        return done
+
+    monkeypatch.setattr(packed_dataset, "tokenise", changed)
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
+    assert main(given) == 2
+    assert "DATA: expected files that stay as they are, some changed while they were read" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["num_documents"] == 301
+
+
+def test_a_dataset_is_written_where_a_link_points(capsys, tmp_path, data, tokenizer):
+    (tmp_path / "link").symlink_to(tmp_path / "large_disk")
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "link")]
+    assert main(given) == 0
+    assert main(given) == 2
+    assert main([*given, "--overwrite"]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert len(datasets.load_from_disk(tmp_path / "large_disk")) > 0
+    capsys.readouterr()
 
 
 def test_ctrl_c_leaves_nothing_that_looks_complete(tmp_path, tokenizer):

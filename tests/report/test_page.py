@@ -1,10 +1,12 @@
 """The page of a report in a real browser: pictures with marks, nothing wider than a phone, light and dark."""
 
+import errno
 import json
 import re
 import shutil
 import subprocess
 from html import escape, unescape
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,3 +109,30 @@ def test_what_pictures_leave_out_is_said(page):
 def test_names_are_escaped(tmp_path):
     hfp.packing_report([5, 6, 7], 8, source="<script>alert(1)</script>").save(tmp_path / "report.html")
     assert "<script>" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_full_disk_leaves_no_half_of_a_page(tmp_path, monkeypatch):
+    report = hfp.packing_report([5, 6, 7], 16)
+    report.save(tmp_path / "report.html")
+    whole = (tmp_path / "report.html").read_text()
+    write_bytes = Path.write_bytes
+
+    def full(file, content):
+        if ".html" in file.name:
+            write_bytes(file, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_bytes(file, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", lambda file, text, **_: full(file, text.encode()))
+    with pytest.raises(OSError, match="No space left"):
+        report.save(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == whole
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["report-pictures", "report.html"]
+
+
+def test_a_page_may_be_written_through_a_link(tmp_path):
+    (tmp_path / "link.html").symlink_to(tmp_path / "report.html")
+    hfp.packing_report([5, 6, 7], 16).save(tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert "<html" in (tmp_path / "report.html").read_text()

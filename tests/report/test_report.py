@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
+from hf_packing import cli
 from hf_packing.cli import plain
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.report.plots import PLOTS, THEMES, picture
-from hf_packing.report.tables import cells_of
+from hf_packing.report.tables import COLUMNS, cells_of
 from hf_packing.report.work import packed_work, padded_work
 from hf_packing.sampling.level import LINEAR_COST
 
@@ -117,15 +118,15 @@ def test_a_few_long_documents_may_hold_most_of_the_tokens():
 def test_empty_documents_are_in_no_share(chat):
     report = hfp.packing_report(np.concatenate([chat, np.zeros(40_000, dtype=int)]), 1024)
     cells = {row[0]: row for row in cells_of(report)}
-    assert cells["BestFit(1024)"][3] == cells["padding, at most 1024"][3] == f"{(chat > 1024).mean():.2%}"
+    assert cells["BestFit(1024)"][2] == cells["padding, at most 1024"][2] == f"{(chat > 1024).mean():.2%}"
 
 
 def test_the_table_and_json_agree_where_documents_are_empty():
     report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
     cells = {row[0]: row for row in cells_of(report)}
     for found in report.to_dict()["strategies"]:
-        assert cells[found["strategy"]][3] == f"{found['truncation_ratio']:.2%}" == "100.00%"
-        assert cells[found["strategy"]][5] == f"{found['concatenation_ratio']:.2f}"
+        assert cells[found["strategy"]][2] == f"{found['truncation_ratio']:.2%}" == "100.00%"
+        assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
     assert report.lengths.empty == 100
 
 
@@ -140,8 +141,8 @@ def test_idle_ranks_are_no_speed_up():
 
 
 def test_the_optimum_where_best_fit_is_far_from_it(rng):
-    lengths = rng.integers(300, 701, 3000)
-    strategies = [hfp.FixedLength(2048), hfp.BestFit(2048), hfp.Optimal(2048, time_limit=5)]
+    lengths = rng.integers(300, 701, 600)
+    strategies = [hfp.FixedLength(2048), hfp.BestFit(2048), hfp.Optimal(2048, time_limit=600)]
     assert hfp.packing_report(lengths, strategies=strategies).recommendation.strategy.startswith("Optimal(2048")
     assert hfp.packing_report(lengths, strategies=strategies[:2]).recommendation.strategy == "BestFit(2048)"
 
@@ -171,6 +172,56 @@ def test_tables(chat):
     html = report._repr_html_()
     assert html.count("<tr") == 1 + len(report.padded) + len(report.rows)
     assert "class=taken" in html
+
+
+def test_steps_stand_beside_their_documents(chat):
+    """A step of padding has 16 documents of each rank, one of packs a pack of each."""
+    report = hfp.packing_report([*chat.tolist(), 0], 2048, ranks=4)
+    cells = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in cells_of(report)}
+    for name, each in (("padding, at most 2048", report.padded[0]), ("BestFit(2048)", report.rows[2])):
+        steps, documents = each.work.steps, each.work.documents_per_step
+        assert cells[name]["steps"] == f"{steps:,}"
+        assert cells[name]["documents per step"] == f"{documents:,.0f}"
+        assert steps * documents == pytest.approx(4000)
+    assert report.padded[0].work.documents_per_step == pytest.approx(64, rel=0.02)
+    facts = report.to_dict()
+    for found in (facts["padding"][0], facts["strategies"][2]):
+        assert found["steps_per_epoch"] * found["documents_per_step"] == pytest.approx(4000)
+    for shown in (str(report), report._repr_html_()):
+        assert "steps of 4 ranks: each has one pack, or 16 documents padded to the longest of them" in shown
+
+
+def test_documents_that_are_split_count_once():
+    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.FixedLength(64)], ranks=2).rows
+    assert row.work.documents == 10
+    (row,) = hfp.packing_report([100] * 10, strategies=[hfp.BestFit(64, overflow="drop")], ranks=2).rows
+    assert (row.work.documents, row.work.documents_per_step) == (0, 0)
+
+
+def test_the_recommendation_names_its_gain(chat):
+    report = hfp.packing_report(chat, 4096)
+    taken = next(row for row in report.rows if row.name == report.recommendation.strategy)
+    assert taken.speed_up > 1.5
+    said = f"it is about {taken.speed_up:.1f} times as fast as padding to at most 4,096 tokens (counted, not measured)"
+    assert report.recommendation.reason.startswith(said)
+    assert report.to_dict()["recommendation"]["speed_up"] == taken.speed_up
+    equal = hfp.packing_report(np.full(800, 512), 512, padded_rows=1).recommendation.reason
+    assert equal.startswith("it is about as fast as padding to at most 512 tokens, since there is little to save")
+
+
+def test_buckets_are_not_blamed_for_small_packs(chat):
+    reason = hfp.packing_report(chat, [2048, 4096]).recommendation.reason
+    assert "FirstCome(4096) would need" in reason
+    assert "Bucket" not in reason
+
+
+def test_the_command_says_what_steps_are(chat, tmp_path, capsys):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text("".join(f'{{"input_ids": {[1] * int(length)}}}\n' for length in chat[:60]))
+    assert cli.main(["report", str(file), "--max-length", "4096"]) == 0
+    said = capsys.readouterr().out
+    assert "steps of 8 ranks: each has one pack, or 16 documents padded" in said
+    assert "times as fast as padding to at most 4,096 tokens" in said
 
 
 def test_json(chat):

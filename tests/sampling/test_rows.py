@@ -6,6 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -73,6 +74,8 @@ def test_other_map_style_datasets_are_read_once(documents):
     [
         ({"text": ["a"]}, "expected a column 'seq_lengths' or 'input_ids', got columns text"),
         ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths' beside 'position_ids'"),
+        ({"input_ids": [[1]], "seq_idx": [[0]]}, "'seq_lengths' beside 'seq_idx'"),
+        ({"input_ids": [[1]], "cu_seq_lens_q": [[0, 1]]}, "'seq_lengths' beside 'cu_seq_lens_q'"),
         ({"input_ids": ["text"]}, "column 'input_ids': expected lists of integers, got string"),
         ({"seq_lengths": [3]}, "column 'seq_lengths': expected lists of integers, got int64"),
         ({"seq_lengths": [[1.5]]}, "column 'seq_lengths': expected lists of integers, got list<item: double>"),
@@ -97,6 +100,12 @@ def test_datasets_without_lengths(rows, message):
             "'seq_lengths': expected in all rows or in none",
         ),
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "'labels': expected in all rows or in none, row 1"),
+        ([{"input_ids": [1], "completion_mask": [0]}, {"input_ids": [1]}], "'completion_mask': expected in all rows"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "assistant_masks": [0]}], "'assistant_masks': expected in all rows"),
+        ([{"input_ids": torch.ones(1, 3)}], "'input_ids': expected a list of integers in every row, row 0 has shape"),
+        ([{"input_ids": [[1, 2, 3]]}], "'input_ids': expected a list of integers in every row, row 0 has [[1, 2, 3]]"),
+        ([{"input_ids": "text"}], "'input_ids': expected a list of integers in every row, row 0 has 'text'"),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": 3}], "'seq_lengths': expected a list of integers in every row"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], "add up to the 3 tokens of row 0, got [2, 2]"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}], "'seq_lengths', row 0: expected integers, got float64"),
         ([{"seq_lengths": [3], "bucket": None}], "column 'bucket': expected an integer in every row, row 0 has None"),
@@ -107,6 +116,12 @@ def test_rows_without_lengths(rows, message):
         sizes_of(Plain(rows))
 
 
+def test_documents_may_have_a_bucket_that_is_none_of_ours():
+    rows = [{"input_ids": [1, 2], "bucket": "news"}, {"input_ids": [3]}]
+    assert sizes_of(rows).tokens.tolist() == [2, 1]
+    assert sizes_of(rows).bucket is None
+
+
 def test_rows_that_are_made_as_they_are_read_may_differ_in_their_tokens():
     rows = [{"input_ids": [1, 2, 3]}]
     before = sizes_of(Plain(rows)).fingerprint
@@ -114,12 +129,20 @@ def test_rows_that_are_made_as_they_are_read_may_differ_in_their_tokens():
 
 
 @pytest.mark.parametrize("overflow", ["error", "truncate"])
-@pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5])
-def test_labels_of_another_length(overflow, labels):
+@pytest.mark.parametrize("kind", [Plain, list])
+@pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5, None, torch.tensor(5)])
+def test_labels_of_another_length(overflow, labels, kind):
     budget = hfp.TokenBudget(8 if overflow == "error" else 2, overflow=overflow)
-    dataset = sampled(Plain([{"input_ids": [1, 2, 3], "labels": labels}]), budget)
+    dataset = sampled(kind([{"input_ids": [1, 2, 3], "labels": labels}]), budget)
     with pytest.raises(PackingError, match="column 'labels': expected 3 values in row 0, as many as input_ids"):
         dataset[0]
+
+
+@pytest.mark.parametrize("labels", [1, 0.5, None, "a", [[1], [2, 3]]], ids=str)
+def test_labels_that_are_not_about_tokens(labels):
+    rows = [{"input_ids": [5, 6], "labels": labels}] * 2
+    with pytest.raises(hfp.PackingError, match="column 'labels': expected 2 values in row [01]"):
+        list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, hfp.TokenBudget(4)))
 
 
 def test_an_iterable_dataset(documents):
@@ -130,6 +153,21 @@ def test_an_iterable_dataset(documents):
 def test_lengths_without_tokens():
     with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', got seq_lengths"):
         sampled(datasets.Dataset.from_dict({"seq_lengths": [[3]]}), hfp.TokenBudget(8))
+
+
+def test_rows_with_lengths_but_no_tokens():
+    rows = sampled(Plain([{"seq_lengths": [2, 1], "inputs_embeds": [[0.5]] * 3}]), hfp.TokenBudget(8))
+    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', row 0 has seq_lengths"):
+        rows[0]
+
+
+def test_rows_that_are_read_several_at_a_time_may_come_from_a_generator():
+    class Several(Plain):
+        def __getitems__(self, numbers):
+            return (self.rows[number] for number in numbers)
+
+    rows = sampled(Several([{"input_ids": [1, 2]}, {"input_ids": [3]}]), hfp.TokenBudget(8))
+    assert [row["input_ids"] for row in rows.__getitems__([1, 0])] == [[3], [1, 2]]
 
 
 def test_an_iterable_dataset_with_a_length():
@@ -149,6 +187,14 @@ def test_datasets_are_told_apart_by_their_labels(make):
     prints = {
         sizes_of(make([{"input_ids": [1, 2], "labels": [first, 2]}] * 1000)).fingerprint for first in (1, -100, -100)
     }
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize("make", [datasets.Dataset.from_list, list])
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("values", [(1, 0), (True, False)])
+def test_datasets_are_told_apart_by_their_loss_masks(make, name, values):
+    prints = {sizes_of(make([{"input_ids": [1, 2], name: [value, value]}])).fingerprint for value in values}
     assert len(prints) == 2
 
 
@@ -178,11 +224,24 @@ def test_labels_of_the_dataset_stay(documents):
     assert rows[0]["labels"].tolist() == [-100] * 3
 
 
-def test_masks_of_what_to_train_on_count_where_there_are_no_labels(documents):
+@pytest.mark.parametrize("kind", ["arrow", "plain"])
+def test_loss_masks_make_labels_where_there_are_none(documents, kind):
+    masked = documents.map(lambda row: {"completion_mask": [0] + [1] * (len(row["input_ids"]) - 1)})
+    dataset = masked if kind == "arrow" else Plain(list(masked))
+    row = sampled(dataset, hfp.TokenBudget(8))[0]
+    assert np.asarray(row["labels"]).tolist() == [-100, 6, 7]
+    assert "completion_mask" not in row
+
+
+def test_loss_masks_beside_labels_or_not_to_be_applied_are_for_the_collator(documents):
     masked = documents.map(lambda row: {"completion_mask": [1] * len(row["input_ids"])})
-    assert "completion_mask" in sampled(masked, hfp.TokenBudget(8))[0]
     labelled = masked.map(lambda row: {"labels": row["input_ids"]})
-    assert "completion_mask" not in sampled(labelled, hfp.TokenBudget(8))[0]
+    assert "completion_mask" in sampled(labelled, hfp.TokenBudget(8))[0]
+    sampler = RankBatchSampler(hfp.TokenBudget(8), sizes_of(masked))
+    row = SampledRows(masked, sampler, apply_masks=False)[0]
+    assert "labels" not in row
+    assert "completion_mask" in row
+    assert "completion_mask" not in SampledRows(masked, sampler, unread=["completion_mask"])[0]
 
 
 def test_rows_that_change():
@@ -191,6 +250,17 @@ def test_rows_that_change():
     rows[0] = {"input_ids": [1, 2]}
     with pytest.raises(PackingError, match="expected the 3 tokens that row 0 had when batches were planned, it has 2"):
         dataset[0]
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_transform_that_returns_other_rows_than_it_is_given(documents, times):
+    transformed = documents.with_transform(
+        lambda rows: {"input_ids": rows["input_ids"] * (times if len(rows["input_ids"]) > 1 else 1)}
+    )
+    rows = sampled(transformed, hfp.TokenBudget(8))
+    assert rows[0]["input_ids"] == [5, 6, 7]
+    with pytest.raises(PackingError, match=f"dataset: expected 2 rows for as many numbers, got {2 * times}"):
+        rows.__getitems__([0, 1])
 
 
 @pytest.mark.parametrize("kind", ["arrow", "plain"])

@@ -6,7 +6,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from tiny_models import build, with_loss_times
@@ -63,6 +64,56 @@ def test_a_loop_goes_on_from_its_state():
             else:
                 assert [batch["input_ids"].tolist() for batch in after] == expected[epoch][steps:]
                 assert after.epoch == epoch + 1
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_skipping_leaves_exactly_the_remaining_batches_of_the_epoch(epoch):
+    loader = loader_of()
+    loader.set_epoch(epoch)
+    expected = [batch["input_ids"].tolist() for batch in loader]
+    assert len(expected) > 3
+    for skipped in range(len(expected) + 1):
+        loader.set_epoch(epoch)
+        loader.skip_first_batches(skipped)
+        assert [batch["input_ids"].tolist() for batch in loader] == expected[skipped:]
+        assert (loader.epoch, loader.step) == (epoch + 1, 0)
+
+
+def test_skipping_after_a_state_was_loaded_skips_once():
+    """As loops do that go on after accelerator.load_state in accelerate's way."""
+    before, after = loader_of(), loader_of()
+    expected = [batch["input_ids"].tolist() for batch in before]
+    after.load_state_dict({**before.state_dict(), "epoch": 0, "step": 2})
+    after.skip_first_batches(2)
+    assert after.state_dict()["step"] == 2
+    assert [batch["input_ids"].tolist() for batch in after] == expected[2:]
+
+
+def test_skipping_a_part_of_a_step_or_more_than_an_epoch():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="batches: expected a multiple of the 2 that a step .* accumulates, got 1"):
+        loader.skip_first_batches(1)
+    with pytest.raises(PackingError, match=f"batches: expected .*{len(loader)}, got {len(loader) + 1}"):
+        loader.skip_first_batches(len(loader) + 1)
+
+
+def test_accelerate_takes_the_loader_as_it_is():
+    accelerator = Accelerator(cpu=True)
+    loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
+    assert accelerator.prepare(loader) is loader
+    for call in (
+        lambda: accelerator.skip_first_batches(loader, 2),
+        lambda: skip_first_batches(loader, 2),
+        lambda: accelerator.prepare_data_loader(loader),
+        lambda: prepare_data_loader(loader),
+    ):
+        with pytest.raises(PackingError, match=r"sampler: expected a DataLoader .* loader.skip_first_batches\(n\) beg"):
+            call()
+    assert not hasattr(loader, "sampler")
+    assert getattr(loader, "batch_size", None) is None
+    with pytest.raises(AttributeError, match="'PackedLoader' object has no attribute 'sampl'"):
+        loader.sampl  # noqa: B018
 
 
 def test_no_checkpoint_between_accumulated_batches():
@@ -156,11 +207,11 @@ def test_a_state_of_another_loss():
 def test_evaluation_asks_a_model_for_its_loss(architecture):
     model = hfp.patch_model(tiny_model(architecture, "causal" if architecture == "bart" else "masked"))
     total = tokens = 0
-    for ids in documents(9)["input_ids"]:
-        batch = hfp.PackingCollator(keep_first_labels=True)([{"input_ids": ids}])
-        total += model(**batch).loss.item() * len(ids)
-        tokens += len(ids)
-    data = documents(9).remove_columns("labels")
+    data = documents(9).map(lambda row: {"labels": row["input_ids"][::-1]})  # others than the tokens it sees
+    for row in data:
+        batch = hfp.PackingCollator(keep_first_labels=True)([row])
+        total += model(**batch).loss.item() * len(row["input_ids"])
+        tokens += len(row["input_ids"])
     assert hfp.evaluation_loss(Accelerator(cpu=True), model, data) == pytest.approx(total / tokens, rel=1e-5)
 
 
@@ -269,3 +320,14 @@ def test_more_ranks_than_rows():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(PackingError, match="at least one row for each of 1 ranks, got 0 rows; 1 are empty or dropped"):
         hfp.prepare_dataloader(accelerator, datasets.Dataset.from_dict({"input_ids": [[]]}), hfp.TokenBudget(8))
+
+
+@pytest.mark.parametrize("kind", [lambda rows: rows, datasets.Dataset.from_list])
+def test_packed_rows_whose_columns_contradict_each_other(kind):
+    rows = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2], "position_ids": [0, 1, 0, 1]} for _ in range(4)]
+    loader = hfp.prepare_dataloader(Accelerator(cpu=True), kind(rows), hfp.TokenBudget(4))
+    assert len(list(loader)) == 4
+    rows[3]["position_ids"] = [0, 1, 2, 3]
+    loader = hfp.prepare_dataloader(Accelerator(cpu=True), kind(rows), hfp.TokenBudget(4))
+    with pytest.raises(PackingError, match=r"column 'position_ids': expected the segments of 'seq_lengths'"):
+        list(loader)

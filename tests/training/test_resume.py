@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
+from hf_packing.training.progress import BatchesOfCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -53,6 +54,29 @@ def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.parametrize("began", [1, 2])
+def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
+    """From then on its steps say where in an epoch it is only if it was resumed between two epochs."""
+    (tmp_path / "again").mkdir()
+
+    def losses(folder, resume=None, ignore=False):
+        options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2}
+        trainer = trainer_of(folder, gradient_accumulation_steps=4, ignore_data_skip=ignore, **options)
+        assert hfp.attach(trainer, hfp.TokenBudget(64)).optimiser_steps == 2
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    losses(tmp_path)
+    ignoring = losses(tmp_path / "again", tmp_path / f"checkpoint-{began}", ignore=True)
+    saved = tmp_path / "again" / "checkpoint-5"
+    if began == 2:
+        assert losses(tmp_path / "again", saved) == ignoring
+        return
+    with pytest.raises(PackingError, match="resumed itself, 1 steps into an epoch"):
+        losses(tmp_path / "again", saved)
+    assert len(losses(tmp_path / "again", saved, ignore=True)) == 8
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step):
         self.step = step
@@ -86,3 +110,9 @@ def test_a_checkpoint_of_another_budget(tmp_path):
             trainer.train()
     with pytest.raises(PackingError, match=r"batching: expected .TokenBudget\(.*max_tokens=64.* got .*max_tokens=72"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_the_callback_comes_back_with_its_loss():
+    """As restore_callback_states_from_checkpoint makes it again."""
+    callback = BatchesOfCheckpoint("sequence")
+    assert BatchesOfCheckpoint.from_state(callback.state()).loss == "sequence"

@@ -46,11 +46,22 @@ def summary(results: Sequence[Measured], versions: str) -> list[str]:
         f"Exact when patched, however fed: {counts['causal']} of {built['causal']} causal and {counts['masked']} of "
         f"{built['masked']} masked. That is: logits within",
         f"{EXACT:g} of those of the documents alone, no logit changed by more when another document is, and gradients",
-        f"of all parameters within {EXACT:g} of the largest. {varlen} take the `varlen` route alone.",
+        f"of all parameters within {EXACT:g} of the largest; more only where rounding alone was measured to make more",
+        f"{exceptions(taken)}. {varlen} take the `varlen` route alone.",
     ]
     if shares:
         lines += [f"Of the other {len(shares)}, the median keeps {median(shares):.0%} of its parameters packed."]
+    unproven = [f"{each.name} ({one_line(each.unproven, 160)})" for each in taken if each.unproven]
+    which = f"all but {', '.join(unproven)}" if unproven else "all of them"
+    lines += [f"Proven in training mode as well, dropout off: {which}."]
     return [*lines, f"Stock, as a training loop calls them, {isolated} of {sum(built.values())} keep documents apart."]
+
+
+def exceptions(taken: Sequence[Measured]) -> str:
+    """Which ones were exact only in that sense."""
+    figures = {each.name: max(each.change, each.difference, each.gradient) for each in taken if each.exact}
+    beyond = [f"{name} {figure:.0e}" for name, figure in figures.items() if figure > EXACT]
+    return f"({', '.join(beyond) or 'nowhere'})"
 
 
 def cells(each: Measured) -> list[str]:

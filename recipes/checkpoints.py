@@ -1,0 +1,81 @@
+"""Checkpoints of recipes with loops of their own: saved whole, found again, resumed with the same flags or refused."""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+LAST = "last"
+NEWEST_FIRST = ("state", "before")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1, got {text!r}")
+    return int(text)
+
+
+def add_checkpoints(parser: argparse.ArgumentParser, output: str) -> None:
+    parser.add_argument("--save-every", type=positive, default=50, help="steps of the optimiser between checkpoints")
+    parser.add_argument("--output", type=Path, default=Path(output), help="folder of the checkpoints and the model")
+    parser.add_argument(
+        *("--resume-from-checkpoint", "--resume_from_checkpoint", "--resume"),
+        nargs="?",
+        const=LAST,
+        metavar="FOLDER",
+        help="go on from the last checkpoint in --output, or from the one in FOLDER",
+    )
+
+
+def checkpoint_of(arguments: argparse.Namespace) -> Path | None:
+    """The one to go on from; None for a run that begins, which must not overwrite another's."""
+    kept = next((arguments.output / name for name in NEWEST_FIRST if (arguments.output / name).exists()), None)
+    asked = arguments.resume_from_checkpoint
+    if asked is None:
+        if kept is not None:
+            raise SystemExit(
+                f"--output: expected a folder without a checkpoint, {str(arguments.output)!r} has one of an earlier "
+                "run, which this one would overwrite; --resume-from-checkpoint goes on from it"
+            )
+        return None
+    if asked == LAST:
+        if kept is None:
+            raise SystemExit(f"--resume-from-checkpoint: expected a checkpoint in {arguments.output}, there is none")
+        return kept
+    if not (Path(asked) / "random_states_0.pkl").is_file():
+        raise SystemExit(f"--resume-from-checkpoint: expected {LAST}, or a folder with a checkpoint, got {asked!r}")
+    return Path(asked)
+
+
+def save(accelerator: Accelerator, output: Path) -> None:
+    """Into a folder that gets its name when all is in it, so that a kill while saving costs one checkpoint only."""
+    accelerator.save_state(output / "unfinished")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        newest, before = (output / name for name in NEWEST_FIRST)
+        shutil.rmtree(before, ignore_errors=True)
+        if newest.exists():
+            newest.rename(before)
+        (output / "unfinished").rename(newest)
+    accelerator.wait_for_everyone()
+
+
+class Progress:
+    """Steps of the optimiser so far, and flags that a resumed run would ignore; saved with each checkpoint."""
+
+    def __init__(self, arguments: argparse.Namespace, flags: Sequence[str]) -> None:
+        self.steps = 0
+        self.flags = {name: getattr(arguments, name) for name in flags}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "flags": self.flags}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, saved in state["flags"].items():
+            if self.flags[name] != saved:
+                flag = name.replace("_", "-")
+                raise SystemExit(f"--{flag}: expected {saved!r}, as in the checkpoint, got {self.flags[name]!r}")
+        self.steps = state["steps"]

@@ -1,0 +1,110 @@
+"""Models with other heads than a language model's: what is said of them, and which may be trained packed."""
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from tiny_models import SIZES
+from trainers import trainer_of
+
+import hf_packing as hfp
+from hf_packing.attention.installed import is_patched
+
+BERT = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
+def head(name, **changes):
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    sizes = T5 | {"decoder_start_token_id": 0} if name.startswith("T5") else BERT
+    return cls(cls.config_class(**sizes | changes))
+
+
+WITHOUT_TOKENS = {
+    "BertForSequenceClassification": "BertForSequenceClassification has those of shape [1, 2]",
+    "LlamaForSequenceClassification": "LlamaForSequenceClassification has those of shape [1, 2]",
+    "BertForQuestionAnswering": "BertForQuestionAnswering has none",
+    "BertForNextSentencePrediction": "BertForNextSentencePrediction has those of shape [1, 2]",
+    "ElectraForPreTraining": "ElectraForPreTraining has those of shape [1, ",
+    "BertModel": "BertModel has none",
+    "T5EncoderModel": "T5EncoderModel has none",
+}
+NOT_CALLED = {
+    "BertForMultipleChoice": "BertForMultipleChoice has no head for a vocabulary",
+    "T5ForConditionalGeneration": "T5ForConditionalGeneration is an encoder-decoder, which takes two texts",
+}
+SUPPORTED = "causal and masked language models are supported"
+
+
+def lora(model, target, task):
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=[target], task_type=task))
+
+
+def says(error, *words):
+    assert all(word in str(error.value) for word in (*words, SUPPORTED, "on padded batches without hf_packing"))
+    assert "cannot be called" not in str(error.value) or words[0] in NOT_CALLED.values()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
+@pytest.mark.parametrize("name", [*WITHOUT_TOKENS, "PEFT"])
+def test_heads_without_logits_for_each_token(tmp_path, name):
+    if name == "PEFT":  # a reward model
+        name = "LlamaForSequenceClassification"
+        model = lora(head(name, num_labels=1), "q_proj", "SEQ_CLS")
+        words = "LlamaForSequenceClassification has those of shape [1, 1]"
+    else:
+        model, words = head(name), WITHOUT_TOKENS[name]
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]] * 4, "labels": [0, 1] * 4})
+    calls = [
+        lambda: hfp.patch_model(model),
+        lambda: hfp.patch_model(model, prove=False),
+        lambda: hfp.check_isolation(model),
+        lambda: hfp.attach(trainer_of(tmp_path, model=model, data=data), hfp.TokenBudget(8)),
+        lambda: hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8), model=model),
+    ]
+    for call in calls:
+        with pytest.raises(hfp.PackingError) as error:
+            call()
+        says(error, words)
+
+
+@pytest.mark.parametrize("name", NOT_CALLED)
+def test_heads_that_take_other_inputs(name):
+    with pytest.raises(hfp.ModelNotSupportedError) as error:
+        hfp.patch_model(head(name))
+    says(error, NOT_CALLED[name])
+    report = hfp.check_isolation(head(name))
+    assert not report.isolated
+    assert NOT_CALLED[name] in report.reason
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["BertForTokenClassification", "LlamaForTokenClassification", "PEFT"])
+def test_classifiers_of_tokens_are_patched_and_not_attached(tmp_path, name):
+    def make():
+        return lora(head("BertForTokenClassification"), "query", "TOKEN_CLS") if name == "PEFT" else head(name)
+
+    rng = np.random.default_rng(0)
+    rows = [{"input_ids": rng.integers(3, 99, n), "labels": rng.integers(0, 2, n)} for n in (7, 12, 5, 20)]
+    model, data = make(), datasets.Dataset.from_list(rows)
+    for call in (
+        lambda: hfp.attach(trainer_of(tmp_path, model=model, data=data), hfp.TokenBudget(30)),
+        lambda: hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(30), model=model),
+    ):
+        with pytest.raises(hfp.PackingError) as error:
+            call()
+        says(error, "got", "TokenClassification", "PackingCollator(keep_first_labels=True)")
+        assert not is_patched(model.get_base_model() if name == "PEFT" else model)
+    batch = {name: torch.as_tensor(np.concatenate([row[name] for row in rows]))[None] for name in rows[0]}
+    with torch.no_grad():
+        alone = [make().eval()(**{name: torch.as_tensor(row[name])[None] for name in row}) for row in rows]
+    expected = sum(each.loss * each.logits.shape[1] for each in alone) / batch["labels"].numel()
+    hfp.patch_model(model).eval()
+    with torch.no_grad():
+        packed = model(**hfp.PackingCollator(keep_first_labels=True)(rows))
+    assert float(packed.loss) == pytest.approx(float(expected), rel=1e-5)
+    assert torch.allclose(packed.logits[0], torch.cat([each.logits[0] for each in alone]), atol=1e-5)

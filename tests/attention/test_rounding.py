@@ -1,0 +1,132 @@
+"""What rounding explains is measured on the model in hand; a fault in its attention is found beside it."""
+
+import pytest
+import torch
+from tiny_models import build
+
+import hf_packing as hfp
+from hf_packing.attention import probe, varlen
+from hf_packing.attention.feed import Feed
+from hf_packing.attention.probe import Probe
+from hf_packing.attention.rounding import LEAST, MOST, TIMES, Tolerance, measure_rounding
+
+
+def model_in_which_roundings_grow(**changes):
+    """Rounding moves its logits further than what is always allowed between packed and alone."""
+    model = build("Mistral", num_hidden_layers=4, **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(8)
+    return model
+
+
+def rounding_of(model):
+    run = Probe(model)
+    with run.quiet():
+        run.measure_rounding(run.alone(use_cache=False), use_cache=False)
+    return run.rounding
+
+
+def test_rounding_is_measured_on_the_model():
+    assert 0 < rounding_of(build("Mistral")) < LEAST[torch.float32] / TIMES
+    assert LEAST[torch.float32] / TIMES < rounding_of(model_in_which_roundings_grow())
+    assert rounding_of(model_in_which_roundings_grow().double()) < 1e-10
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_other_roundings_are_no_fault(monkeypatch, measured):
+    """As on another processor: scores off by one rounding, and nothing allowed but what is measured."""
+    exact = varlen.attend_by_segment
+
+    def rounded(query, *args, **options):
+        ups = torch.randint(2, query.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        return exact(query * (1 + ups * torch.finfo(query.dtype).eps), *args, **options)
+
+    monkeypatch.setattr(varlen, "attend_by_segment", rounded)
+    monkeypatch.setitem(LEAST, torch.float32, 1e-7)
+    if not measured:
+        monkeypatch.setattr(probe, "measure_rounding", lambda *_: 0.0)
+    route = hfp.check_isolation(hfp.patch_model(build("Mistral"))).route
+    assert (route.name == "varlen") == measured
+
+
+def sees_the_end_of_the_previous_document(exact):
+    def attend(query, key, value, lengths, **options):
+        key, value = key.clone(), value.clone()
+        for start in torch.tensor(lengths).cumsum(0)[:-1]:
+            key[:, :, start], value[:, :, start] = key[:, :, start - 1], value[:, :, start - 1]
+        return exact(query, key, value, lengths, **options)
+
+    return attend
+
+
+def has_another_first_key(exact):
+    def attend(query, key, value, lengths, **options):
+        key = key.clone()
+        key[:, :, torch.tensor([0, *lengths[:-1]]).cumsum(0)] *= 0.9
+        return exact(query, key, value, lengths, **options)
+
+    return attend
+
+
+def has_a_window_one_wider(exact):
+    def attend(*args, window, **options):
+        return exact(*args, window=None if window is None else window + 1, **options)
+
+    return attend
+
+
+in_both = pytest.mark.parametrize(
+    "build_model", [lambda: build("Mistral"), model_in_which_roundings_grow], ids=["usual", "noisy"]
+)
+
+FAULTS = (sees_the_end_of_the_previous_document, has_another_first_key, has_a_window_one_wider)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@in_both
+def test_a_fault_in_the_attention_is_found_in_float32(monkeypatch, build_model, fault):
+    monkeypatch.setattr(varlen, "attend_by_segment", fault(varlen.attend_by_segment))
+    model = hfp.patch_model(build_model())
+    route = hfp.check_isolation(model).route
+    assert route.modules == {"MistralAttention": model.config.num_hidden_layers}
+
+
+@in_both
+def test_one_wrong_position_is_found_in_float32(monkeypatch, build_model):
+    exact = Feed.__call__
+
+    def one_off(*args):
+        inputs = exact(*args)
+        if inputs.get("position_ids") is not None:
+            inputs["position_ids"] = inputs["position_ids"].clone()
+            inputs["position_ids"][0, -1] += 1
+        return inputs
+
+    monkeypatch.setattr(Feed, "__call__", one_off)
+    route = hfp.check_isolation(hfp.patch_model(build_model())).route
+    assert not route.way.feed.positions
+    assert "a document's logits differ by" in route.tried[0]
+
+
+def test_what_is_allowed():
+    usual = Tolerance(torch.float32, False, 1e-6)
+    assert (usual.apart, usual.leak) == (LEAST[torch.float32], TIMES * 1e-6)
+    assert Tolerance(torch.float32, False, 1e-4).apart == TIMES * 1e-4
+    chaos = Tolerance(torch.float32, False, 0.1)
+    assert (chaos.apart, chaos.leak) == (MOST[torch.float32], LEAST[torch.float32])
+    assert Tolerance(torch.float32, True, 0.1).leak == MOST[torch.float32]
+    assert "load the model in float64" in chaos.limits()
+    assert not usual.limits()
+    assert Tolerance(torch.float32, False, None).leak == LEAST[torch.float32]
+    logits = torch.randn(5, 7)
+    assert usual.unexplained([logits, logits + 5e-5], [logits, logits]) == 0
+    assert usual.unexplained([logits, logits + 5e-4], [logits, logits]) == pytest.approx(5e-4, rel=0.01)
+    assert usual.unexplained([logits * torch.nan], [logits]) == torch.inf
+
+
+def test_a_model_that_takes_no_batch_of_two():
+    def refuse(_):
+        raise RuntimeError
+
+    assert measure_rounding(build("Llama"), refuse, [[5, 6]], [torch.randn(2, 128)]) is None

@@ -1,0 +1,237 @@
+"""Leaks that only training has are refused; what training draws at random is switched off, and all is put back."""
+
+import copy
+import itertools
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import build
+from torch import nn
+
+import hf_packing as hfp
+from hf_packing.attention.survey.tiny import tiny_model
+
+
+class Normed(nn.Module):
+    """BatchNorm over tokens, as of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, hidden):
+        return self.norm(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+class Centred(nn.Module):
+    def forward(self, hidden):
+        return hidden - hidden.mean(1, keepdim=True) if self.training else hidden
+
+
+class MovingAverage(nn.Module):
+    """Updated, then used; or used, then updated."""
+
+    def __init__(self, used_before):
+        super().__init__()
+        self.used_before = used_before
+        self.register_buffer("average", torch.zeros(64))
+
+    def forward(self, hidden):
+        average = self.average.clone()
+        if self.training:
+            self.average.mul_(0.9).add_(0.1 * hidden.detach().mean((0, 1)))
+        return hidden - (average if self.used_before else self.average.clone())
+
+
+class Counting(nn.Module):
+    """Remembers in an attribute."""
+
+    average = 0.0
+
+    def forward(self, hidden):
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * hidden.detach().mean()
+        return hidden - self.average
+
+
+LEAKS = {
+    "batch norm": (Normed, "in training mode, changing one packed document changes the logits of another"),
+    "centred": (Centred, "in training mode, changing one packed document changes the logits of another"),
+    "average": (lambda: MovingAverage(False), "in training mode, changing one packed document changes the logits"),
+    "late average": (lambda: MovingAverage(True), "earlier ones, through model.layers.0.mlp.1.average"),
+    "attribute": (Counting, "in training mode, changing one packed document changes the logits of another"),
+}
+
+
+def with_module(module):
+    model = build("Llama")
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, module)
+    return model
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_leaks_of_training_are_refused(leak):
+    make, message = LEAKS[leak]
+    model = with_module(make())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(hfp.ModelNotSupportedError, match=message):
+        hfp.patch_model(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_check_isolation_sees_leaks_of_training(leak):
+    model = with_module(LEAKS[leak][0]())
+    model.config.use_cache = False
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert report.modes == ("training",)
+    assert report.reason.startswith("in training mode, ")
+
+
+class OtherGradientWhileTraining(nn.Module):
+    def forward(self, hidden):
+        if self.training and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient + 0.5 * gradient.roll(1, dims=1))
+        return hidden
+
+
+def test_gradients_that_cross_borders_in_training_only():
+    model = build("Llama", use_cache=False)
+    model.model.norm = nn.Sequential(model.model.norm, OtherGradientWhileTraining())
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert "in training mode, gradients of one document reach another" in report.reason
+    with pytest.raises(hfp.ModelNotSupportedError, match="in training mode, gradients of a packed document reach"):
+        hfp.patch_model(model)
+
+
+RANDOM = {
+    "Llama": {"attention_dropout": 0.4},
+    "GPT2": {"resid_pdrop": 0.4, "embd_pdrop": 0.3, "attn_pdrop": 0.2},
+    "Mixtral": {"router_jitter_noise": 0.5, "attention_dropout": 0.3},
+    "OPTForCausalLM": {"layerdrop": 0.7, "dropout": 0.3, "word_embed_proj_dim": 64, "ffn_dim": 96},
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_what_training_draws_at_random_is_switched_off_and_on_again(name):
+    model = build(name)
+    for setting, value in RANDOM[name].items():
+        setattr(model.config, setting, value)
+    model = type(model)(model.config)
+    before = copy.deepcopy(model.config.to_dict())
+    drops = {n: dict(vars(m), training=None) for n, m in model.named_modules()}
+    report = hfp.check_isolation(hfp.patch_model(model))
+    assert (report.isolated, report.modes, report.unproven) == (True, ("evaluation", "training"), "")
+    hfp.unpatch_model(model)
+    assert model.config.to_dict() == before
+    assert {n: dict(vars(m), training=None) for n, m in model.named_modules()} == drops
+    ids = torch.arange(5, 20)[None]
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_dropout_whose_probability_nobody_can_find():
+    class Dropping(nn.Module):
+        def forward(self, hidden):
+            return nn.functional.dropout(hidden, 0.5, self.training)
+
+    report = hfp.check_isolation(hfp.patch_model(with_module(Dropping())))
+    assert (report.modes, report.unproven) == (("evaluation", "training"), "")
+
+
+class Noisy(nn.Module):
+    def forward(self, hidden):
+        return hidden + torch.randn_like(hidden) if self.training else hidden
+
+
+def test_training_that_cannot_be_made_quiet_is_reported():
+    model = hfp.patch_model(with_module(Noisy()))
+    report = hfp.check_isolation(model)
+    assert report.isolated
+    assert report.route.unproven == report.unproven == "it draws random numbers there that cannot be switched off"
+    assert str(report).count("training mode not proven: it draws random numbers") == 1
+    with hfp.unpatch_model(model):
+        model.config.use_cache = False
+        assert "training mode not proven: it draws random numbers" in str(hfp.check_isolation(model))
+
+
+def test_leaks_are_seen_beside_noise():
+    with pytest.raises(hfp.ModelNotSupportedError, match="in training mode, changing one packed document"):
+        hfp.patch_model(with_module(nn.Sequential(Noisy(), Centred())))
+
+
+def test_a_model_that_is_others_each_time_in_training():
+    calls = itertools.count()
+
+    class Clock(nn.Module):
+        def forward(self, hidden):
+            return hidden * (1 + next(calls) % 7 * 0.1) if self.training else hidden
+
+    report = hfp.check_isolation(hfp.patch_model(with_module(nn.Sequential(Noisy(), Clock()))))
+    assert "it gives other logits each time" in report.unproven
+    assert report.modes == ("evaluation",)
+
+
+def test_a_model_that_cannot_be_called_in_training():
+    class Failing(nn.Module):
+        def forward(self, hidden):
+            if self.training:
+                raise ValueError("labels are missing")
+            return hidden
+
+    report = hfp.check_isolation(hfp.patch_model(with_module(Failing())))
+    assert (report.isolated, report.modes) == (True, ("evaluation",))
+    assert "training mode not proven: it cannot be called there with input_ids alone: labels" in str(report)
+
+
+def test_everything_is_put_back():
+    """Modes that differ between modules, buffers, random states, what needs gradients, hooks."""
+    model = with_module(nn.Identity())
+    model.aside = nn.BatchNorm1d(64)
+
+    def count(_, __, output):
+        model.aside(output[0])
+
+    model.model.norm.register_forward_hook(count)
+    model.train()
+    model.model.layers[0].eval()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.aside(torch.randn(9, 64))
+    modes = [module.training for module in model.modules()]
+    needs = [parameter.requires_grad for parameter in model.parameters()]
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    chance = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    hfp.check_isolation(hfp.patch_model(model))
+    assert [module.training for module in model.modules()] == modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == needs
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+    assert torch.equal(chance[0], torch.get_rng_state())
+    assert chance[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
+def test_dropout_of_lora():
+    model = get_peft_model(build("Llama"), LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+    report = hfp.check_isolation(hfp.patch_model(model))
+    assert (report.modes, report.unproven) == (("evaluation", "training"), "")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "jamba"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(architecture, reentrant):
+    model = tiny_model(architecture, "causal")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    report = hfp.check_isolation(hfp.patch_model(model))
+    assert report.isolated
+    assert report.modes == ("evaluation", "training")
+    assert ("only its logits were compared" in report.unproven) == reentrant

@@ -1,0 +1,49 @@
+"""A model, and rows, for tests of the recipes."""
+
+import json
+
+import pytest
+from tiny_models import build
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+
+def save_tiny_model(folder, name="Llama", **changes):
+    """A folder with a tiny model and a byte-level tokenizer without a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[1]).save_pretrained(
+        folder
+    )
+    build(name, vocab_size=300, pad_token_id=1, bos_token_id=None, eos_token_id=0, **changes).save_pretrained(folder)
+    return folder
+
+
+def prompts(number=24):
+    return [{"prompt": "What?" * (n % 5 + 1), "completion": "That." * (n % 7 + 1)} for n in range(number)]
+
+
+def chats(number=24):
+    def turns(n):
+        return [{"role": "user", "content": "Hi" * n}, {"role": "assistant", "content": "Ho" * n}]
+
+    return [{"messages": turns(n % 6 + 1) * (1 + n % 2)} for n in range(number)]
+
+
+def write(file, rows):
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def exits(call, *arguments, **options):
+    """What the recipe says when it refuses."""
+    with pytest.raises(SystemExit) as refused:
+        call(*arguments, **options)
+    assert isinstance(refused.value.code, str), "argparse said no"
+    return refused.value.code

@@ -1,0 +1,93 @@
+"""What ranks compare of their data: every difference that changes batches or their content is seen, and said."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+import hf_packing as hfp
+from hf_packing.sampling.data_facts import data_facts, difference
+from hf_packing.sampling.sizes import sizes_of
+
+ROWS = [{"input_ids": [n % 90 + 3] * (n % 7 + 1), "labels": [-100] + [n % 90 + 3] * (n % 7)} for n in range(300)]
+
+
+class Made(torch.utils.data.Dataset):
+    """Rows of one length that are made as they are read."""
+
+    def __init__(self, first=0, noise=False):
+        self.first, self.noise = first, noise
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        noise = np.random.randint(50) if self.noise else 0
+        return {"input_ids": [self.first + index + noise] * 4}
+
+
+def table(rows):
+    return datasets.Dataset.from_list(rows)
+
+
+def said(one, other):
+    return difference(*(data_facts(data, sizes_of(data)) for data in (one, other)), "here", "there")
+
+
+def changed(row, column, token=0):
+    rows = [{name: list(values) for name, values in each.items()} for each in ROWS]
+    rows[row][column][token] += 1
+    return rows
+
+
+def unseen(data):
+    """The same through a transform that leaves nothing to compare in what it returns."""
+    return data.with_transform(lambda batch: {"input_ids": [np.random.permutation(row) for row in batch["input_ids"]]})
+
+
+@pytest.mark.parametrize("kind", [table, list])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (ROWS[:299], "here has 300 rows, 1,197 tokens; there has 299 rows, 1,191 tokens"),
+        (ROWS[1:] + ROWS[:1], "row 0 has 1 tokens on here, 2 on there"),
+        (changed(299, "input_ids"), "row 299 has as many tokens on here as on there, but others, or other labels"),
+        (changed(299, "labels"), "row 299 has as many tokens on here as on there, but others, or other labels"),
+        (changed(103, "labels", 1), "row 103 has as many tokens on here as on there, but others, or other labels"),
+        (ROWS, None),
+    ],
+)
+def test_differences(kind, rows, words):
+    assert said(kind(ROWS), kind(rows)) == words
+
+
+def test_a_row_between_those_that_are_sampled_has_another_length():
+    sampled = {row for row, _ in data_facts(ROWS, sizes_of(ROWS)).contents}
+    one = next(row for row in range(300) if row not in sampled)
+    lengths = [len(row["input_ids"]) for row in ROWS]
+    other = next(row for row in range(300) if row not in sampled and lengths[row] != lengths[one])
+    rows = list(ROWS)
+    rows[one], rows[other] = rows[other], rows[one]
+    assert said(ROWS, rows) == "300 rows, 1,197 tokens on here and on there, in rows of other lengths"
+
+
+def test_packed_rows_with_other_borders():
+    packed = hfp.pack(table(ROWS), hfp.BestFit(8))
+    assert said(packed, packed) is None
+    whole = packed.map(lambda row: {"seq_lengths": [len(row["input_ids"])]})
+    assert max(map(len, packed["seq_lengths"])) > 1
+    assert "in rows of other lengths" in said(packed, whole)
+
+
+def test_rows_that_are_made_as_they_are_read():
+    assert "row 0 has as many tokens" in said(Made(), Made(first=1))
+    assert said(Made(), Made()) is None
+    assert said(Made(noise=True), Made(noise=True)) is None
+    assert data_facts(Made(noise=True), sizes_of(Made())).contents == ()
+
+
+def test_rows_of_a_random_transform_are_compared_before_it():
+    everywhere = unseen(table([{"input_ids": [token + 1 for token in row["input_ids"]]} for row in ROWS]))
+    plain = unseen(table([{"input_ids": row["input_ids"]} for row in ROWS]))
+    assert "row 0 has as many tokens" in said(plain, everywhere)
+    assert said(plain, plain) is None

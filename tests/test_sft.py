@@ -1,0 +1,378 @@
+"""recipes/sft.py, run: what its flags do."""
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sft
+import torch
+import yaml
+from datasets import Dataset
+from processes import TORCHRUN
+from recipe_inputs import chats, exits, prompts, save_tiny_model, write
+from safetensors.torch import load_file
+from sft_documents import CHATML, IGNORED, Trained, tokenise
+from sft_flags import BY_RECIPE, BY_TRAINER
+from transformers import PreTrainedTokenizerFast
+
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+QUIET = ["--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1"]
+CPU = ["--use_cpu", "True", "--bf16", "False"]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data") / "prompts.jsonl", prompts())
+
+
+@pytest.fixture(scope="module")
+def chat_data(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("data") / "chats.jsonl", chats())
+
+
+@pytest.fixture
+def train(tiny_model, data, tmp_path):
+    """Runs the recipe in this process."""
+
+    def run(*flags, data=data, model=tiny_model, output=tmp_path / "output", steps=2):
+        known = ["--data", data, "--model", model, "--output_dir", output, "--max_steps", steps, "--max_tokens", 160]
+        return sft.main([str(each) for each in [*known, *QUIET, *CPU, *flags]])
+
+    return run
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_table_names_tests_that_exist():
+    tests = {name for name, value in globals().items() if inspect.isfunction(value)}
+    named = [rule.tested for rule in (*BY_RECIPE, *BY_TRAINER)]
+    assert all(each in tests for each in named if each.startswith("test_"))
+    assert {each.split(" ")[0] for each in named if not each.startswith("test_")} == {"need", "needs"}
+
+
+def test_a_resumed_run_is_the_unbroken_one(train, tmp_path):
+    whole = train("--save_steps", 2, steps=4)
+    for name, flag in (("one", "True"), ("two", "last"), ("three", tmp_path / "output" / "checkpoint-2")):
+        copy = tmp_path / name
+        copy.mkdir()
+        shutil.copytree(tmp_path / "output" / "checkpoint-2", copy / "checkpoint-2")
+        rest = train("--save_steps", 2, "--resume_from_checkpoint", flag, output=copy, steps=4)
+        assert losses(rest) == losses(whole)
+        assert len(losses(rest)) == 4
+        assert weights(copy) == weights(tmp_path / "output")
+        assert (copy / "checkpoint-4").is_dir()
+        assert rest.callback_handler.train_dataloader.dataset.sampler.first_step == 0
+
+
+def test_two_processes_and_flags_of_ddp(tiny_model, data, tmp_path):
+    flags = {"data": data, "model": tiny_model, "max_tokens": 80, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    flags |= {"report_to": "none", "use_cpu": True, "bf16": False, "ddp_timeout": 120, "ddp_backend": "gloo"}
+    flags |= {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "ddp_bucket_cap_mb": 5}
+    flags |= {"full_determinism": True}
+
+    def run(output, **more):
+        given = flags | {"output_dir": output} | more
+        command = [sys.executable, *TORCHRUN, "2", sft.__file__]
+        command += [str(each) for name, value in given.items() for each in (f"--{name}", value)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in history], weights(output)
+
+    whole = run(tmp_path / "whole")
+    assert len(whole[0]) == 4
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "rest" / "checkpoint-2")
+    assert run(tmp_path / "rest", resume_from_checkpoint="last") == whole
+
+
+def weights(folder):
+    return {name: value.numpy().tobytes() for name, value in load_file(folder / "model.safetensors").items()}
+
+
+def test_what_cannot_be_resumed(train, tmp_path):
+    said = exits(train, "--resume_from_checkpoint", "last")
+    assert "--resume_from_checkpoint: expected a checkpoint in" in said
+    assert "expected last, or a folder" in exits(train, "--resume_from_checkpoint", tmp_path)
+    train("--save_only_model", "True", steps=1)
+    said = exits(train, "--resume_from_checkpoint", "last")
+    assert "expected a checkpoint with the state of its optimiser" in said
+
+
+def test_an_unfinished_checkpoint_is_not_the_last(train, tmp_path):
+    train(steps=1)
+    (tmp_path / "output" / "checkpoint-2").mkdir()
+    assert len(losses(train("--resume_from_checkpoint", "last", steps=2))) == 2
+
+
+def test_checkpoints_are_not_overwritten(train, tmp_path):
+    train(steps=1)
+    kept = (tmp_path / "output" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns
+    said = exits(train, steps=1)
+    assert "--output_dir: expected a folder without checkpoints" in said
+    assert "--resume_from_checkpoint last goes on" in said
+    assert (tmp_path / "output" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns == kept
+
+
+def test_what_a_checkpoint_brings_along(train):
+    train(steps=1)
+    said = exits(train, "--resume_from_checkpoint", "last", "--learning_rate", "1e-3")
+    assert said == "--learning_rate: expected 2e-05, as in the checkpoint, got 0.001"
+    assert "--optim: expected 'adamw_torch" in exits(train, "--resume_from_checkpoint", "last", "--optim", "sgd")
+    with pytest.raises(PackingError, match="loss: expected 'token', as when the checkpoint was saved"):
+        train("--resume_from_checkpoint", "last", "--loss", "sequence")
+
+
+def test_ignored_data_skip(train):
+    train(steps=1)
+    trainer = train("--resume_from_checkpoint", "last", "--ignore_data_skip", "True", steps=3)
+    assert len(losses(trainer)) == 3
+
+
+def labels_of(train, capsys, *flags, **options):
+    """Trainable tokens as the run reports them, and as the trainer's dataset has them."""
+    trainer = train(*flags, steps=1, output=options.pop("output"), **options)
+    said = int(capsys.readouterr().out.split(" tokens to train on")[0].split()[-1].replace(",", ""))
+    kept = sum(label != IGNORED for labels in trainer.train_dataset["labels"] for label in labels)
+    assert said == kept
+    return kept, sum(map(len, trainer.train_dataset["input_ids"]))
+
+
+def test_trainable_tokens(train, chat_data, capsys, tmp_path):
+    ends = len(prompts())
+    answers = sum(len(row["completion"]) for row in prompts()) + ends
+    questions = sum(len(row["prompt"]) + 1 for row in prompts())
+    outputs = (tmp_path / str(number) for number in range(99))
+
+    def counted(*flags, **options):
+        return labels_of(train, capsys, *flags, output=next(outputs), **options)
+
+    assert counted() == counted("--completion_only_loss", "True") == (answers, answers + questions)
+    assert counted("--completion_only_loss", "False") == (answers + questions, answers + questions)
+    of_chats, everything = counted(data=chat_data)
+    turns = [message for row in chats() for message in row["messages"]]
+    written = [len(turn["content"]) + len("\n") + 1 for turn in turns if turn["role"] == "assistant"]
+    assert of_chats == sum(written)
+    assert counted("--assistant_only_loss", "False", data=chat_data) == (everything, everything)
+    assert counted("--completion_only_loss", "False", data=chat_data) == (everything, everything)
+    both = ("--completion_only_loss", "False", "--assistant_only_loss", "True")
+    assert counted(*both, data=chat_data) == (of_chats, everything)
+    assert "expected prompt and completion" in exits(counted, "--completion_only_loss", "True", data=chat_data)
+    assert "--assistant_only_loss: expected messages" in exits(counted, "--assistant_only_loss", "True")
+
+
+def test_what_is_trained_of_chats_with_prompts(tiny_model):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHATML
+
+    def text(row, *trained):
+        encoded = tokenise(row, tokenizer, Trained(*trained))
+        assert len(encoded["labels"]) == len(encoded["input_ids"])
+        return tokenizer.decode([label for label in encoded["labels"] if label != IGNORED]), tokenizer.decode(
+            encoded["input_ids"]
+        )
+
+    user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+    asked, begun = "<|im_start|>user\nQ<|im_end|>\n", "<|im_start|>assistant\n"
+    answered = "A<|im_end|>\n"
+    turn = asked + begun + answered
+    assert text({"prompt": "Q", "completion": "A"}, False, True) == ("A<|endoftext|>", "Q\nA<|endoftext|>")
+    assert text({"prompt": "Q", "completion": "A"}, False, False) == ("Q\nA<|endoftext|>",) * 2
+    assert text({"messages": [user, assistant]}, True, False) == (answered, turn)
+    assert text({"messages": [user, assistant] * 2}, True, False) == (answered * 2, turn * 2)
+    assert text({"messages": [user, assistant, user]}, True, False) == (answered, turn)
+    assert text({"messages": [user, assistant, user]}, False, False) == (turn + asked, turn + asked)
+    row = {"prompt": [user, assistant, user], "completion": [assistant, user, assistant]}
+    assert text(row, True, True) == (answered * 2, turn * 3)
+    assert text(row, False, True) == (answered + turn, turn * 3)
+    assert text(row, True, False) == (answered * 3, turn * 3)
+    assert text(row, False, False) == (turn * 3, turn * 3)
+    assert text({"prompt": [user], "completion": [user, assistant]}, False, True) == (turn, asked + turn)
+    assert text({"messages": [user]}, True, False) == ("", "")
+
+
+def test_tools_and_contents_that_a_template_lacks(tiny_model):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHATML
+    user = {"role": "user", "content": "Q"}
+    said = exits(tokenise, {"messages": [user], "tools": [{"name": "search"}]}, tokenizer, Trained(False, False))
+    assert "--chat_template_path: expected a template that shows tools" in said
+    with pytest.raises(Exception, match="a message without text needs --chat_template_path"):
+        tokenise({"messages": [user | {"content": None}]}, tokenizer, Trained(False, False))
+    tokenizer.chat_template = "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    row = {"messages": [user], "tools": '[{"name": "search"}]'}
+    assert tokenizer.decode(tokenise(row, tokenizer, Trained(False, False))["input_ids"]) == "searchQ"
+
+
+def test_the_order_of_documents_has_a_seed(train, tmp_path):
+    def first_batch(*flags):
+        trainer = train(*flags, steps=1, output=tmp_path / "-".join(flags))
+        return next(iter(trainer.get_train_dataloader()))["input_ids"].tolist()
+
+    one = first_batch("--seed", "1")
+    assert first_batch("--data_seed", "1") == one
+    assert first_batch("--seed", "1", "--data_seed", "2") != one
+
+
+@pytest.mark.parametrize("strategy", sft.STRATEGIES)
+def test_packs_have_the_seed(strategy):
+    arguments = sft.Arguments(data="d", model="m", strategy=strategy, pack_length=160)
+    documents = Dataset.from_dict({"input_ids": [[number] * (number % 30 + 1) for number in range(90)]})
+    one, same, other = (sft.packed(documents, arguments, seed) for seed in (1, 1, 2))
+    assert one[0]["input_ids"][:] == same[0]["input_ids"][:] != other[0]["input_ids"][:]
+    assert (one[1].seed, other[1].seed) == (1, 2)
+
+
+def test_model_init_kwargs(train, tmp_path):
+    trainer = train("--model_init_kwargs", '{"attn_implementation": "eager", "dtype": "bfloat16"}', steps=1)
+    assert trainer.model.dtype == torch.bfloat16
+    with pytest.raises(Exception, match="no-such-implementation"):
+        train("--model_init_kwargs", '{"attn_implementation": "no-such-implementation"}', output=tmp_path / "none")
+
+
+def test_eos_token(train, tmp_path):
+    trainer = train("--eos_token", "<|im_end|>", steps=1)
+    end = trainer.processing_class.convert_tokens_to_ids("<|im_end|>")
+    assert {row[-1] for row in trainer.train_dataset["input_ids"]} == {end}
+    assert "--eos_token: expected a token of" in exits(train, "--eos_token", "<none>", output=tmp_path / "other")
+
+
+def test_chat_template_path(train, chat_data, tmp_path):
+    (tmp_path / "mine.jinja").write_text(CHATML.replace("<|im_start|>", "# "))
+    trainer = train("--chat_template_path", tmp_path / "mine.jinja", data=chat_data, steps=1)
+    assert trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"]).startswith("# user\nHi")
+    said = exits(train, "--chat_template_path", tmp_path, output=tmp_path / "other")
+    assert "--chat_template_path: expected a file ending in .jinja or .j2" in said
+
+
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # processes are forked beside threads
+def test_processes_that_tokenise(train, monkeypatch):
+    seen = []
+    usual = sft.datasets.Dataset.map
+    monkeypatch.setattr(
+        sft.datasets.Dataset,
+        "map",
+        lambda self, *given, **options: seen.append(options.get("num_proc")) or usual(self, *given, **options),
+    )
+    train("--dataset_num_proc", 2, steps=1)
+    assert 2 in seen
+
+
+def test_evaluation(train, data, tmp_path):
+    trainer = train("--eval_data", data, "--eval_strategy", "steps", "--eval_steps", 1, "--bf16_full_eval", "True")
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(found) == 3
+    last = []
+    for size in (1, 16):
+        flags = ("--eval_data", data, "--per_device_eval_batch_size", size)
+        trainer = train(*flags, output=tmp_path / str(size))
+        (entry,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        last.append(entry["eval_loss"])
+    assert last[0] == pytest.approx(last[1], rel=1e-6)
+    said = exits(train, "--eval_data", data, "--do_eval", "False", output=tmp_path / "none")
+    assert "--eval_data: expected --eval_strategy" in said
+
+
+def test_the_best_model(train, data, tmp_path):
+    flags = ("--eval_data", data, "--eval_strategy", "steps", "--eval_steps", 1, "--save_steps", 1)
+    trainer = train(*flags, "--load_best_model_at_end", "True", "--learning_rate", 1, steps=2)
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_metric == min(found[:2])
+    assert found[-1] == pytest.approx(min(found[:2]))
+    assert weights(tmp_path / "output") == weights(Path(trainer.state.best_model_checkpoint))
+
+
+def test_accumulation(train, tmp_path):
+    one = train(steps=1)
+    two = train("--gradient_accumulation_steps", 2, steps=1, output=tmp_path / "other")
+    assert two.state.log_history[0]["tokens_per_step"] > 1.5 * one.state.log_history[0]["tokens_per_step"]
+
+
+def test_losses_of_trl(train, tmp_path):
+    usual = losses(train(steps=1))
+    assert losses(train("--loss_type", "dft", steps=1, output=tmp_path / "dft")) != usual
+    assert losses(train("--label_smoothing_factor", 0.5, steps=1, output=tmp_path / "smooth")) != usual
+    for number, flags in enumerate((("--loss_type", "dft"), ("--label_smoothing_factor", 0.5))):
+        with pytest.raises(PackingError, match=f"{flags[0][2:]}: expected none, since loss=.sequence."):
+            train(*flags, "--loss", "sequence", output=tmp_path / str(number))
+
+
+def test_router_loss(train, tmp_path, tmp_path_factory):
+    model = save_tiny_model(tmp_path_factory.mktemp("moe"), "Mixtral")
+    none, much = (
+        losses(train("--router_aux_loss_coef", coef, model=model, steps=1, output=tmp_path / str(coef)))[0]
+        for coef in (0, 5)
+    )
+    assert much > none + 1
+
+
+def test_checkpointed_activations_change_no_loss(train, tmp_path):
+    on = losses(train("--gradient_checkpointing", "True"))
+    reentrant = ("--gradient_checkpointing_kwargs", '{"use_reentrant": true}')
+    for number, flags in enumerate((("--gradient_checkpointing", "False"), reentrant)):
+        assert losses(train(*flags, output=tmp_path / str(number))) == pytest.approx(on, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+def test_compiled(train, tmp_path):
+    usual = losses(train(steps=1))
+    compiled = train("--torch_compile", "True", "--torch_compile_backend", "eager", steps=1, output=tmp_path / "other")
+    assert losses(compiled) == pytest.approx(usual, rel=1e-4)
+    assert compiled.accelerator.state.dynamo_plugin.backend.value == "EAGER"
+
+
+def test_other_flags(train):
+    flags = ("--include_num_input_tokens_seen", "True", "--skip_memory_metrics", "False", "--log_level", "error")
+    trainer = train(*flags, "--torch_empty_cache_steps", 1, "--debug", "underflow_overflow", "--logging_steps", 2)
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["num_input_tokens_seen"] == entry["tokens_per_step"] * 2
+
+
+def test_workers(train):
+    flags = (
+        "--dataloader_num_workers",
+        1,
+        "--dataloader_prefetch_factor",
+        3,
+        "--dataloader_persistent_workers",
+        "True",
+    )
+    trainer = train(*flags, steps=1)
+    loader = trainer.callback_handler.train_dataloader
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 3, True)
+
+
+def test_pad_token(train):
+    trainer = train("--pad_token", "<|im_start|>", steps=1)
+    assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 2
+
+
+def test_yaml_says_what_flags_say(tiny_model, data, tmp_path):
+    settings = {"data": str(data), "model": str(tiny_model), "max_tokens": 160, "max_steps": 2, "report_to": "none"}
+    settings |= {"bf16": True, "learning_rate": "1e-3", "logging_steps": 1, "disable_tqdm": True}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path / "yaml")}))
+    of_file = sft.main(["--config", str(tmp_path / "run.yaml")])
+    flags = settings | {"output_dir": tmp_path / "flags"}
+    of_flags = sft.main([str(each) for name, value in flags.items() for each in (f"--{name}", value)])
+    assert of_file.args.bf16
+    assert of_flags.args.bf16
+    assert losses(of_file) == losses(of_flags)
+    assert len(losses(of_file)) == 2
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"packing": True}))
+    assert "--packing: expected False" in exits(sft.main, ["--config", str(tmp_path / "run.yaml")])
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"no_such": True}))
+    with pytest.raises(ValueError, match="no_such"):
+        sft.main(["--config", str(tmp_path / "run.yaml")])

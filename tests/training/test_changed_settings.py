@@ -1,0 +1,287 @@
+"""What a user changes after attach: it takes effect at the next train() or evaluate(), or is refused there."""
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_models import build
+from trainers import trainer_of
+from training_process import documents
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.attention.installed import is_patched
+from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+FEW, MORE = documents(20).to_list(), documents(40).to_list()
+
+
+def set_argument(name, value):
+    return lambda trainer: setattr(trainer.args, name, value)
+
+
+def set_on_trainer(name, value):
+    return lambda trainer: setattr(trainer, name, value)
+
+
+def set_on_accelerator(name, value):
+    return lambda trainer: setattr(trainer.accelerator.dataloader_config, name, value)
+
+
+def twice_the_loss(logits, labels, vocab_size, **_):
+    logits, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
+    return 2 * torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+
+
+HONOURED = {
+    "gradient_accumulation_steps": set_argument("gradient_accumulation_steps", 2),
+    "max_steps": set_argument("max_steps", 3),
+    "learning_rate": set_argument("learning_rate", 1e-2),
+    "per_device_eval_batch_size": set_argument("per_device_eval_batch_size", 3),
+    "dataloader_num_workers": set_argument("dataloader_num_workers", 1),
+    "per_device_train_batch_size": set_argument("per_device_train_batch_size", 3),
+    "seed": set_argument("seed", 3),
+    "train_dataset": set_on_trainer("train_dataset", documents(40)),
+    "train_dataset with other rows": lambda trainer: trainer.train_dataset.extend(MORE[20:]),
+    "train_dataset with fewer rows": lambda trainer: trainer.train_dataset.__delitem__(slice(15, None)),
+    "eval_dataset": set_on_trainer("eval_dataset", documents(9)),
+    "eval_dataset with other rows": lambda trainer: trainer.eval_dataset.extend(MORE[20:]),
+    "eval_dataset by name": set_on_trainer("eval_dataset", {"few": documents(3), "more": documents(9)}),
+    "compute_metrics": set_on_trainer("compute_metrics", lambda predicted: {"rows": len(predicted.label_ids)}),
+    "the loss of the model": lambda trainer: setattr(trainer.model, "loss_function", twice_the_loss),
+}
+NO_EFFECT = {"dataloader_num_workers", "per_device_train_batch_size", "seed", "per_device_eval_batch_size"}
+"""What decides neither losses nor the mean over an evaluation."""
+
+
+def results(tmp_path, before=None, after=None):
+    """Losses of training and evaluation, with something changed before attach, or after."""
+    trainer = trainer_of(tmp_path, data=list(FEW), learning_rate=1e-3)
+    trainer.eval_dataset = list(FEW)
+    if before is not None:
+        before(trainer)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    if after is not None:
+        after(trainer)
+    trainer.train()
+    kept = ("loss", "tokens_per_step")
+    trained = [{name: round(entry[name], 4) for name in kept} for entry in trainer.state.log_history if "loss" in entry]
+    evaluated = {
+        name: round(value, 4) for name, value in trainer.evaluate().items() if name.endswith(("_loss", "_rows"))
+    }
+    batches = len(trainer.get_eval_dataloader(list(FEW)))
+    return trained, evaluated, batches
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("unchanged"))
+
+
+@pytest.mark.parametrize("name", HONOURED)
+def test_changes_that_take_effect(tmp_path, name, unchanged):
+    found = results(tmp_path, after=HONOURED[name])
+    assert found == results(tmp_path, before=HONOURED[name])
+    assert (found[:2] == unchanged[:2]) == (name in NO_EFFECT)
+    assert (found[2] == unchanged[2]) == (name != "per_device_eval_batch_size")
+    assert all(math.isfinite(loss) for loss in found[1].values())
+
+
+REFUSED = {
+    "average_tokens_across_devices": (set_argument("average_tokens_across_devices", False), "expected True"),
+    "auto_find_batch_size": (set_argument("auto_find_batch_size", True), "expected False"),
+    "train_sampling_strategy": (set_argument("train_sampling_strategy", "sequential"), "expected 'random'"),
+    "packing": (set_argument("packing", True), "expected False"),
+    "dispatch_batches": (set_on_accelerator("dispatch_batches", True), "expected False"),
+    "split_batches": (set_on_accelerator("split_batches", True), "expected False"),
+    "label_smoothing_factor": (set_argument("label_smoothing_factor", 0.1), "expected the one.* 0.0, got 0.1; set it"),
+    "use_liger_kernel": (set_argument("use_liger_kernel", True), "expected the one.* False, got True"),
+    "loss_type": (set_argument("loss_type", "dft"), "expected the one that the trainer had.* 'nll', got 'dft'"),
+    "label_smoother": (set_on_trainer("label_smoother", LabelSmoother(0.1)), "expected the one.* got LabelSmoother"),
+    "compute_loss_func": (set_on_trainer("compute_loss_func", lambda *_, **__: 0), "expected the one.* None, got"),
+    "model_accepts_loss_kwargs": (set_on_trainer("model_accepts_loss_kwargs", False), "expected the one.* got False"),
+    "loss_is_scaled_for_ga": (set_on_trainer("loss_is_scaled_for_ga", False), "expected the one.* got False"),
+    "data_collator": (set_on_trainer("data_collator", lambda rows: rows[0]), "expected the one that attach has set"),
+    "compute_loss": (set_on_trainer("compute_loss", lambda *_, **__: 0), "expected the method of .*Trainer"),
+    "get_train_dataloader": (set_on_trainer("get_train_dataloader", list), "expected the method of .*Trainer"),
+    "_get_train_sampler": (set_on_trainer("_get_train_sampler", lambda _: None), "expected the method of .*Trainer"),
+    "model": (lambda trainer: setattr(trainer, "model", build("Llama")), "expected the one that the trainer had when"),
+    "train_dataset": (set_on_trainer("train_dataset", None), "expected one, the trainer has none"),
+}
+OF_TRAINING_ALONE = {
+    "average_tokens_across_devices",
+    "auto_find_batch_size",
+    "train_sampling_strategy",
+    "packing",
+    "dispatch_batches",
+    "split_batches",
+    "model",
+    "train_dataset",
+    "_get_train_sampler",
+    "get_train_dataloader",
+}
+
+
+@pytest.fixture(scope="module", params=[Trainer, SFTTrainer])
+def attached(request, tmp_path_factory):
+    trainer = trainer_of(tmp_path_factory.mktemp("attached"), request.param, data=documents(20))
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    return trainer
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_changes_that_are_refused(attached, name):
+    if not hasattr(attached.args, name) and name in ("loss_type", "packing"):
+        pytest.skip("an argument of SFTTrainer")
+    change, message = REFUSED[name]
+    state = vars(attached).copy(), vars(attached.args).copy(), vars(attached.accelerator.dataloader_config).copy()
+    change(attached)
+    try:
+        for call in (attached.train, lambda: attached.evaluate(documents(3)), lambda: attached.predict(documents(3))):
+            if call != attached.train and name in OF_TRAINING_ALONE:
+                continue
+            with pytest.raises(PackingError, match=f"{name}: {message}"):
+                call()
+    finally:
+        for holder, before in zip(
+            (attached, attached.args, attached.accelerator.dataloader_config), state, strict=True
+        ):
+            vars(holder).clear()
+            vars(holder).update(before)
+    assert attached.state.global_step == 0
+
+
+def test_a_loss_that_nothing_divides_with_accumulation_set_after_attach(tmp_path):
+    """As attach refuses it: 19.45 instead of 4.86 where it was not."""
+
+    class CallsSuper(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"))
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.args.gradient_accumulation_steps = 4
+    message = "expected a loss that is divided by num_items_in_batch, that of CallsSuper.* into 4 micro-batches"
+    with pytest.raises(PackingError, match=message):
+        trainer.train()
+    trainer.args.gradient_accumulation_steps = 1
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_accumulation_that_a_callback_changes_is_refused(tmp_path):
+    """The trainer would update elsewhere than what losses are divided by says, its gradient several times as large."""
+
+    class Slower(TrainerCallback):
+        def on_step_end(self, args, state, *_, **__):
+            args.gradient_accumulation_steps = state.global_step
+
+    trainer = trainer_of(tmp_path, max_steps=4)
+    trainer.add_callback(Slower())
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="gradient_accumulation_steps: expected 1, as when train"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    trainer.remove_callback(Slower)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_a_model_that_was_unpatched_is_patched_again(tmp_path):
+    trainer = trainer_of(tmp_path, data=documents(20))
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    hfp.unpatch_model(trainer.model)
+    assert not is_patched(trainer.model)
+    trainer.train()
+    assert is_patched(trainer.model)
+    hfp.unpatch_model(trainer.model)
+    trainer.evaluate(documents(3))
+    assert is_patched(trainer.model)
+
+
+def test_another_model_is_evaluated(tmp_path):
+    """As an average of weights is, which is put in the place of the model for a while."""
+    other = build("Llama", num_hidden_layers=1)
+    trainer = trainer_of(tmp_path, data=documents(20))
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    model, trainer.model = trainer.model, other
+    found = trainer.evaluate(documents(9))["eval_loss"]
+    trainer.model = model
+    trainer.train()
+    expected = trainer_of(tmp_path, model=build("Llama", num_hidden_layers=1), data=documents(20))
+    hfp.attach(expected, hfp.TokenBudget(64))
+    assert found == pytest.approx(expected.evaluate(documents(9))["eval_loss"])
+    assert trainer.state.global_step == 2
+
+
+def test_methods_that_were_set_on_a_trainer_before_attach(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.compute_loss = lambda *_, **__: 0
+    with pytest.raises(PackingError, match="compute_loss: expected the method of Trainer, got .*a subclass can have"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+
+
+def test_rows_that_are_added_while_training_are_refused(tmp_path):
+    rows = list(FEW)
+    trainer = trainer_of(tmp_path, data=rows, max_steps=-1, num_train_epochs=2)
+    step = trainer.training_step
+
+    def training_step(*args):
+        rows.append(MORE[30])
+        return step(*args)
+
+    trainer.training_step = training_step
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    try:
+        with pytest.raises(PackingError, match="dataset: expected the 20 rows that it had when batches were planned"):
+            trainer.train()
+    finally:
+        trainer.accelerator.gradient_state._reset_state()  # else the loader that was broken off stays the active one
+
+
+def loader_of(accelerator, data):
+    return hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(64))
+
+
+def add_rows(_, data):
+    data.extend(MORE[20:])
+
+
+def accumulate(accelerator, _):
+    accelerator.gradient_accumulation_steps = 3
+
+
+def dispatch(accelerator, _):
+    accelerator.dataloader_config.dispatch_batches = True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (add_rows, "dataset: expected the 20 rows that it had when batches were planned, it has 40"),
+        (accumulate, "gradient_accumulation_steps: expected 1, as when prepare_dataloader was called, got 3"),
+        (dispatch, "dispatch_batches: expected False, got True"),
+    ],
+)
+def test_changes_that_a_loop_refuses(change, message):
+    accelerator, data = Accelerator(cpu=True), list(FEW)
+    loader = loader_of(accelerator, data)
+    assert len(list(loader)) == len(loader)
+    change(accelerator, data)
+    with pytest.raises(PackingError, match=message):
+        next(iter(loader))
+
+
+def test_another_model_in_a_loop():
+    """compute_loss takes a patched one, whichever it is, and refuses another."""
+    loader = loader_of(Accelerator(cpu=True), documents(20))
+    batch = next(iter(loader))
+    with pytest.raises(PackingError, match="model: expected one that patch_model has patched"):
+        hfp.compute_loss(build("Llama"), batch)
+    assert hfp.compute_loss(hfp.patch_model(build("Llama")), batch).isfinite()

@@ -1,0 +1,251 @@
+"""Labels that are trained on, beside those that SFTTrainer makes of the same chats, completions and calls of tools."""
+
+from itertools import pairwise
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from tiny_models import build
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainers import arguments, trainer_of
+from transformers import PreTrainedTokenizerFast, Trainer
+from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content or '' }}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer():
+    """A token for every byte, and ChatML that marks what the assistant says."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known = Tokenizer(models.BPE({letter: number + 2 for number, letter in enumerate(letters)}, []))
+    known.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    known.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=known, pad_token="<|pad|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+CHATS = [
+    [
+        said("user", "Where is Bonn?"),
+        said("assistant", "On the Rhine."),
+        said("user", "Thanks"),
+        said("assistant", "!"),
+    ],
+    [said("system", "Be short."), said("user", "2 + 2?"), said("assistant", "4")],
+    [said("user", "a"), said("assistant", "b")],
+]
+TOOLS = [
+    [
+        said("user", "How is the weather in Bonn?"),
+        said("assistant", "", tool_calls=[CALL]),
+        said("tool", '{"rain": true}'),
+        said("assistant", "It rains."),
+    ],
+    [said("user", "And now?"), said("assistant", "Still.")],
+]
+COMPLETIONS = [("2 + 2 =", " 4"), ("The capital of France is", " Paris."), ("a", "b")]
+
+KINDS = {
+    "chats": (
+        datasets.Dataset.from_dict({"messages": CHATS}),
+        {"assistant_only_loss": True},
+    ),
+    "tool calls": (
+        datasets.Dataset.from_list([{"messages": messages} for messages in TOOLS]),
+        {"assistant_only_loss": True},
+    ),
+    "completions": (
+        datasets.Dataset.from_list([{"prompt": given, "completion": wanted} for given, wanted in COMPLETIONS]),
+        {},
+    ),
+    "completions of chats": (
+        datasets.Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS]),
+        {},
+    ),
+    "completions and assistants": (
+        datasets.Dataset.from_list([{"prompt": chat[:-1], "completion": chat[-1:]} for chat in CHATS]),
+        {"assistant_only_loss": True},
+    ),
+}
+
+
+def sft(folder, data, padding_free=False, **config):
+    config = arguments(folder, SFTConfig, padding_free=padding_free, per_device_train_batch_size=4, **config)
+    model = build("Llama", vocab_size=512)
+    return SFTTrainer(model, config, train_dataset=data, processing_class=byte_tokenizer())
+
+
+def tokenised(documents):
+    """As TRL tokenises them, with its masks and without labels."""
+    tokenizer = byte_tokenizer()
+
+    def tokenise(row):
+        whole = row.get("messages") or row["prompt"] + row["completion"]
+        if isinstance(whole, str):
+            whole = whole + tokenizer.eos_token
+            masks, ids = {}, tokenizer(whole)["input_ids"]
+        else:
+            known = tokenizer.apply_chat_template(whole, return_assistant_tokens_mask=True, return_dict=True)
+            masks, ids = {"assistant_masks": known["assistant_masks"]}, known["input_ids"]
+        if "prompt" in row:
+            prompt = row["prompt"]
+            given = (
+                tokenizer(prompt)["input_ids"]
+                if isinstance(prompt, str)
+                else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            )
+            masks["completion_mask"] = [0] * len(given) + [1] * (len(ids) - len(given))
+        return {"input_ids": ids, **masks}
+
+    return documents.map(tokenise, remove_columns=documents.column_names)
+
+
+def trained_on(trainer):
+    """Of each document of an epoch, by its tokens: the labels, the first of which counts for nobody."""
+    found = {}
+    for batch in trainer.get_train_dataloader():
+        whole = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        borders = batch.get("cu_seq_lens_q", torch.cat([torch.zeros(1), whole.sum(1).cumsum(0)])).int().tolist()
+        ids, labels = batch["input_ids"][whole].tolist(), batch["labels"][whole].tolist()
+        found |= {tuple(ids[begin:end]): labels[begin + 1 : end] for begin, end in pairwise(borders)}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_are_those_of_trl(tmp_path, kind):
+    documents, settings = KINDS[kind]
+    expected = trained_on(sft(tmp_path, documents, **settings))
+    labels = [label for each in expected.values() for label in each]
+    assert len(expected) == len(documents)
+    assert 0 < sum(label == -100 for label in labels) < len(labels)
+
+    attached = sft(tmp_path, documents, **settings)
+    hfp.attach(attached, hfp.TokenBudget(4096))
+    assert trained_on(attached) == expected
+
+    masks = tokenised(documents)
+    if not settings and "assistant_masks" in masks.column_names:
+        masks = masks.remove_columns("assistant_masks")
+    with pytest.warns(UserWarning, match="to labels"):
+        packed = hfp.pack(masks, hfp.BestFit(512))
+    with pytest.warns(UserWarning, match="to labels"):
+        mapped = masks.map(hfp.BestFit(512), batched=True, remove_columns=masks.column_names)
+    assert {"completion_mask", "assistant_masks"}.isdisjoint([*packed.column_names, *mapped.column_names])
+    assert max(map(len, packed["seq_lengths"])) > 1
+    for rows in (packed, mapped):
+        assert trained_on(sft(tmp_path, rows, padding_free=True)) == expected
+        attached = sft(tmp_path, rows)
+        hfp.attach(attached, hfp.TokenBudget(4096))
+        assert trained_on(attached) == expected
+
+
+def test_first_loss_is_that_of_trl(tmp_path):
+    documents, settings = KINDS["completions and assistants"]
+    masks = tokenised(documents)
+    with pytest.warns(UserWarning, match="applies completion_mask and assistant_masks to labels"):
+        packed = hfp.pack(masks, hfp.BestFit(512))
+    losses = []
+    for data, attach, config in (
+        (documents, False, settings),
+        (documents, True, settings),
+        (packed, True, {}),
+        (packed, False, {"padding_free": True}),
+    ):
+        torch.manual_seed(0)
+        trainer = sft(tmp_path, data, max_steps=1, **config)
+        if attach:
+            hfp.attach(trainer, hfp.TokenBudget(4096))
+        elif "padding_free" in config:
+            hfp.patch_model(trainer.model)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+class TestCompletionOnlyLoss:
+    """What completion_only_loss says is done, whatever columns are there."""
+
+    @pytest.fixture
+    def masks(self):
+        rows = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]], "completion_mask": [[0, 0, 1, 1], [0, 1, 1]]}
+        return datasets.Dataset.from_dict(rows)
+
+    @pytest.mark.parametrize(("asked", "expected"), [(True, [[-100, 7, 8], [10, 11]]), (False, [[6, 7, 8], [10, 11]])])
+    @pytest.mark.parametrize("kind", ["prepared by TRL", "transform"])
+    def test_of_documents(self, tmp_path, masks, asked, expected, kind):
+        trainer = trainer_of(tmp_path, SFTTrainer, data=masks, completion_only_loss=asked)
+        if kind == "transform":
+            trainer.train_dataset = masks.with_transform(lambda batch: batch)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        assert sorted(trained_on(trainer).values()) == sorted(expected)
+
+    def test_false_contradicts_labels_that_are_masked(self, tmp_path, masks):
+        with pytest.warns(UserWarning, match="applies completion_mask to labels: 4 of 7 tokens are trained on"):
+            packed = hfp.pack(masks, hfp.BestFit(8))
+        for data in (packed, masks.add_column("labels", [[-100, -100, 7, 8], [-100, 10, 11]])):
+            trainer = trainer_of(tmp_path, SFTTrainer, data=data, completion_only_loss=False)
+            with pytest.raises(PackingError, match="completion_only_loss: expected None, since labels say already"):
+                hfp.attach(trainer, hfp.TokenBudget(64))
+
+    def test_false_is_no_contradiction_where_only_first_labels_are_masked(self, tmp_path, masks):
+        packed = hfp.pack(masks.remove_columns("completion_mask"), hfp.BestFit(8))
+        trainer = trainer_of(tmp_path, SFTTrainer, data=packed, completion_only_loss=False)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        assert sorted(map(len, trained_on(trainer).values())) == [2, 3]
+
+    def test_true_contradicts_labels_that_are_not_masked(self, tmp_path, masks):
+        data = masks.add_column("labels", masks["input_ids"][:])
+        trainer = trainer_of(tmp_path, SFTTrainer, data=data, completion_only_loss=True)
+        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where it is 0, row 0"):
+            hfp.attach(trainer, hfp.TokenBudget(64))
+
+    def test_packed_rows_with_a_mask_that_was_not_applied(self, tmp_path):
+        rows = {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, 6, 7, 8]], "seq_lengths": [[4]]}
+        data = datasets.Dataset.from_dict({**rows, "completion_mask": [[0, 0, 1, 1]]})
+        trainer = trainer_of(tmp_path, SFTTrainer, data=data)
+        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where it is 0"):
+            hfp.attach(trainer, hfp.TokenBudget(64))
+
+    def test_evaluation_follows_it_too(self, tmp_path, masks):
+        trainer = trainer_of(tmp_path, SFTTrainer, completion_only_loss=True)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        contradicting = masks.add_column("labels", masks["input_ids"][:])
+        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where it is 0"):
+            trainer.evaluate(contradicting)
+
+
+def test_trainer_ignores_masks_and_so_is_refused(tmp_path):
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "assistant_masks": [[0, 1, 1]]})
+    with pytest.raises(PackingError, match="'assistant_masks': expected labels beside it, since Trainer ignores it"):
+        hfp.attach(trainer_of(tmp_path, Trainer, data=data), hfp.TokenBudget(8))
+    trainer = trainer_of(tmp_path, Trainer, data=data.with_transform(lambda batch: batch))
+    hfp.attach(trainer, hfp.TokenBudget(8))
+    with pytest.raises(PackingError, match="'assistant_masks': expected labels beside it"):
+        trainer.train()
+
+
+def test_a_loop_of_ones_own_applies_them():
+    from accelerate import Accelerator
+
+    rows = {"input_ids": [[5, 6, 7, 8]], "completion_mask": [[0, 1, 1, 1]], "assistant_masks": [[0, 0, 1, 1]]}
+    for data in (datasets.Dataset.from_dict(rows), [{name: np.array(values[0]) for name, values in rows.items()}]):
+        [batch] = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8))
+        assert batch["labels"].tolist() == [[-100, -100, 7, 8]]

@@ -1,0 +1,129 @@
+"""Ranks that bring different data or settings: refused on all of them, before the first batch; no rank hangs."""
+
+import json
+import re
+
+import pytest
+from processes import launch
+
+RANKS = [2, 3]
+FACTS = {
+    "shard": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has \d+ rows, \d+ tokens",
+    "shuffle": r"row \d+ has \d+ tokens on rank 0, \d+ on rank 1",
+    "40 against 48": r"rank 0 has 40 rows, 414 tokens; rank \d has 48 rows, 531 tokens",
+    "12 against 64": r"rank 0 has 12 rows, 150 tokens; rank \d has 64 rows, 789 tokens",
+    "fewer rows than ranks": r"rank 0 has 1 rows, 12 tokens; rank \d has 64 rows",
+    "a row too long": r"rank 0 has 64 rows, 789 tokens; rank \d has 64 rows, 850 tokens",
+    "other tokens": r"row 0 has as many tokens on rank 0 as on rank \d, but others, or other labels",
+    "other labels": r"row 0 has as many tokens on rank 0 as on rank \d, but others, or other labels",
+    "list": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
+    "list of other labels": r"row 0 has as many tokens on rank 0 as on rank \d, but others, or other labels",
+    "torch dataset": r"has",
+    "torch dataset of as many rows": r"row 0 has as many tokens on rank 0 as on rank 1, but others",
+    "random transform": r"row \d+ has \d+ tokens on rank 0, \d+ on rank 1",
+    "packed": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
+}
+SETTINGS = {
+    "seed": r"batching: .* rank 0 has TokenBudget\(seed=0, .*rank 1 has TokenBudget\(seed=1",
+    "max_tokens": r"batching: .* rank 0 has TokenBudget\(.*max_tokens=64.* rank \d has TokenBudget\(.*max_tokens=72",
+    "a budget too small": r"batching: .* rank 0 has .*max_tokens=64.* rank \d has .*max_tokens=8",
+    "overflow": r"batching: .* rank 0 has .*overflow='error'.* rank \d has .*overflow='drop'",
+    "no batching": r"batching: expected TokenBudget\(...\) or BucketBatches",
+    "loss": r"loss: expected the same on all ranks; rank 0 has token, rank \d has sequence",
+    "no loss": r"loss: expected one of token, sequence, got 'mean'",
+    "accumulation": r"gradient_accumulation_steps: expected the same on all ranks; rank 0 has 1, rank \d has 2",
+    "model": r"batching: .* rank 0 has .*linear_cost=240.0.* rank \d has .*linear_cost=",
+}
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def told(request, tmp_path_factory):
+    """By case, what each rank was told, and how many steps it had trained before."""
+    folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
+    done = launch("ranks_process.py", folder, ranks=request.param, fails=True)
+    ranks = [json.loads((folder / f"ranks-{rank}.json").read_text()) for rank in range(request.param)]
+    assert all(of_rank.keys() == ranks[0].keys() for of_rank in ranks), done.stderr[-3000:]
+    return {case: [of_rank[case] for of_rank in ranks] for case in ranks[0]}
+
+
+def of_kind(told, kind):
+    """What was told by who was asked and what was different."""
+    found = {tuple(case.split(": ")): ranks for case, ranks in told.items()}
+    return {(who, case): ranks for (who, which, case), ranks in found.items() if which == kind}
+
+
+def test_different_data_is_refused_on_all_ranks_before_the_first_batch(told):
+    found = of_kind(told, "data")
+    assert {case for who, case in found if who == "loop"} == FACTS.keys()
+    assert {who for who, case in found if case == "shard"} == {"Trainer", "SFTTrainer", "loop", "tensor parallel ranks"}
+    for (_, case), ranks in found.items():
+        for of_rank in ranks:
+            assert of_rank["steps"] == 0
+            check(of_rank, rf"dataset: expected the same rows on all ranks; .*{FACTS[case]}")
+            check(of_rank, r"Give every rank the whole dataset, without .shard\(\)")
+
+
+def test_every_process_ends_with_the_error(told):
+    for of_rank in told["loop: end: shard"]:
+        check(of_rank, "PackingError: dataset: expected the same rows on all ranks; rank 0 has")
+
+
+def test_different_batchings_are_refused_on_all_ranks(told):
+    found = of_kind(told, "batching")
+    assert {case for who, case in found if who == "loop"} == SETTINGS.keys()
+    for (_, case), ranks in found.items():
+        for of_rank in ranks:
+            assert of_rank["steps"] == 0
+            check(of_rank, SETTINGS[case])
+
+
+def test_an_error_of_one_rank_is_told_to_the_others(told):
+    *others, failed = told["Trainer: batching: no batching"]
+    number = len(others)
+    for of_rank in others:
+        check(of_rank, rf"PackingError: rank {number} of {number + 1}: PackingError: batching: expected TokenBudget")
+    check(failed, "PackingError: batching: expected TokenBudget")
+    *others, failed = told["Trainer: later: another collator on one rank"]
+    for of_rank in others:
+        check(of_rank, rf"rank {number} of {number + 1}: PackingError: data_collator: expected the one that attach")
+    check(failed, "PackingError: data_collator: expected the one that attach")
+
+
+def test_different_data_of_evaluations_is_refused_on_all_ranks(told):
+    found = of_kind(told, "evaluation")
+    expected = {
+        "eval_dataset": r"eval_dataset: expected the same rows on all ranks; rank 0 has",
+        "one of several": r"eval_dataset\['some'\]: expected the same rows on all ranks; rank 0 has",
+        "no eval_dataset": r"eval_dataset: expected one on all ranks, rank 0 has one, rank \d has none",
+        "evaluate": r"eval_dataset: expected the same rows on all ranks; row \d+ has \d+ tokens on rank 0",
+        "evaluate nothing": r"eval_dataset: expected the same rows on all ranks; rank 0 has 64 rows",
+        "predict": r"test_dataset: expected the same rows on all ranks; row \d+ has \d+ tokens on rank 0",
+        "predict nothing": r"test_dataset: expected the same rows on all ranks; rank 0 has 64 rows",
+        "shard": r"dataset: expected the same rows on all ranks; rank 0 has",
+    }
+    assert {case for _, case in found} == expected.keys()
+    for (_, case), ranks in found.items():
+        for of_rank in ranks:
+            check(of_rank, expected[case])
+
+
+def test_data_that_changes_later_is_refused_on_all_ranks(told):
+    for kind in ("Trainer", "SFTTrainer"):
+        for of_rank in told[f"{kind}: later: another train_dataset"]:
+            check(of_rank, r"train_dataset: expected the same rows on all ranks; rank 0 has 64 rows")
+    for of_rank in told["loop: later: rows on one rank"]:
+        check(of_rank, "dataset: expected the 64 rows that it had when batches were planned, it has 73 now")
+
+
+def test_the_same_data_is_trained_on(told):
+    """Also after refusals, and where rows are random at each reading."""
+    found = {case: ranks for case, ranks in told.items() if case.split(": ")[1] in ("same", "trained")}
+    assert len(found) == 16
+    for case, ranks in found.items():
+        assert [of_rank["message"] for of_rank in ranks] == [None] * len(ranks), case
+        if ": trained: " in case:
+            assert [of_rank["steps"] for of_rank in ranks] == [1] * len(ranks)
+
+
+def check(of_rank, pattern):
+    assert re.search(pattern, of_rank["message"] or "nothing"), (pattern, of_rank)

@@ -1,0 +1,223 @@
+"""Labels that only repeat the tokens that a model sees would teach it to copy: refused wherever they come in."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from tiny_models import build
+from trainers import logged, trainer_of
+from training_process import documents
+
+import hf_packing as hfp
+from hf_packing.attention.installed import is_patched
+from hf_packing.attention.route import route_of
+from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.errors import PackingError
+
+REPEATED = "labels: expected other tokens than those of input_ids, which .* sees .* Mask tokens before they are packed"
+MASK = 4
+
+
+def unlabelled():
+    return documents(12).remove_columns("labels")
+
+
+def masked(row, share=0.3):
+    """80 % of what is asked for is hidden, 10 % another token, 10 % kept."""
+    ids = np.array(row["input_ids"])
+    rng = np.random.default_rng(int(ids.sum()))
+    asked, how = rng.random(len(ids)) < share, rng.random(len(ids))
+    given = np.where(how < 0.8, MASK, np.where(how < 0.9, rng.integers(5, 99, len(ids)), ids))
+    return {"input_ids": np.where(asked, given, ids), "labels": np.where(asked, ids, -100)}
+
+
+def bert(**changes):
+    return tiny_model("bert", "masked", torch.float64, **changes)
+
+
+DATA = {
+    "documents without labels": unlabelled,
+    "documents that are their labels": lambda: unlabelled().map(lambda row: {"labels": row["input_ids"]}),
+    "packed without labels": lambda: hfp.pack(unlabelled(), hfp.BestFit(48)),
+    "a list": lambda: unlabelled().to_list(),
+    "labels made as rows are read": lambda: unlabelled().with_transform(
+        lambda rows: rows | {"labels": rows["input_ids"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_data_that_teaches_to_copy(tmp_path, kind):
+    data, model = DATA[kind](), bert()
+    for train, evaluated in ((data, None), (documents(12).map(masked), data)):
+        trainer = trainer_of(tmp_path, model=model, data=train)
+        trainer.eval_dataset = evaluated
+        with pytest.raises(PackingError, match=REPEATED):
+            hfp.attach(trainer, hfp.TokenBudget(64))
+        assert not is_patched(model)
+    with pytest.raises(PackingError, match=REPEATED):
+        hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=model)
+    assert not is_patched(model)
+    with pytest.raises(PackingError, match=REPEATED):
+        hfp.evaluation_loss(Accelerator(cpu=True), hfp.patch_model(model), data)
+    causal = build("Llama", torch.float64)
+    loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=causal)
+    assert not route_of(causal).sees_labels
+    assert torch.isfinite(hfp.compute_loss(causal, next(iter(loader))))
+
+
+def test_masked_data_is_trained_on(tmp_path):
+    data = documents(12).map(masked)
+    for each in (data, hfp.pack(data, hfp.BestFit(48)), documents(12).with_transform(masked_rows)):
+        trainer = trainer_of(tmp_path, model=bert(), data=each)
+        trainer.eval_dataset = each
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        assert len(logged(trainer)) == 2
+        assert np.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def masked_rows(rows):
+    found = [masked({"input_ids": ids}) for ids in rows["input_ids"]]
+    return {name: [row[name] for row in found] for name in ("input_ids", "labels")}
+
+
+def test_data_that_an_evaluation_is_given(tmp_path):
+    trainer = trainer_of(tmp_path, model=bert(), data=documents(12).map(masked))
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match=REPEATED):
+        trainer.evaluate(unlabelled())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: get_peft_model(m, LoraConfig(target_modules=["query"]))])
+def test_a_stock_trainer(tmp_path, wrap):
+    for data, refused in ((unlabelled(), True), (documents(12).map(masked), False)):
+        packed = hfp.pack(data, hfp.BestFit(48))
+        model = hfp.patch_model(wrap(bert()))
+        trainer = trainer_of(tmp_path, model=model, data=packed, remove_unused_columns=False, label_names=["labels"])
+        trainer.data_collator = hfp.PackingCollator()
+        if refused:
+            with pytest.raises(PackingError, match=REPEATED):
+                trainer.train()
+        else:
+            assert len(logged(trainer)) == 2
+
+
+def test_a_loop_whose_loader_knows_no_model():
+    model = hfp.patch_model(bert()).train()
+    batch = next(iter(hfp.prepare_dataloader(Accelerator(cpu=True), unlabelled(), hfp.TokenBudget(64))))
+    with pytest.raises(PackingError, match=REPEATED):
+        hfp.compute_loss(model, batch)
+    with pytest.raises(PackingError, match=REPEATED):
+        model(**batch)
+    model.eval()
+    assert torch.isfinite(model(**batch).logits).all()
+
+
+ROW = list(range(5, 45))
+
+
+def in_training(model, ids, labels, lengths):
+    row = {"input_ids": ids, "labels": labels, "seq_lengths": lengths}
+    return model(**hfp.PackingCollator(keep_first_labels=True)([row])).loss
+
+
+def test_labels_that_are_chosen_may_repeat_tokens_by_chance():
+    model = hfp.patch_model(bert()).train()
+    kept = [token if place % 7 == 3 else -100 for place, token in enumerate(ROW)]
+    for labels in (kept, [-100] * 40, [6, *ROW[1:]], [*ROW[:39], -100]):
+        assert in_training(model, ROW, labels, [40]).dtype == torch.float64
+    # two tokens are too few to tell, but they are counted
+    model = hfp.patch_model(bert()).train()
+    in_training(model, ROW[:2], ROW[:2], [1, 1])
+    with pytest.raises(PackingError, match="got 4 labels that only repeat input_ids"):
+        in_training(model, ROW[:2], ROW[:2], [1, 1])
+
+
+@pytest.mark.parametrize("lengths", [[40], [30, 10], [1] * 40])
+@pytest.mark.parametrize("first", [True, False])
+def test_first_labels_and_documents_without_labels_choose_nothing(lengths, first):
+    if not first and max(lengths) == 1:
+        return
+    model = hfp.patch_model(bert()).train()
+    begins = np.cumsum([0, *lengths[:-1]])
+    labels = np.array(ROW)
+    if not first:
+        labels[begins] = -100
+    if lengths == [30, 10]:
+        labels[30:] = -100
+    with pytest.raises(PackingError, match=REPEATED):
+        in_training(model, ROW, labels, lengths)
+
+
+def test_a_corrector_of_spelling_may_meet_rows_without_mistakes():
+    """Its labels are all tokens, and other ones only where there is a mistake."""
+    model = hfp.patch_model(bert()).train()
+    in_training(model, ROW, [6, *ROW[1:]], [40])
+    for _ in range(4096 // 40):
+        in_training(model, ROW, ROW, [40])
+    with pytest.raises(PackingError, match="got 4120 labels"):
+        in_training(model, ROW, ROW, [40])
+
+
+def test_a_loop_for_a_corrector_may_begin_without_mistakes():
+    """Its loader knows the labels of rows from all over the data, whatever the first batch has."""
+    model, rows = bert(), [{"input_ids": ROW[:12], "labels": [6 + number % 2, *ROW[1:12]]} for number in range(12)]
+    data = [rows[number] if number % 3 == 0 else {**rows[0], "labels": ROW[:12]} for number in range(12)]
+    loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(12), model=model)
+    model.train()
+    batches = list(loader)
+    repeated = [torch.equal(batch["targets"], batch["input_ids"]) for batch in batches]
+    assert repeated[0], "this order begins with a mistake"
+    assert not all(repeated)
+    for batch in batches:
+        assert torch.isfinite(hfp.compute_loss(model, batch))
+    with pytest.raises(PackingError, match=REPEATED):
+        hfp.prepare_dataloader(Accelerator(cpu=True), unlabelled(), hfp.TokenBudget(64), model=model)
+
+
+SEEING = {
+    "an encoder with a causal loss": lambda: build("BertLMHeadModel", torch.float64, is_decoder=False),
+    "a decoder that is asked for its own tokens": lambda: tiny_model("bart", "causal", torch.float64),
+    "a masked model in float32": lambda: tiny_model("modernbert", "masked"),
+    "a masked model as it is initialised": lambda: transformers.RobertaForMaskedLM(
+        transformers.RobertaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    ),
+    "a masked model in half precision": lambda: bert().to(torch.bfloat16),
+}
+
+NOT_SEEING = {
+    "experts whose router adds to the loss": lambda: build(
+        "Mixtral", output_router_logits=True, router_aux_loss_coef=0.5
+    ),
+    "a state": lambda: tiny_model("mamba", "causal"),
+    "half precision": lambda: build("Llama").to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_models_that_see_what_labels_ask_for(kind):
+    model = hfp.patch_model(SEEING[kind]()).train()
+    assert route_of(model).sees_labels
+    batch = hfp.PackingCollator()([{"input_ids": ROW}])
+    with pytest.raises(PackingError, match=REPEATED):
+        model(**batch)
+    again = hfp.patch_model(SEEING[kind]())  # by a route that is known
+    assert route_of(again).sees_labels
+
+
+@pytest.mark.parametrize("kind", NOT_SEEING)
+def test_causal_models_do_not(kind):
+    model = hfp.patch_model(NOT_SEEING[kind]()).train()
+    assert not route_of(model).sees_labels
+    assert torch.isfinite(model(**hfp.PackingCollator()([{"input_ids": ROW}])).loss)
+
+
+def test_a_model_that_cannot_be_run_is_known_by_a_small_one():
+    with torch.device("meta"):
+        model = transformers.BertForMaskedLM(bert().config)
+    with pytest.warns(UserWarning, match="proved isolation on a small BertForMaskedLM"):
+        hfp.patch_model(model, prove=False)
+    assert route_of(model).sees_labels

@@ -1,0 +1,77 @@
+"""Packed streams through Trainer and PackingCollator: accelerate must not dispatch their batches."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from processes import IN_THE_FAMILY, TORCHRUN
+from stream_process import DOCUMENTS, packed_stream, train
+
+import hf_packing as hfp
+
+REFUSED = "dispatch_batches: expected False, .* accelerator_config={'dispatch_batches': False}"
+NOT_DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
+PACKS = len(list(packed_stream()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_trainer(tmp_path, workers):
+    with pytest.raises(hfp.PackingError, match=REFUSED):
+        train(tmp_path, PACKS, dataloader_num_workers=workers)
+    _, seen = train(tmp_path, PACKS, dataloader_num_workers=workers, **NOT_DISPATCHED)
+    assert sorted(document for step in seen for document in step) == sorted(DOCUMENTS)
+    assert max(map(len, seen)) > 1
+
+
+def test_loop():
+    collator = hfp.PackingCollator()
+    rows = list(packed_stream())
+    for dispatch in (True, False):
+        settings = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = Accelerator(cpu=True, dataloader_config=settings)
+        for dataset in (packed_stream(), rows):
+            loader = accelerator.prepare(torch.utils.data.DataLoader(dataset, collate_fn=collator))
+            if dispatch:
+                with pytest.raises(hfp.PackingError, match=REFUSED):
+                    list(loader)
+            else:
+                assert len(list(loader)) == PACKS
+
+
+def test_another_loader_may_be_dispatched():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(3)))
+    assert [hfp.PackingCollator()([{"input_ids": number.tolist()}])["input_ids"].item() for number in loader] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def run(folder, **settings):
+    arguments = [str(IN_THE_FAMILY / "stream_process.py"), str(folder), json.dumps(settings)]
+    known = {"PYTHONPATH": os.pathsep.join([str(IN_THE_FAMILY), str(IN_THE_FAMILY.parent)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *TORCHRUN, "2", *arguments]
+    return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_two_processes_are_told(tmp_path):
+    done = run(tmp_path, steps=2)
+    assert done.returncode
+    assert "hf_packing.errors.PackingError: dispatch_batches: expected False" in done.stderr
+
+
+def test_two_processes(tmp_path):
+    done = run(tmp_path, steps=PACKS // 2, **NOT_DISPATCHED)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    documents = [document for steps in seen for step in steps for document in step]
+    packs = [sorted(step) for steps in seen for step in steps]
+    assert len(packs) == PACKS // 2 * 2
+    assert len({str(document) for document in documents}) == len(documents)
+    assert PACKS % 2 or sorted(documents) == sorted(DOCUMENTS)
