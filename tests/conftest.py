@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: as many run as there are cores
+
 import numpy as np
 import pytest
 import torch

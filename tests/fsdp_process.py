@@ -4,6 +4,7 @@ python fsdp_process.py RANK PROCESSES FILE ARCHITECTURE {outside,inside}: the we
 Prints rank, loss and whether the model is isolated; each process has other documents, and another number of them.
 """
 
+import gc
 import sys
 import warnings
 from pathlib import Path
@@ -39,16 +40,23 @@ def sharded_model(architecture: str, file: str, where: str) -> torch.nn.Module:
     return model
 
 
-def main(rank: int, processes: int, file: str, architecture: str, where: str) -> None:
-    store = dist.FileStore(str(Path(file).with_suffix(f".{where}")), processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+def measure(rank: int, file: str, architecture: str, where: str) -> None:
     model = sharded_model(architecture, file, where)
     batch = PackingCollator()([{"input_ids": tokens} for tokens in DOCUMENTS[rank]])
+    loss = model(**batch).loss
+    loss.backward()
+    print(rank, loss.item(), hfp.check_isolation(model).isolated)
+    dist.barrier()
+
+
+def main(rank: int, processes: int, file: str, architecture: str, where: str) -> None:
+    """The model is gone before its process group: torch aborts at times where a sharded model outlives it."""
+    store = dist.FileStore(str(Path(file).with_suffix(f".{where}")), processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     try:
-        loss = model(**batch).loss
-        loss.backward()
-        print(rank, loss.item(), hfp.check_isolation(model).isolated)
+        measure(rank, file, architecture, where)
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
