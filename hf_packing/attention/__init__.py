@@ -27,6 +27,7 @@ rounding.py      how far rounding alone moves a model's logits, and what differe
 probe.py         random documents, together and alone
 proof.py         they are apart, and each as it is alone
 seen_labels.py   labels that repeat the tokens that a model sees
+own_loss.py      a model's own loss, which may compare labels of one document with another
 isolation.py     check_isolation: the same for any setup
 
 route.py         ways to keep documents apart, and the one that a model has taken

@@ -1,5 +1,6 @@
 """What a forward leaves behind in the modules, such as the scale of a rotary embedding, is put back."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +19,18 @@ KEPT = ("forward", "training")
 """What others may set on purpose while a forward runs."""
 
 
+OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+
 @contextmanager
 def as_it_was(*modules: nn.Module) -> Iterator[list[str]]:
-    """Attributes, buffers, hooks and inner modules of these modules are put back, and new ones taken away.
+    """Attributes, buffers, hooks and inner modules of these modules are put back, new ones are taken away, and lists,
+    dictionaries and sets have in them what they had.
 
     Their names are in the list that is yielded, at the end of the block.
     """
     before = [(module, dict(vars(module)), [dict(vars(module)[name]) for name in INNER]) for module in modules]
+    collections = [(name, value, items_of(value)) for module in modules for name, value in collections_of(module)]
     changed: list[str] = []
     try:
         yield changed
@@ -33,6 +39,34 @@ def as_it_was(*modules: nn.Module) -> Iterator[list[str]]:
             for name, known in zip(INNER, inner, strict=True):
                 changed += put_back(vars(module)[name], known)
             changed += put_back(vars(module), attributes, KEPT)
+        for name, value, items in collections:
+            now = items_of(value)
+            if len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True)):
+                fill(value, items)
+                changed.append(name)
+
+
+def collections_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name not in OF_ALL_MODULES and isinstance(value, (list, dict, set, deque)):
+            yield name, value
+
+
+def items_of(value: Any) -> list[Any]:
+    """What is in a list, a dictionary (all keys, then all values), a set or a deque."""
+    return [*value, *(value.values() if isinstance(value, dict) else ())]
+
+
+def fill(value: Any, items: list[Any]) -> None:
+    """Have these items in a list, dictionary, set or deque, and no others."""
+    value.clear()
+    if isinstance(value, dict):
+        half = len(items) // 2
+        value.update(zip(items[:half], items[half:], strict=True))
+    elif isinstance(value, set):
+        value.update(items)
+    else:
+        value.extend(items)
 
 
 def put_back(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] = ()) -> list[str]:

@@ -68,6 +68,10 @@ class Step:
         return [inner.name for inner in self.ahead] + ([self.after[0]] if self.after else [])
 
 
+def called_as_a_module(*_: Any) -> None:
+    """Does nothing, but nn.TransformerEncoderLayer goes past the forwards inside it unless modules there have hooks."""
+
+
 class BySegment(ReplacedForward):
     """The forward of a module that is not segment-local: one document's part of its output depends on the others.
 
@@ -77,6 +81,16 @@ class BySegment(ReplacedForward):
     def __init__(self, module: nn.Module, step: Step) -> None:
         super().__init__(module)
         self.step = step
+        self.hook: Any = None
+
+    def install(self) -> None:
+        super().install()
+        self.hook = self.module.register_forward_pre_hook(called_as_a_module)
+
+    def remove(self) -> None:
+        super().remove()
+        if self.hook is not None:
+            self.hook.remove()
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """A few random documents for a model: their lengths, their tokens, and where they are in a batch."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.collate import PackingCollator
-from hf_packing.errors import PackingError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Tokens = list[list[int]]
 
 DOCUMENT_LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
 """Tokens of the three documents: all different, and longer than the kernels of convolutions. Their sum is a prime, so
 that no axis of a model is likely to have as many entries; the first sum that none has is taken."""
+
+
+def words_of(model: PreTrainedModel) -> Any:
+    """The embedding of a model's tokens.
+
+    Raises:
+        ModelNotSupportedError: the model does not tell which module that is.
+    """
+    with suppress(NotImplementedError):
+        if isinstance(getattr(words := model.get_input_embeddings(), "weight", None), Tensor):
+            return words
+    raise ModelNotSupportedError(
+        f"model: expected a get_input_embeddings() that returns the module, with a weight, that input_ids go through; "
+        f"{type(model).__name__} has none. Define it in your class, as the models of transformers do"
+    )
 
 
 def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[Tokens, Tokens]:
@@ -29,8 +45,9 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
     Raises:
         PackingError: the vocabulary is too small for it.
     """
-    vocabulary = model.config.get_text_config().vocab_size  # some tables have entries beyond, for prompts
-    vocabulary = min(vocabulary, getattr(model.get_input_embeddings(), "num_embeddings", vocabulary))
+    words = words_of(model)
+    known_size = getattr(model.config.get_text_config(), "vocab_size", len(words.weight))
+    vocabulary = min(known_size, getattr(words, "num_embeddings", known_size))  # tables may go on, for prompts
     settings = vars(model.config) | vars(model.config.get_text_config())
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
     known = np.array([token for token in range(1, vocabulary) if token not in special])
@@ -57,6 +74,13 @@ def pad_token_of(model: PreTrainedModel) -> int | None:
 
 def in_one_row(documents: Tokens) -> dict[str, Any]:
     return PackingCollator()([{"input_ids": tokens} for tokens in documents])
+
+
+def in_two_rows(documents: Tokens) -> dict[str, Any]:
+    """As `in_one_row`, for documents whose first and second half have as many tokens."""
+    half = len(documents) // 2
+    rows = [in_one_row(each) for each in (documents[:half], documents[half:])]
+    return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
 def find_documents(documents: Tokens, input_ids: Tensor) -> list[slice]:

@@ -68,7 +68,8 @@ class Signature:
     """The arguments that a module's forward takes."""
 
     def __init__(self, module: nn.Module) -> None:
-        parameters = inspect.signature(module.forward).parameters.values()
+        self.where = type(module).__name__
+        parameters = parameters_of_forward(module)
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_a_table = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
@@ -79,7 +80,20 @@ class Signature:
         return self.takes_any or name in self.names
 
     def by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if len(args) > len(self.names):
+            raise PackingError(
+                f"forward: expected at most {len(self.names)} arguments without their names, {self.where} was given "
+                f"{len(args)}"
+            )
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+def parameters_of_forward(module: nn.Module) -> list[inspect.Parameter]:
+    """Of the forward; of the one it overrides, where it only passes on whatever it is given."""
+    inherited = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
+    own = list(inspect.signature(module.forward).parameters.values())
+    others = (list(inspect.signature(forward).parameters.values())[1:] for forward in inherited)
+    return next((each for each in (own, *others) if not any(p.kind is p.VAR_POSITIONAL for p in each)), own)
 
 
 def in_every_row(position_ids: Tensor | None, row: PackedRow) -> Tensor:

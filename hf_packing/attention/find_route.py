@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.documents import pad_token_of
+from hf_packing.attention.documents import in_two_rows, pad_token_of
 from hf_packing.attention.feed import Signature
 from hf_packing.attention.installed import attention_of, install, is_patched, put_back, take_out
+from hf_packing.attention.own_loss import refuse_a_loss_across_borders
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.proof import (
     Exam,
@@ -40,12 +41,16 @@ def find_and_prove(model: PreTrainedModel) -> None:
     before = attention_of(model)
     try:
         exams = [documents_alone(model, Probe(model)), documents_alone(model, Probe(model, 1, SHARING_CALLS))]
+        exams.append(in_rows_of_two(exams[1]))
         rounding = exams[0].probe.rounding
         exams.append(documents_alone_in_training(model, rounding))
         padding = padding_alone(model, rounding)
         put_back(before)
-        sees_labels = sees_its_labels(exams[0].probe, exams[0].references[0].logits[0].shape[-1])
+        width = exams[0].references[0].logits[0].shape[-1]
+        sees_labels = sees_its_labels(exams[0].probe, width)
         route = proven_route(model, before, exams)
+        for exam in (exams[0], exams[-1]):
+            refuse_a_loss_across_borders(exam.probe, width)
         refused = pad_token_of(model) if padding is not None and takes_padding_for_tokens(padding) else None
         if sees_labels or refused is not None:
             take_out(model)
@@ -55,6 +60,13 @@ def find_and_prove(model: PreTrainedModel) -> None:
             take_out(model)
         put_back(before)
         raise
+
+
+def in_rows_of_two(exam: Exam) -> Exam:
+    """The same documents in a batch of two packed rows."""
+    probe = Probe(exam.probe.model, 1, exam.probe.lengths, in_two_rows)
+    probe.rounding = exam.probe.rounding
+    return replace(exam, probe=probe)
 
 
 def padding_alone(model: PreTrainedModel, rounding: float | None) -> Exam | None:

@@ -13,7 +13,7 @@ from hf_packing.attention.by_segment import BySegment
 from hf_packing.attention.checkpointing import keep_rows
 from hf_packing.attention.feed import Signature, in_rows
 from hf_packing.attention.replaced import ReplacedForward
-from hf_packing.attention.route import Route
+from hf_packing.attention.route import STATE, Route
 from hf_packing.attention.row import PackedRow, working_on
 from hf_packing.attention.seen_labels import refuse_seen_labels
 from hf_packing.attention.sharded import refuse_uneven_gathers
@@ -80,6 +80,13 @@ class GiveRow(ReplacedForward):
                 f"attention: expected {expected!r} on a patched model, somebody has set {found!r}; call unpatch_model "
                 "before"
             )
+        patch: Any = getattr(self.model, STATE)
+        for config, attention in patch.named if expected else ():
+            if (found := config._attn_implementation) != attention:
+                raise PackingError(
+                    f"attention: expected {attention!r} in the {type(config).__name__} of a patched model, somebody "
+                    f"has set {found!r}; call unpatch_model before"
+                )
         for wrapper in self.steps:
             found = without_wrapping(self.model.get_submodule(wrapper.step.name))
             if found is not wrapper.module:

@@ -28,6 +28,8 @@ class Patch:
     """Every configuration of the model, with the attention it named."""
     replaced: list[ReplacedForward]
     """The latest first."""
+    named: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
+    """The same configurations, with the attention that they name while the patch is in."""
     labels: LabelsSeen = field(default_factory=LabelsSeen)
 
     def put_in(self, replaced: ReplacedForward) -> None:
@@ -47,6 +49,7 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
         if route.way.attention:
             register()
             model.set_attn_implementation(route.way.attention)
+            patch.named = attention_of(model)
         steps = [BySegment(model.get_submodule(step.name), step) for step in route.by_segment]
         for step in steps:
             patch.put_in(step)

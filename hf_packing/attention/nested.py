@@ -220,7 +220,7 @@ def joined(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any
     """One nest like `value`, with the tokens of all parts in a row.
 
     A tensor with two token axes, such as attention weights, has zeros between parts. Of what has no token axis, such as
-    a last state, the last is taken.
+    a last state, the last is taken, but for single numbers, which have to be the same in all.
     """
 
     def join(path: Path, _: Any) -> Any:
@@ -229,6 +229,7 @@ def joined(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any
         if not isinstance(each[0], Tensor):
             return sum(each) if along else each[-1]
         if not along:
+            refuse_numbers_that_differ(each, axes.where)
             return each[-1]
         if len(along) == 1:
             return torch.cat(each, dim=along[0])
@@ -237,6 +238,15 @@ def joined(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any
         return along_the_diagonal(each, *along)
 
     return rebuild(value, join)
+
+
+def refuse_numbers_that_differ(each: Sequence[Tensor], where: str) -> None:
+    """Raise PackingError for single numbers that differ between parts: those of the last would stand for all."""
+    if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
+        raise PackingError(
+            f"{where}: it returns a number made of all tokens that it is given, such as the loss of a router, which "
+            "cannot be made of those of the segments"
+        )
 
 
 def along_the_diagonal(blocks: Sequence[Tensor], rows: int, columns: int) -> Tensor:

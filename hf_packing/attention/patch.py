@@ -30,12 +30,13 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     models with a state or a convolution take both.
 
     Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever is given. The proof, on three random
-    documents and then on four others: packed in a row, one after the other is changed, and the patch stays only if no
-    other document notices, in logits or gradients, and all have the logits and gradients that the unpatched model gives
-    them alone, but for what rounding was measured to explain. All this in evaluation mode, and in training mode with
-    dropout, noise and layer dropping off; where the latter cannot be done, `check_isolation(model).route.unproven` says
-    why. The price: up to a hundred forwards of at most 46 tokens, and a search where modules run by segment. What is
-    proven is the kernel of this device and dtype: move the model there first.
+    documents, then on four others, and on those in two rows: packed, one after the other is changed, and the patch
+    stays only if no other document notices, in logits or gradients, and all have the logits and gradients that the
+    unpatched model gives them alone, but for what rounding was measured to explain. All this in evaluation mode and,
+    but for the two rows, in training mode with dropout, noise and layer dropping off; where the latter cannot be done,
+    `check_isolation(model).route.unproven` says why. The price: some hundred forwards of at most 46 tokens, and a
+    search where modules run by segment. What is proven is the kernel of this device and dtype: move the model there
+    first.
 
     Args:
         model: a causal or masked language model of transformers, on any device, in any dtype; also as PEFT wraps it. It

@@ -11,10 +11,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.as_it_was import KeptWeights, as_it_was
-from hf_packing.attention.documents import Tokens, find_documents, in_one_row, random_documents, unmistakable_lengths
-from hf_packing.attention.feed import Signature
+from hf_packing.attention.documents import (
+    Tokens,
+    find_documents,
+    in_one_row,
+    random_documents,
+    unmistakable_lengths,
+    words_of,
+)
+from hf_packing.attention.feed import UNDERSTOOD, Signature
 from hf_packing.attention.logits import comparable, largest_difference, logits_of, spread
-from hf_packing.attention.rounding import Tolerance, dtype_of_computation, has_experts, measure_rounding
+from hf_packing.attention.rounding import (
+    DtypeOfProducts,
+    Tolerance,
+    dtype_of_computation,
+    has_experts,
+    measure_rounding,
+)
+from hf_packing.attention.route import route_of
 from hf_packing.attention.row import PackedRow
 from hf_packing.attention.training_mode import (
     begin_chance,
@@ -65,6 +79,7 @@ class Probe:
         self.signature = Signature(model)
         self.kept: KeptWeights | None = None
         self.rounding: float | None = None
+        self.products = DtypeOfProducts()
         self.training = training
         self.chance = 0
         """The seed that every run begins with: what is still drawn at random is the same for the same shapes."""
@@ -80,7 +95,8 @@ class Probe:
 
     @property
     def tolerance(self) -> Tolerance:
-        return Tolerance(dtype_of_computation(self.model, self.device), has_experts(self.model), self.rounding)
+        dtype = self.products.coarsest or dtype_of_computation(self.model, self.device)
+        return Tolerance(dtype, has_experts(self.model), self.rounding)
 
     def measure_rounding(self, alone: list[Tensor], **options: Any) -> None:
         """What is apart from now on is judged by how far rounding moves the documents, whose logits alone are given."""
@@ -104,13 +120,14 @@ class Probe:
 
     def logits(self, **inputs: Any) -> Tensor:
         """[tokens, vocabulary], at least float32, of one row."""
-        with as_it_was(*self.model.modules()), self.weights_kept():
+        with as_it_was(*self.model.modules()), self.weights_kept(), self.products:
             return self.run(inputs)
 
     def run(self, inputs: Mapping[str, Any]) -> Tensor:
         """As `logits`; what the forward leaves behind stays."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        given = {name: value for name, value in given.items() if self.signature.takes(name)}
+        understood = UNDERSTOOD if route_of(self.model) else ()  # by a patch, whatever the model itself takes
+        given = {name: value for name, value in given.items() if name in understood or self.signature.takes(name)}
         if not self.training:
             return logits_of(self.model, self.model(**given)).flatten(0, 1)
         begin_chance(self.chance)
@@ -257,7 +274,7 @@ class Probe:
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
     """Where tokens belong: where their embeddings are, or come to when accelerate has offloaded them."""
-    embeddings = model.get_input_embeddings()
+    embeddings = words_of(model)
     own: torch.device = embeddings.weight.device
     hook = getattr(embeddings, "_hf_hook", None)
     return own if own.type != "meta" or hook is None else torch.device(hook.execution_device)
@@ -274,9 +291,10 @@ def embedded(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
         seen.append((args[0] if args else next(iter(kwargs.values())), leaf))
         return (leaf.clone(), *output[1:]) if isinstance(output, tuple) else leaf.clone()
 
-    table = model.get_input_embeddings().weight
-    tables = [module for module in model.modules() if getattr(module, "weight", None) is table]
-    hooks = [module.register_forward_hook(begin, with_kwargs=True) for module in tables if is_embedding(module)]
+    words = model.get_input_embeddings()
+    tables = [module for module in model.modules() if getattr(module, "weight", None) is words.weight]
+    tables = [words, *(module for module in tables if is_embedding(module) and module is not words)]
+    hooks = [module.register_forward_hook(begin, with_kwargs=True) for module in tables]
     try:
         with torch.enable_grad():
             yield seen

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_packing.attention.logits import comparable, largest_difference, spread
@@ -152,6 +153,24 @@ def off_by_one_rounding(model: PreTrainedModel) -> Iterator[None]:
 
 def dtype_of_computation(model: PreTrainedModel, device: torch.device) -> torch.dtype:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
+
+
+class DtypeOfProducts(TorchFunctionMode):
+    """Notices the coarsest dtype of what is multiplied: quantised layers compute in half precision whatever they are
+    given, and what they return."""
+
+    NAMES = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarsest: torch.dtype | None = None
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self.NAMES:
+            for tensor in args:
+                if isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16):
+                    self.coarsest = tensor.dtype
+        return function(*args, **(kwargs or {}))
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import Step
 from hf_packing.attention.feed import Feed
+from hf_packing.attention.inner import configurations
 from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT
 
 STATE = "_hf_packing_patch"
@@ -91,10 +92,17 @@ known_routes: dict[Any, Route] = {}
 
 
 def key_of(model: PreTrainedModel) -> Any:
-    """What a route depends on: two models with the same can take the same."""
-    config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    """What a route depends on: two models with the same can take the same. A search looks further than the proof of a
+    known route, so modules that somebody has exchanged count."""
     own = model.config._attn_implementation
-    return type(model), repr(sorted(config.items(), key=str)), own, model.dtype, model.device.type
+    kinds = tuple((name, type(module)) for name, module in model.named_modules())
+    settings = tuple(sorted(settings_of(config) for config in configurations(model)))
+    return kinds, settings, own, model.dtype, model.device.type
+
+
+def settings_of(config: PreTrainedConfig) -> str:
+    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+    return repr(sorted(settings.items(), key=str))
 
 
 def route_of(model: PreTrainedModel) -> Route | None:

@@ -150,11 +150,13 @@ class Search:
         has_far_effects = step.remembers = depends_on_far_positions(wrapper, given, self.row)
         try:
             with as_it_was(*module.modules()) as changed:
+                before = numbers_left_in(module)
                 local = one_by_one(wrapper, given, self.row)
+                refuse_numbers_that_are_left(before, numbers_left_in(module), step)
             if changed and not step.remembers:
                 step.remembers = True
                 local = one_by_one(wrapper, given, self.row)
-            refuse_sizes_that_depend_on_the_row(output, local, step.returned)
+            refuse_what_is_made_of_the_row(output, local, step.returned)
         except Exception as error:  # whatever a module raises that was not made for slices: its parent is tried
             self.uncuttable[name] = f"{type(error).__name__}: {error}"
             return None
@@ -247,9 +249,35 @@ class DropoutOfCopies(TorchFunctionMode):
         return result.clone() if function is F.dropout else result
 
 
-def refuse_sizes_that_depend_on_the_row(output: Any, local: Any, axes: TokenAxes) -> None:
-    for (path, whole), (_, joined) in zip(leaves(output), leaves(local), strict=True):
-        if isinstance(whole, Tensor) and not axes.of(path, whole) and whole.shape != joined.shape:
+def numbers_left_in(module: nn.Module) -> dict[str, Tensor]:
+    """Attributes that are a single number, by name."""
+    return {
+        f"{name}.{attribute}".lstrip("."): value
+        for name, inner in module.named_modules()
+        for attribute, value in vars(inner).items()
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.ndim
+    }
+
+
+def refuse_numbers_that_are_left(before: dict[str, Tensor], after: dict[str, Tensor], step: Step) -> None:
+    for name, number in after.items():
+        if number is not before.get(name):
             raise PackingError(
-                f"{axes.where}: it returns a tensor of shape {list(whole.shape)}, which is no axis of tokens"
+                f"{step.given.where}: it leaves a number made of all tokens of a row in its {name}, such as the loss "
+                "of a router"
+            )
+
+
+def refuse_what_is_made_of_the_row(output: Any, local: Any, axes: TokenAxes) -> None:
+    """Raise PackingError for what a module makes of all tokens of a row, so that parts of it cannot be joined: tensors
+    of other sizes, and means such as the loss of a router. States, which have an axis for rows, are for the next call.
+    """
+    for (path, whole), (_, joined) in zip(leaves(output), leaves(local), strict=True):
+        if not isinstance(whole, Tensor) or axes.of(path, whole):
+            continue
+        is_state = 1 in whole.shape
+        if whole.shape != joined.shape or (not is_state and differ(whole, joined)):
+            raise PackingError(
+                f"{axes.where}: it returns a tensor of shape {list(whole.shape)}, made of all tokens of a row, which "
+                "has no axis of tokens"
             )

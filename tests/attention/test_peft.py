@@ -66,3 +66,22 @@ def test_prompts_are_refused():
     model = peft.get_peft_model(tiny_model("llama", "causal"), config)
     with pytest.raises(hfp.PackingError, match="model: expected a PEFT method that adds no tokens, got PROMPT_TUNING"):
         hfp.patch_model(model)
+
+
+def test_an_adapter_that_begins_at_its_tokens_is_refused():
+    model = tiny_model("llama", "causal")
+    config = peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    for call in (hfp.patch_model, hfp.check_isolation):
+        with pytest.raises(
+            hfp.PackingError, match=r"expected adapters without alora_invocation_tokens, 'default' has \[7, 8\]"
+        ):
+            call(model)
+
+
+def test_gradients_are_proven_where_tokens_are_trained():
+    """PEFT looks them up past the embedding's forward."""
+    config = peft.TrainableTokensConfig(token_indices=[5, 9, 20], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("llama", "causal"), config)
+    report = hfp.check_isolation(hfp.patch_model(model))
+    assert (report.isolated, report.unproven, report.max_gradient_leak) == (True, "", 0.0)

@@ -130,3 +130,33 @@ def test_a_model_that_takes_no_batch_of_two():
         raise RuntimeError
 
     assert measure_rounding(build("Llama"), refuse, [[5, 6]], [torch.randn(2, 128)]) is None
+
+
+class Quantised(torch.nn.Module):
+    """As layers of QLoRA: given and giving float32, computing in half precision."""
+
+    def __init__(self, linear, dtype):
+        super().__init__()
+        self.register_buffer("weight", linear.weight.detach().to(dtype))
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_that_compute_in_half_precision_in_a_model_that_does_not(dtype):
+    model = build("Llama")
+    for layer in model.model.layers:
+        for part in (layer.mlp, layer.self_attn):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(part, name, Quantised(linear, dtype))
+    run = Probe(model)
+    with run.quiet():
+        run.alone(use_cache=False)
+    assert run.tolerance == Tolerance(dtype, False)
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
+    usual = Probe(build("Llama"))
+    with usual.quiet():
+        usual.alone(use_cache=False)
+    assert usual.tolerance.dtype == torch.float32

@@ -1,0 +1,291 @@
+"""Models of one's own: built of torch's modules, with losses of their own, or with modules exchanged."""
+
+import copy
+from collections import deque
+
+import pytest
+import torch
+from tiny_models import SIZES, build
+from torch import nn
+from training_by_hand import batch_of
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+import hf_packing as hfp
+
+DOCUMENTS = [list(range(10, 70)), [9, 8, 7, 6], [5], list(range(30, 41))]
+
+
+class OwnModel(PreTrainedModel):
+    config_class = LlamaConfig
+
+    def __init__(self, layer):
+        super().__init__(LlamaConfig(**SIZES))
+        self.words = nn.Embedding(128, 64)
+        self.layers = nn.ModuleList([layer(), layer()])
+        self.head = nn.Linear(64, 128)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def forward(self, input_ids=None):
+        hidden, loss = self.words(input_ids), None
+        for layer in self.layers:
+            hidden = layer(hidden)
+            if isinstance(hidden, tuple):
+                hidden, loss = hidden
+        return CausalLMOutput(loss=loss, logits=self.head(hidden))
+
+
+def causal(hidden):
+    return torch.full((hidden.shape[1], hidden.shape[1]), float("-inf")).to(hidden).triu(1)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
+
+    def forward(self, hidden):
+        return self.inner(hidden, src_mask=causal(hidden), is_causal=True)
+
+
+class WithLoss(nn.Module):
+    """Attention that returns the mean of what it makes, as routers return a loss."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.returned = returned
+        self.query, self.value = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, hidden):
+        scores = self.query(hidden) @ hidden.mT + causal(hidden)
+        attended = scores.softmax(-1) @ self.value(hidden)
+        return hidden + attended, self.returned(attended)
+
+
+def own(layer):
+    torch.manual_seed(0)
+    return OwnModel(layer).double().eval()
+
+
+def largest_difference(model, stock):
+    lengths = [len(document) for document in DOCUMENTS]
+    batch = {name: value for name, value in batch_of(DOCUMENTS).items() if name != "labels"}
+    with torch.no_grad():
+        packed = model(**batch).logits[0].split(lengths)
+        alone = [stock(torch.tensor([document])).logits[0] for document in DOCUMENTS]
+    return max(float((one - other).abs().max() / other.std()) for one, other in zip(packed, alone, strict=True))
+
+
+def test_code_that_goes_past_the_forwards_inside_it():
+    """torch's encoder layer does in evaluation mode, where nothing inside has a hook."""
+    model = own(Layer)
+    stock = copy.deepcopy(model)
+    hfp.patch_model(model)
+    assert largest_difference(model, stock) < 1e-10
+    assert hfp.check_isolation(copy.deepcopy(model)).isolated
+    hfp.unpatch_model(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (lambda made: made.pow(2).mean(), "it returns a number made of all tokens that it is given"),
+        (lambda made: made.pow(2).mean((0, 1)), r"it returns a tensor of shape \[64\], made of all tokens of a row"),
+    ],
+)
+def test_a_loss_of_all_tokens_made_inside_what_runs_by_segment(returned, reason):
+    """That of the last segment would stand for all."""
+    with pytest.raises(
+        hfp.ModelNotSupportedError,
+        match=rf"WithLoss \(layers.0\) cannot run on a segment alone, .* {reason}",
+    ):
+        hfp.patch_model(own(lambda: WithLoss(returned)))
+
+
+def test_a_loss_that_is_left_in_an_attribute_of_what_runs_by_segment():
+    class Leaving(WithLoss):
+        loss = 0.0
+
+        def forward(self, hidden):
+            hidden, self.loss = super().forward(hidden)
+            return hidden
+
+    with pytest.raises(
+        hfp.ModelNotSupportedError,
+        match=r"Leaving \(layers.0\): it leaves a number made of all tokens of a row in its loss",
+    ):
+        hfp.patch_model(own(lambda: Leaving(lambda made: made.pow(2).mean())))
+
+
+def test_states_that_are_returned():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.LSTM(64, 64, batch_first=True)
+
+        def forward(self, hidden):
+            return hidden + self.inner(hidden)[0]
+
+    model = own(Recurrent)
+    stock = copy.deepcopy(model)
+    assert largest_difference(hfp.patch_model(model), stock) < 1e-10
+
+
+class ScaledWhenLong(nn.Module):
+    """Rotary embeddings that are others for all documents where one is long."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden, position_ids):
+        cos, sin = self.inner(hidden, position_ids)
+        return (cos * 0.5, sin) if position_ids.max() > 40 else (cos, sin)
+
+
+def test_a_route_that_is_known_of_other_modules():
+    """The search looks at far positions, which a proof does not."""
+    hfp.patch_model(build("Llama"))
+    model = build("Llama").double().eval()
+    model.float()
+    model.model.rotary_emb = ScaledWhenLong(model.model.rotary_emb)
+    stock = copy.deepcopy(model)
+    stock.config.use_cache = False
+    assert largest_difference(hfp.patch_model(model), stock) < 1e-4
+    assert hfp.check_isolation(model).route.modules == {"ScaledWhenLong": 1}
+
+
+class AcrossRows(nn.Module):
+    def forward(self, hidden):
+        return hidden if len(hidden) == 1 else hidden + hidden.mean(0, keepdim=True)
+
+
+def test_what_mixes_the_rows_of_a_batch():
+    """It takes a route that lays rows end to end."""
+    model = build("Llama", use_cache=False).double().eval()
+    model.model.norm = nn.Sequential(model.model.norm, AcrossRows())
+    rows, positions = torch.tensor([[5, 6, 7, 8, 9], [9, 10, 11, 12, 13]]), torch.tensor([[0, 1, 2, 0, 1]] * 2)
+    with torch.no_grad():
+        alone = [torch.cat([model(part).logits[0] for part in row[None].split([3, 2], 1)]) for row in rows]
+        hfp.patch_model(model)
+        packed = model(rows, position_ids=positions).logits
+    assert torch.allclose(packed, torch.stack(alone), atol=1e-10)
+
+
+def test_what_modules_note_in_their_collections_is_put_back():
+    class Noting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.list, self.dictionary, self.set, self.deque = [1.0], {"calls": 1}, {1.0}, deque([1.0], maxlen=5)
+
+        def forward(self, hidden):
+            self.list.append(float(hidden.mean()))
+            self.dictionary["calls"] += 1
+            self.dictionary[len(self.list)] = hidden
+            self.set.add(float(hidden.mean()))
+            self.deque.append(hidden)
+            return hidden
+
+    model = build("Llama")
+    noting = Noting()
+    kept = noting.list, noting.dictionary, noting.set, noting.deque
+    model.model.norm = nn.Sequential(model.model.norm, noting)
+    hfp.check_isolation(hfp.patch_model(model))
+    assert kept == ([1.0], {"calls": 1}, {1.0}, deque([1.0]))
+    assert all(one is other for one, other in zip(kept, (noting.list, noting.dictionary, noting.set), strict=False))
+    assert noting.deque.maxlen == 5
+
+
+def test_a_forward_that_passes_on_whatever_it_is_given():
+    class Passing(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    torch.manual_seed(0)
+    model = Passing(LlamaConfig(**SIZES)).eval()
+    ids = torch.tensor([DOCUMENTS[0]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.allclose(hfp.patch_model(model)(ids).logits, expected, atol=1e-5)
+
+
+def test_more_arguments_than_a_forward_has():
+    model = hfp.patch_model(build("Llama"))
+    with pytest.raises(hfp.PackingError, match=r"forward: expected at most \d+ arguments .* LlamaForCausalLM .* 20"):
+        model(torch.tensor([[5, 6, 7]]), *[None] * 19)
+
+
+def test_another_attention_for_a_part_of_the_model():
+    """Of models with several configurations, such as those that see images."""
+    model = hfp.patch_model(build("Llama"))
+    own = copy.deepcopy(model.config)
+    hfp.unpatch_model(model)
+    model.model.config = own
+    own._attn_implementation_internal = "sdpa"
+    hfp.patch_model(model)
+    own._attn_implementation_internal = "eager"
+    with pytest.raises(hfp.PackingError, match="the LlamaConfig of a patched model, somebody has set 'eager'"):
+        model(**batch_of(DOCUMENTS))
+
+
+class TokenAfterNext(LlamaForCausalLM):
+    """Labels are shifted by two in a second loss."""
+
+    only_training = False
+
+    def forward(self, input_ids=None, position_ids=None, labels=None, **others):
+        output = super().forward(input_ids, position_ids=position_ids, labels=labels, **others)
+        if labels is not None and (self.training or not self.only_training):
+            later = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+            output.loss = output.loss + self.loss_function(output.logits, later, 128)
+        return output
+
+
+class TokenAfterNextInTraining(TokenAfterNext):
+    only_training = True
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(TokenAfterNext, ""), (TokenAfterNextInTraining, "in training mode, ")])
+def test_a_loss_that_compares_labels_with_another_document(kind, mode):
+    torch.manual_seed(0)
+    model = kind(LlamaConfig(**SIZES))
+    before = set(vars(model)), model.config._attn_implementation
+    with pytest.raises(
+        hfp.ModelNotSupportedError, match=f"{kind.__name__}: {mode}its own loss compares labels of a packed document"
+    ):
+        hfp.patch_model(model)
+    assert (set(vars(model)), model.config._attn_implementation) == before
+
+
+class Config(PreTrainedConfig):
+    model_type = "own"
+
+
+class WithoutWords(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self):
+        super().__init__(Config())
+        self.table, self.layer, self.head = nn.Embedding(128, 64), Layer(), nn.Linear(64, 128)
+        self.post_init()
+
+    def forward(self, input_ids=None):
+        return CausalLMOutput(logits=self.head(self.layer(self.table(input_ids))))
+
+
+def test_a_model_that_does_not_tell_where_its_embeddings_are():
+    for call in (hfp.patch_model, hfp.check_isolation):
+        with pytest.raises(hfp.ModelNotSupportedError, match=r"expected a get_input_embeddings\(\) .* WithoutWords"):
+            call(WithoutWords())
+
+
+def test_a_configuration_without_a_vocabulary():
+    class WithWords(WithoutWords):
+        def get_input_embeddings(self):
+            return self.table
+
+    assert hfp.check_isolation(hfp.patch_model(WithWords())).isolated
