@@ -80,6 +80,7 @@ class Probe:
         self.kept: KeptWeights | None = None
         self.rounding: float | None = None
         self.products = DtypeOfProducts()
+        self.products_are_known = False
         self.training = training
         self.chance = 0
         """The seed that every run begins with: what is still drawn at random is the same for the same shapes."""
@@ -120,8 +121,11 @@ class Probe:
 
     def logits(self, **inputs: Any) -> Tensor:
         """[tokens, vocabulary], at least float32, of one row."""
-        with as_it_was(*self.model.modules()), self.weights_kept(), self.products:
-            return self.run(inputs)
+        watched = nullcontext() if self.products_are_known else self.products  # it sees each call of torch
+        with as_it_was(*self.model.modules()), self.weights_kept(), watched:
+            logits = self.run(inputs)
+        self.products_are_known = True
+        return logits
 
     def run(self, inputs: Mapping[str, Any]) -> Tensor:
         """As `logits`; what the forward leaves behind stays."""
