@@ -107,7 +107,7 @@ def refuse_caches(inputs: dict[str, Any]) -> None:
     for name, value in inputs.items():
         if (name == "use_cache" and value) or not isinstance(value, (Tensor, int, float, str, type(None))):
             raise PackingError(
-                f"{name}: expected none on a model that runs segment by segment, got "
+                f"{name}: expected none on a model that is given packed rows end to end, got "
                 f"{value if isinstance(value, bool) else type(value).__name__}; to generate: "
                 "with hf_packing.unpatch_model(model): model.generate(...)"
             )
@@ -124,7 +124,7 @@ def end_to_end(name: str, value: Any, row: PackedRow) -> Any:
     if name == "labels" and bool((value[1:, 0] != IGNORED_LABEL).any()):
         raise PackingError(
             f"labels: expected {IGNORED_LABEL} at the first token of every packed row, or a single row, on a model "
-            "that runs segment by segment"
+            "that is given packed rows end to end"
         )
     return value.reshape(1, row.rows * row.tokens, *value.shape[2:])
 

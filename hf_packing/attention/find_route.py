@@ -33,6 +33,10 @@ class LostSightError(ModelNotSupportedError):
     """A window or chunk that only the attention mask knows."""
 
 
+class SeveralRowsError(ModelNotSupportedError):
+    """Documents are kept apart in one packed row, and not in a batch of several."""
+
+
 def find_and_prove(model: PreTrainedModel) -> None:
     """Install a route that is proven, one that is known of the same architecture before all others.
 
@@ -66,7 +70,7 @@ def in_rows_of_two(exam: Exam) -> Exam:
     """The same documents in a batch of two packed rows."""
     probe = Probe(exam.probe.model, 1, exam.probe.lengths, in_two_rows)
     probe.rounding = exam.probe.rounding
-    return replace(exam, probe=probe)
+    return replace(exam, probe=probe, rows=2)
 
 
 def padding_alone(model: PreTrainedModel, rounding: float | None) -> Exam | None:
@@ -147,7 +151,7 @@ def find_route(
         way = replace(way, feed=replace(way.feed, one_row=True))
     route = Route(way, steps, packed_share(model, steps), tried)
     try:
-        return prove_route(model, route, before, exams)
+        return prove_route_for_all_rows(model, route, before, exams)
     except ModelNotSupportedError as error:
         failure = error
     reasons = [str(failure)]
@@ -157,6 +161,19 @@ def find_route(
         kind = type(model.get_submodule(name)).__name__
         reasons.append(f"{kind} ({name}) cannot run on a segment alone, {reason}")
     raise ModelNotSupportedError("; ".join(reasons)) from failure
+
+
+def prove_route_for_all_rows(
+    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
+) -> Route:
+    """As `prove_route`; where only one row keeps documents apart, several are laid end to end."""
+    try:
+        return prove_route(model, route, before, exams)
+    except SeveralRowsError:
+        if route.way.feed.one_row:
+            raise
+        way = replace(route.way, feed=replace(route.way.feed, one_row=True))
+        return prove_route(model, replace(route, way=way), before, exams)
 
 
 def prove_route(
@@ -172,7 +189,13 @@ def prove_route(
                 prove_isolation(exam)
     except BaseException as error:
         take_out(model)
-        if isinstance(error, ModelNotSupportedError) or not isinstance(error, Exception):
+        if not isinstance(error, Exception):
+            raise
+        known = isinstance(error, ModelNotSupportedError)
+        if exam.rows > 1:
+            reason = str(error) if known else f"it cannot be called on several packed rows: {error}"
+            raise SeveralRowsError(reason) from error
+        if known:
             raise
         raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
     return route

@@ -45,6 +45,8 @@ class Exam:
     """Why not all of this can be proven in training mode."""
     can_be_run: bool = True
     """Whether documents give the same logits when the same are run again."""
+    rows: int = 1
+    """Packed rows in a batch."""
 
 
 def prove_isolation(exam: Exam) -> None:

@@ -213,7 +213,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 def test_a_cache_is_refused():
     model = hfp.patch_model(model_of("attention and a state")[0])
     with pytest.raises(
-        hfp.PackingError, match="past_key_values: expected none on a model that runs segment by segment"
+        hfp.PackingError, match="past_key_values: expected none on a model that is given packed rows end to end"
     ):
         model(
             **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},

@@ -78,3 +78,18 @@ def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch,
     assert loss == pytest.approx(expected, rel=1e-5)
     largest = max(float(each.abs().max()) for each in gradients.values())
     assert all(float((found[name] - gradients[name]).abs().max()) <= 1e-4 * largest for name in gradients)
+
+
+def test_kernels_that_know_borders_in_one_row_are_given_several_end_to_end(monkeypatch):
+    """flash-linear-attention takes cu_seqlens with a batch of one row only."""
+    model = tiny_model("qwen3_next", "causal")
+    for name in (CONVOLUTION, RULE):
+        Kernel(monkeypatch, name)
+    route = hfp.check_isolation(hfp.patch_model(model)).route
+    assert (route.modules, route.way.feed.one_row) == ({}, True)
+    rows = torch.tensor([[5, 6, 7, 8, 9], [9, 10, 11, 12, 13]])
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
+    with torch.no_grad():
+        together = model(rows, position_ids=positions).logits
+        apart = [model(row[None], position_ids=at[None]).logits for row, at in zip(rows, positions, strict=True)]
+    assert torch.allclose(together, torch.cat(apart), atol=1e-4)
