@@ -218,10 +218,11 @@ def test_columns_do_not_come_and_go_for_ever():
 
 
 def test_one_short_document_does_not_make_a_limit_matter(rng):
-    counts = np.bincount(np.append(rng.integers(300, 701, 20_000), 1))
+    counts = np.bincount(np.append(rng.integers(60, 141, 5_000), 1))
     limited, free = (
-        hfp.plan_counts(counts, hfp.Optimal(2048, max_documents=limit, time_limit=600)) for limit in (1000, None)
+        hfp.plan_counts(counts, hfp.Optimal(410, max_documents=limit, time_limit=600)) for limit in (200, None)
     )
+    assert grouped_lengths.slots_wanted(counts, 410, 200)[1].max_documents is None
     assert limited.num_packs == free.num_packs
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -276,7 +277,9 @@ def test_ctrl_c_leaves_nothing_that_looks_complete(tmp_path, tokenizer):
         "--output",
         str(output),
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, text=True, env=os.environ, preexec_fn=heard)
     deadline = time.monotonic() + 120
     while not (tmp_path / ".packed.partial").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
