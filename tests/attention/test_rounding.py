@@ -1,5 +1,7 @@
 """What rounding explains is measured on the model in hand; a fault in its attention is found beside it."""
 
+from contextlib import nullcontext, suppress
+
 import pytest
 import torch
 from tiny_models import build
@@ -35,7 +37,8 @@ def test_rounding_is_measured_on_the_model():
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_other_roundings_are_no_fault(monkeypatch, measured):
-    """As on another processor: scores off by one rounding, and nothing allowed but what is measured."""
+    """As on another processor: scores off by one rounding, and nothing allowed but what is measured. Where nothing is,
+    kernels of some processors leave no route at all."""
     exact = varlen.attend_by_segment
 
     def rounded(query, *args, **options):
@@ -46,8 +49,10 @@ def test_other_roundings_are_no_fault(monkeypatch, measured):
     monkeypatch.setitem(LEAST, torch.float32, 1e-7)
     if not measured:
         monkeypatch.setattr(probe, "measure_rounding", lambda *_: 0.0)
-    route = hfp.check_isolation(hfp.patch_model(build("Mistral"))).route
-    assert (route.name == "varlen") == measured
+    taken = ""
+    with nullcontext() if measured else suppress(hfp.ModelNotSupportedError):
+        taken = hfp.check_isolation(hfp.patch_model(build("Mistral"))).route.name
+    assert (taken == "varlen") == measured
 
 
 def sees_the_end_of_the_previous_document(exact):
