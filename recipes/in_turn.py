@@ -51,7 +51,7 @@ class Side:
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.seconds.append(now() - began)
-        self.losses.append(float(loss))
+        self.losses.append(loss.item())
         self.tokens.append(sum(len(row["input_ids"]) for row in rows))
 
 
