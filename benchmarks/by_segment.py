@@ -23,6 +23,7 @@ from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
 
 VOCABULARY = 8192
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -41,7 +42,12 @@ def padded(documents: list[list[int]]) -> dict:
     longest = max(map(len, documents))
     ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in documents])
     mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in documents])
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "use_cache": False}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, IGNORED_LABEL),
+        "use_cache": False,
+    }
 
 
 def packed(documents: list[list[int]]) -> dict:

@@ -40,14 +40,14 @@ HOME_OF = {
     "compare": "comparison",
     "compute_loss": "training.compute_loss",
     "evaluation_loss": "training.evaluation",
-    "pack": "dataset",
+    "pack": "data.pack",
     "packing_report": "report.report",
     "patch_model": "attention.patch",
     "patched": "attention.patch",
     "plan_counts": "strategies.planning",
     "plan_packing": "strategies.planning",
     "prepare_dataloader": "training.loop",
-    "unpack": "dataset",
+    "unpack": "data.pack",
     "unpatch_model": "attention.patch",
 }
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from hf_packing.attention.patch import patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
     from hf_packing.comparison import ComparedStrategy, Comparison, compare
-    from hf_packing.dataset import pack, unpack
+    from hf_packing.data.pack import pack, unpack
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
     from hf_packing.planning.deal import DealtShard
     from hf_packing.planning.metrics import PackingMetrics

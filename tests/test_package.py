@@ -14,11 +14,11 @@ PACKAGE = Path(hfp.__file__).parent
 HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "scipy", "matplotlib"]
 
 FLOORS = [
-    ["errors"],
+    ["errors", "columns"],
     ["planning"],
-    ["arrow"],
-    ["strategies", "cache", "comparison", "dataset", "unfinished"],
-    ["collate", "dispatched"],
+    ["data"],
+    ["strategies", "comparison"],
+    ["collate"],
     ["sampling"],
     ["attention"],
     ["training"],
@@ -29,15 +29,12 @@ FLOORS = [
 
 THIRD_PARTY = {
     "errors": set(),
+    "columns": set(),
     "planning": {"numpy", "scipy"},
-    "arrow": {"numpy", "pyarrow"},
+    "data": {"numpy", "pyarrow", "datasets", "filelock"},
     "strategies": {"numpy", "tqdm"},
-    "cache": {"numpy", "pyarrow", "datasets"},
-    "unfinished": {"filelock"},
     "comparison": {"numpy", "tqdm"},
-    "dataset": {"numpy", "pyarrow", "datasets"},
     "collate": {"numpy", "torch"},
-    "dispatched": set(),
     "sampling": {"numpy", "pyarrow", "datasets", "torch"},
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
     "report": {

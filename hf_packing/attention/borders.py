@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_packing.attention.row import PackedRow
+from hf_packing.columns import CU_SEQ_LENS
 from hf_packing.errors import PackingError
 
 
@@ -51,7 +52,7 @@ def find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     """The borders that cu_seq_lens_q, position_ids and seq_idx tell of, who must agree; None where none is given."""
     rows = shape[0]
     told: dict[str, Tensor] = {}
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+    for name in CU_SEQ_LENS:
         if (borders := inputs.get(name)) is not None:
             if not isinstance(borders, Tensor):
                 raise PackingError(f"{name}: expected an int32 tensor, got {type(borders).__name__}")

@@ -13,11 +13,8 @@ from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.nested import Fill, Path, TokenAxes, apart, cut, joined, leaves, rebuild
 from hf_packing.attention.replaced import ReplacedForward
 from hf_packing.attention.row import PackedRow, SharedCall, Sharing, current, working_on
+from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS
 from hf_packing.errors import PackingError
-
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
-LONGEST = ("max_length_q", "max_length_k")
-
 
 one_at_a_time = threading.RLock()
 """Held where modules inside another return what they returned ahead, which no other thread may see."""
@@ -181,7 +178,7 @@ class BySegment(ReplacedForward):
 def borders_of(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments that tell of borders, where there are any, made to tell of this row's."""
     told: dict[str, Any] = {
-        name: row.cu_seq_lens.to(kwargs[name].device) for name in BORDERS if kwargs.get(name) is not None
+        name: row.cu_seq_lens.to(kwargs[name].device) for name in CU_SEQ_LENS if kwargs.get(name) is not None
     }
-    told |= {name: row.longest for name in LONGEST if kwargs.get(name) is not None}
+    told |= {name: row.longest for name in MAX_LENGTHS if kwargs.get(name) is not None}
     return {**kwargs, **told}

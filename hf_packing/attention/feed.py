@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.attention.nested import rebuild
 from hf_packing.attention.row import PackedRow
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, MAX_LENGTHS, SEQ_IDX
 from hf_packing.errors import PackingError
 
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+BORDERS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX)
 
 UNDERSTOOD = (*BORDERS, "position_ids", "attention_mask", "use_cache")
 """What has been read, so that a model that does not take it need not."""

@@ -5,11 +5,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.documents import in_one_row
 from hf_packing.attention.probe import Probe, embedded
 from hf_packing.attention.training_mode import begin_chance
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError
 
 REACHES = 1e-4

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.probe import Probe, embedded
 from hf_packing.attention.route import STATE
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
 SEEN = 1e-4

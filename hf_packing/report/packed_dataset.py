@@ -12,7 +12,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 import hf_packing
-from hf_packing.dataset import pack_one
+from hf_packing.data.pack import pack_split
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
@@ -123,7 +123,7 @@ def make(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> Packed
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
     plan = plan_packing(lengths, strategy)
-    packed = pack_one(tokens, strategy, position_ids=True, load_from_cache_file=False, plan=plan)
+    packed = pack_split(tokens, strategy, position_ids=True, load_from_cache_file=False, plan=plan)
     packed.save_to_disk(fresh)
     rows = len(packed)
     plan.save(fresh / PLAN)

@@ -7,9 +7,17 @@ import datasets
 import numpy as np
 import torch
 
-from hf_packing.arrow.columns import ATTENTION_MASK, INPUT_IDS, LABELS, PACKED_ONLY, TOKEN_TYPE_IDS
-from hf_packing.arrow.loss_masks import IGNORED_LABEL, LOSS_MASKS, apply_loss_masks, masks_among
-from hf_packing.arrow.visible import visible_columns
+from hf_packing.columns import (
+    ATTENTION_MASK,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    SEGMENT_COLUMNS,
+    TOKEN_TYPE_IDS,
+)
+from hf_packing.data.loss_masks import apply_loss_masks
+from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import RankBatchSampler
 
@@ -21,7 +29,7 @@ Row = dict[str, Any]
 def columns_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
     """Columns that a batch is made of, and those that its segments are checked by."""
     known = set(names).difference(unread)
-    return [name for name in (*OF_TOKENS, *PACKED_ONLY) if name in known]
+    return [name for name in (*OF_TOKENS, *SEGMENT_COLUMNS) if name in known]
 
 
 class SampledRows(torch.utils.data.Dataset[Row]):
@@ -86,7 +94,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
     def with_labels(self, row: Row) -> Row:
         """The row with labels, unless that is the collator's to refuse."""
-        masks = masks_among(row)
+        masks = [name for name in LOSS_MASKS if name in row]
         if LABELS in row or (masks and not self.apply_masks):
             return row
         labels = row[INPUT_IDS]

@@ -12,12 +12,15 @@ import pyarrow as pa
 import torch
 from datasets.utils import tqdm
 
-from hf_packing.arrow.columns import INPUT_IDS, LABELS, PACKED_ONLY, with_typed_empty_lists
-from hf_packing.arrow.loss_masks import LOSS_MASKS
-from hf_packing.arrow.packed_rows import BUCKET, SEQ_LENGTHS
-from hf_packing.arrow.token_column import TokenColumn, is_list, is_token_type
-from hf_packing.arrow.visible import visible_columns
-from hf_packing.dataset import row_numbers
+from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, SEQ_LENGTHS
+from hf_packing.data.token_columns import (
+    TokenColumn,
+    is_list,
+    is_token_type,
+    row_numbers,
+    visible_columns,
+    with_typed_empty_lists,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_numbers
 
@@ -102,7 +105,7 @@ def sizes_of(dataset: Any) -> RowSizes:
 
 def check_borders_are_kept(dataset: datasets.Dataset, sizes: RowSizes) -> None:
     """Refuse packed rows whose transform, such as one for documents that `map` has kept, returns no borders."""
-    if not sizes.packed and (borders := [name for name in PACKED_ONLY if name in dataset.column_names]):
+    if not sizes.packed and (borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]):
         raise PackingError(
             f"column {borders[0]!r}: expected in the rows that the dataset's transform returns, since they are packed; "
             "call .with_format(None) if the transform is one of the documents, or remove the column if rows are not "
@@ -117,7 +120,7 @@ def check_columns(names: Any) -> None:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths' or 'input_ids', got columns {', '.join(names) or 'none'}"
         )
-    if packed := [name for name in PACKED_ONLY if name in names]:
+    if packed := [name for name in SEGMENT_COLUMNS if name in names]:
         raise PackingError(
             f"dataset: expected a column 'seq_lengths' beside {packed[0]!r}, which alone does not say how long the "
             "segments of a row are; pack() makes it"

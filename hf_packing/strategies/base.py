@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import hf_packing
-from hf_packing.arrow.batch import pack_batch
+from hf_packing.data.map_batch import pack_batch
 from hf_packing.errors import PackingError
 from hf_packing.planning.counts import LengthCounts, count_lengths
 from hf_packing.planning.cuts import cut_by_overflow

@@ -46,7 +46,7 @@ def test_sizes_of_documents(documents):
 @pytest.mark.parametrize("change", [lambda d: d, lambda d: d.select([1, 0]), lambda d: d.shuffle(seed=1)])
 @pytest.mark.parametrize("strategy", [hfp.BestFit(4, seed=None), hfp.Bucket((4, 8), seed=1)])
 def test_sizes_of_packed_rows(documents, strategy, change):
-    with pytest.warns(UserWarning, match="skips 1 documents without a token"):
+    with pytest.warns(UserWarning, match="skips 1 document without a token"):
         packed = change(hfp.pack(documents.remove_columns("name"), strategy))
     sizes = sizes_of(packed)
     rows = packed.with_format(None)["seq_lengths"][:]

@@ -1,19 +1,15 @@
-"""pack and unpack over whole datasets, and the cache."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""pack and unpack over whole datasets."""
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-import hf_packing.dataset as dataset_module
+import hf_packing.data.pack as pack_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
 
@@ -90,7 +86,9 @@ def test_unpack_refuses_another_plan():
     with pytest.raises(hfp.PackingError, match="plan: expected the one these rows were packed with"):
         hfp.unpack(packed, other)
     assert hfp.unpack(packed, hfp.plan_packing([4] * 20, hfp.BestFit(8)))["input_ids"][:] == rows
-    with pytest.raises(hfp.PackingError, match="column 'extra': expected one number for each token, remove it"):
+    with pytest.raises(
+        hfp.PackingError, match="column 'extra': expected a number for each token, got int64; remove it"
+    ):
         hfp.unpack(packed.add_column("extra", list(range(len(packed)))), hfp.plan_packing([4] * 20, hfp.BestFit(8)))
 
 
@@ -131,10 +129,23 @@ def test_datasets_of_several_chunks():
 def test_blocks_make_the_same_rows(monkeypatch, rng):
     rows = [list(range(n)) for n in rng.integers(0, 60, 300)]
     whole = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64))
-    monkeypatch.setattr(dataset_module, "TOKENS_AT_ONCE", 500)
+    monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 500)
     blocks = hfp.pack(Dataset.from_dict({"input_ids": rows}), hfp.BestFit(64), load_from_cache_file=False)
     assert blocks.data.column("input_ids").num_chunks > 5
     assert whole[:] == blocks[:]
+
+
+def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
+    columns = {"input_ids": [[*range(9)], [9]], "labels": [[*range(9)], [9]]}
+    packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(16))
+    assert isinstance(hfp.unpack(packed).features["input_ids"], datasets.List)
+    monkeypatch.setattr("hf_packing.data.packed_rows.MAX_LIST_VALUES", 9)
+    unpacked, rows = hfp.unpack(packed), hfp.BestFit(16)(pa.table(columns))
+    for table in (unpacked.data.table, rows):
+        assert table.schema.field("input_ids").type == pa.large_list(pa.int32())
+    assert unpacked[:] == columns
+    assert rows.schema.field("seq_lengths").type == pa.list_(pa.int32())
+    assert rows["input_ids"].to_pylist() == packed["input_ids"][:]
 
 
 def test_large_lists_stay_large():
@@ -156,7 +167,7 @@ def test_errors_name_the_split():
     with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: expected a Dataset or a DatasetDict, got Iterable"):
         hfp.pack(of_another_kind, hfp.BestFit(4))
     of_other_columns = DatasetDict(train=documents(), test=Dataset.from_dict({"text": ["a"]}))
-    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: column 'input_ids': expected among the columns"):
+    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: column 'input_ids': expected in the dataset"):
         hfp.pack(of_other_columns, hfp.BestFit(4))
 
 
@@ -186,8 +197,9 @@ def test_what_is_dropped_or_skipped_is_said_on_a_hit_too(tmp_path):
         with pytest.warns(UserWarning, match="pack") as said:
             hfp.pack(source, hfp.BestFit(4, overflow="drop"))
         words = [str(warning.message) for warning in said]
-        assert any("pack drops 5 of 11 tokens, as BestFit(max_length=4, overflow='drop'" in each for each in words)
-        assert "pack skips 1 documents without a token" in words
+        dropped = "pack drops 5 of 11 tokens, as configured by BestFit(max_length=4, overflow='drop'"
+        assert any(dropped in each for each in words)
+        assert "pack skips 1 document without a token" in words
 
 
 def test_other_token_columns_are_packed_along():
@@ -227,126 +239,3 @@ def test_no_rows():
     assert len(packed) == 0
     assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
     assert len(hfp.unpack(hfp.pack(documents().select([1]), hfp.BestFit(4)))) == 1
-
-
-class TestCache:
-    def test_beside_the_datasets_own_files(self, tmp_path):
-        source = on_disk(tmp_path / "documents")
-        packed = hfp.pack(source, hfp.BestFit(4))
-        assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "documents" / "cache-"))
-        assert not list((tmp_path / "documents").glob(".*"))
-
-    def test_in_memory_datasets_go_to_the_cache_of_datasets(self, tmp_path):
-        packed = hfp.pack(documents(), hfp.BestFit(4))
-        assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "cache-"))
-
-    def test_a_hit_plans_nothing(self, tmp_path, monkeypatch):
-        source = on_disk(tmp_path / "documents")
-        first = hfp.pack(source, hfp.BestFit(4))
-        monkeypatch.setattr(hfp.BestFit, "plan_lengths", lambda *_: pytest.fail("planned again"))
-        second = hfp.pack(source, hfp.BestFit(4))
-        assert second.cache_files == first.cache_files
-        assert second[:] == first[:]
-        with pytest.raises(pytest.fail.Exception, match="planned again"):
-            hfp.pack(source, hfp.BestFit(4), load_from_cache_file=False)
-
-    def test_misses(self, tmp_path, monkeypatch):
-        def cache_file(source, strategy, **options):
-            return hfp.pack(source, strategy, **options).cache_files[0]["filename"]
-
-        source = on_disk(tmp_path / "documents")
-        first = cache_file(source, hfp.BestFit(4))
-        others = [
-            cache_file(source, hfp.BestFit(5)),
-            cache_file(source, hfp.BestFit(4, seed=1)),
-            cache_file(source, hfp.FirstCome(4)),
-            cache_file(source, hfp.BestFit(4), position_ids=False),
-            cache_file(source.select([0, 2]), hfp.BestFit(4)),
-            cache_file(on_disk(tmp_path / "other", [*ROWS, [12]]), hfp.BestFit(4)),
-        ]
-        monkeypatch.setattr(hfp, "__version__", "999")
-        others.append(cache_file(source, hfp.BestFit(4)))
-        assert len({first, *others}) == len(others) + 1
-
-    def test_another_process_hits_and_another_version_does_not(self, tmp_path):
-        on_disk(tmp_path / "documents")
-        script = (
-            "import sys, datasets, hf_packing as hfp\n"
-            "plan = hfp.BestFit.plan_lengths\n"
-            "hfp.BestFit.plan_lengths = lambda *given: print('planned') or plan(*given)\n"
-            "hfp.__version__ = sys.argv[1]\n"
-            "packed = hfp.pack(datasets.load_from_disk(sys.argv[2]), hfp.BestFit(4))\n"
-            "print(packed['input_ids'][:])\n"
-        )
-
-        def run(version):
-            command = [sys.executable, "-c", script, version, str(tmp_path / "documents")]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-        first = run("1.0")
-        assert first[0] == "planned"
-        assert run("1.0") == first[1:]
-        assert run("1.1") == first
-
-    def test_caching_disabled(self, tmp_path):
-        source = on_disk(tmp_path / "documents")
-        datasets.disable_caching()
-        try:
-            packed = hfp.pack(source, hfp.BestFit(4))
-        finally:
-            datasets.enable_caching()
-        assert not list((tmp_path / "documents").glob("cache-*"))
-        assert hfp.unpack(packed)["input_ids"][:] == ROWS
-
-    def test_rows_outlast_a_forked_process(self, monkeypatch):
-        at_exit = []
-        monkeypatch.setattr("atexit.register", lambda *call, **options: at_exit.append((call, options)))
-        monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
-        file = Path(hfp.pack(documents(), hfp.BestFit(4)).cache_files[0]["filename"])
-        (((end, *given), options),) = at_exit
-        child = os.fork()
-        if child == 0:
-            end(*given, **options)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert file.exists()
-        end(*given, **options)
-        assert not file.parent.exists()
-
-    def test_damaged_rows_are_packed_again(self, tmp_path):
-        source = on_disk(tmp_path / "documents")
-        file = hfp.pack(source, hfp.BestFit(4)).cache_files[0]["filename"]
-        with open(file, "r+b") as rows:
-            rows.truncate(100)
-        assert hfp.unpack(hfp.pack(source, hfp.BestFit(4)))["input_ids"][:] == ROWS
-
-    def test_rows_and_plan_belong_together(self, tmp_path):
-        source = on_disk(tmp_path / "documents")
-        packed = hfp.pack(source, hfp.BestFit(4))
-        origin = dataset_module.CachedPacks(Path(packed.cache_files[0]["filename"])).origin
-        hfp.plan_packing([len(row) for row in ROWS], hfp.BestFit(4, seed=5)).save(origin / "plan")
-        with pytest.raises(hfp.PackingError, match="pack again with load_from_cache_file=False"):
-            hfp.unpack(packed)
-        assert hfp.unpack(hfp.pack(source, hfp.BestFit(4), load_from_cache_file=False))["input_ids"][:] == ROWS
-
-    def test_two_processes_at_once(self, tmp_path):
-        on_disk(tmp_path / "documents")
-        script = (
-            "import sys, datasets, hf_packing as hfp\n"
-            "for _ in range(10):\n"
-            "    hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4), load_from_cache_file=False)\n"
-        )
-        command = [sys.executable, "-c", script, str(tmp_path / "documents")]
-        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-        assert [(process.communicate()[1], process.returncode)[1] for process in running] == [0, 0]
-        assert hfp.unpack(hfp.pack(load_from_disk(tmp_path / "documents"), hfp.BestFit(4)))["input_ids"][:] == ROWS
-        assert not list((tmp_path / "documents").glob(".*"))
-
-    def test_half_a_cache_is_not_used(self, tmp_path, monkeypatch):
-        source = on_disk(tmp_path / "documents")
-        monkeypatch.setattr(dataset_module.Origin, "__init__", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            hfp.pack(source, hfp.BestFit(4))
-        monkeypatch.undo()
-        assert not list((tmp_path / "documents").glob("*cache-*"))
-        assert hfp.unpack(hfp.pack(source, hfp.BestFit(4)))["input_ids"][:] == ROWS

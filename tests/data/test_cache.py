@@ -1,4 +1,4 @@
-"""What is left in the cache when a file is cut short or a process is killed."""
+"""Where packed rows are cached, when they are used again, and what damaged files and killed processes do to them."""
 
 import os
 import shutil
@@ -13,9 +13,9 @@ from datasets import Dataset, load_from_disk
 from filelock import FileLock
 
 import hf_packing as hfp
-import hf_packing.dataset as dataset_module
-from hf_packing.cache import CachedPacks
-from hf_packing.unfinished import UNTOUCHED_FOR, clear_unfinished, work_folder
+import hf_packing.data.pack as pack_module
+from hf_packing.data.cache import CachedPacks
+from hf_packing.data.unfinished import UNTOUCHED_FOR, clear_unfinished, work_folder
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}
@@ -35,6 +35,121 @@ def folder(tmp_path):
 def pack(folder, **options):
     packed = hfp.pack(load_from_disk(folder), hfp.BestFit(4), **options)
     return CachedPacks(Path(packed.cache_files[0]["filename"])), packed
+
+
+def test_beside_the_datasets_own_files(folder):
+    source = load_from_disk(folder)
+    packed = hfp.pack(source, hfp.BestFit(4))
+    assert packed.cache_files[0]["filename"].startswith(str(folder / "cache-"))
+    assert not list(folder.glob(".*"))
+
+
+def test_in_memory_datasets_go_to_the_cache_of_datasets(tmp_path):
+    packed = hfp.pack(Dataset.from_dict(DOCUMENTS), hfp.BestFit(4))
+    assert packed.cache_files[0]["filename"].startswith(str(tmp_path / "datasets-cache" / "hf_packing" / "cache-"))
+
+
+def test_a_hit_plans_nothing(folder, monkeypatch):
+    source = load_from_disk(folder)
+    first = hfp.pack(source, hfp.BestFit(4))
+    monkeypatch.setattr(hfp.BestFit, "plan_lengths", lambda *_: pytest.fail("planned again"))
+    second = hfp.pack(source, hfp.BestFit(4))
+    assert second.cache_files == first.cache_files
+    assert second[:] == first[:]
+    with pytest.raises(pytest.fail.Exception, match="planned again"):
+        hfp.pack(source, hfp.BestFit(4), load_from_cache_file=False)
+
+
+def test_misses(folder, tmp_path, monkeypatch):
+    def cache_file(source, strategy, **options):
+        return hfp.pack(source, strategy, **options).cache_files[0]["filename"]
+
+    source = load_from_disk(folder)
+    Dataset.from_dict({name: [*rows, [12]] for name, rows in DOCUMENTS.items()}).save_to_disk(tmp_path / "other")
+    first = cache_file(source, hfp.BestFit(4))
+    others = [
+        cache_file(source, hfp.BestFit(5)),
+        cache_file(source, hfp.BestFit(4, seed=1)),
+        cache_file(source, hfp.FirstCome(4)),
+        cache_file(source, hfp.BestFit(4), position_ids=False),
+        cache_file(source.select([0, 2]), hfp.BestFit(4)),
+        cache_file(load_from_disk(tmp_path / "other"), hfp.BestFit(4)),
+    ]
+    monkeypatch.setattr(hfp, "__version__", "999")
+    others.append(cache_file(source, hfp.BestFit(4)))
+    assert len({first, *others}) == len(others) + 1
+
+
+def test_caching_disabled(folder):
+    source = load_from_disk(folder)
+    datasets.disable_caching()
+    try:
+        packed = hfp.pack(source, hfp.BestFit(4))
+    finally:
+        datasets.enable_caching()
+    assert not list(folder.glob("cache-*"))
+    assert hfp.unpack(packed)["input_ids"][:] == ROWS
+
+
+@pytest.mark.slow
+def test_another_process_hits_and_another_version_does_not(folder):
+    script = (
+        "import sys, datasets, hf_packing as hfp\n"
+        "plan = hfp.BestFit.plan_lengths\n"
+        "hfp.BestFit.plan_lengths = lambda *given: print('planned') or plan(*given)\n"
+        "hfp.__version__ = sys.argv[1]\n"
+        "packed = hfp.pack(datasets.load_from_disk(sys.argv[2]), hfp.BestFit(4))\n"
+        "print(packed['input_ids'][:])\n"
+    )
+
+    def run(version):
+        command = [sys.executable, "-c", script, version, str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    first = run("1.0")
+    assert first[0] == "planned"
+    assert run("1.0") == first[1:]
+    assert run("1.1") == first
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(folder):
+    script = (
+        "import sys, datasets, hf_packing as hfp\n"
+        "for _ in range(10):\n"
+        "    hfp.pack(datasets.load_from_disk(sys.argv[1]), hfp.BestFit(4), load_from_cache_file=False)\n"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [(process.communicate()[1], process.returncode)[1] for process in running] == [0, 0]
+    assert hfp.unpack(hfp.pack(load_from_disk(folder), hfp.BestFit(4)))["input_ids"][:] == ROWS
+    assert not list(folder.glob(".*"))
+
+
+def test_rows_outlast_a_forked_process(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr("atexit.register", lambda *call, **options: at_exit.append((call, options)))
+    monkeypatch.setattr(datasets, "is_caching_enabled", lambda: False)
+    file = Path(hfp.pack(Dataset.from_dict(DOCUMENTS), hfp.BestFit(4)).cache_files[0]["filename"])
+    (((end, *given), options),) = at_exit
+    child = os.fork()
+    if child == 0:
+        end(*given, **options)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert file.exists()
+    end(*given, **options)
+    assert not file.parent.exists()
+
+
+def test_half_a_cache_is_not_used(folder, monkeypatch):
+    source = load_from_disk(folder)
+    monkeypatch.setattr(pack_module.Origin, "__init__", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        hfp.pack(source, hfp.BestFit(4))
+    monkeypatch.undo()
+    assert not list(folder.glob("*cache-*"))
+    assert hfp.unpack(hfp.pack(source, hfp.BestFit(4)))["input_ids"][:] == ROWS
 
 
 def cut(file, how):
@@ -72,7 +187,7 @@ def test_facts_that_are_not_those_of_a_pack(folder, text):
 
 def test_no_stream_that_was_cut_short_passes(folder, tmp_path, monkeypatch):
     """An Arrow stream that ends between two of its blocks of rows can be read, and has fewer."""
-    monkeypatch.setattr(dataset_module, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 1)
     cache, packed = pack(folder)
     assert packed.data.column("input_ids").num_chunks == len(packed) == 3
     content, copy = cache.rows.read_bytes(), CachedPacks(tmp_path / cache.rows.name)
@@ -91,19 +206,21 @@ def test_no_stream_that_was_cut_short_passes(folder, tmp_path, monkeypatch):
 def test_unpack_of_damaged_files_says_what_to_do(folder):
     cache, packed = pack(folder)
     cut(cache.origin / "packing.json", "half")
-    with pytest.raises(hfp.PackingError, match="packed: expected what pack has saved .* pack again"):
+    with pytest.raises(hfp.PackingError, match="packed: expected what pack saved .* pack again"):
         hfp.unpack(packed)
 
 
 def test_rows_and_plan_of_two_packs(folder):
     """A strategy with a time limit may plan anew, and its process be killed before the new rows are in place."""
-    cache, _ = pack(folder)
+    cache, packed = pack(folder)
     hfp.plan_packing([3, 2, 1, 5], hfp.BestFit(4, seed=5)).save(cache.origin / "plan")
+    with pytest.raises(hfp.PackingError, match="pack again with load_from_cache_file=False"):
+        hfp.unpack(packed)
     assert hfp.unpack(pack(folder)[1])[:] == DOCUMENTS
 
 
 SCRIPT = """
-import sys, time, datasets, hf_packing as hfp, hf_packing.dataset as made
+import sys, time, datasets, hf_packing as hfp, hf_packing.data.pack as made
 made.TOKENS_AT_ONCE = 1
 pack_rows, calls = made.pack_rows, []
 
@@ -126,6 +243,7 @@ def unfinished(folder):
     return sorted(file for file in folder.iterdir() if file.name.startswith("."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [3, 99], ids=["while writing rows", "with the plan in place"])
 def test_what_a_killed_process_has_left(folder, stop_at):
     running = subprocess.Popen(
@@ -161,6 +279,18 @@ def test_what_has_no_lock_is_left_over_when_nobody_writes_to_it(folder):
     os.utime(plan / "packing.json", (old, old))
     pack(folder)
     assert unfinished(folder) == sorted(others)
+
+
+def test_what_has_a_lock_is_left_over_when_nobody_holds_it(folder):
+    """The operating system releases the lock of a process that was killed."""
+    place = folder / "cache-0a1b.arrow"
+    with work_folder(place) as held:
+        left = held.with_name(f".{place.name}-left_over")
+        left.mkdir()
+        (left / "lock").touch()
+        pack(folder)
+        assert unfinished(folder) == [held]
+    assert unfinished(folder) == []
 
 
 def test_file_systems_without_locks(folder, monkeypatch):

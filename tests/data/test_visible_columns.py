@@ -91,7 +91,7 @@ def test_hidden_borders_of_packed_rows(documents):
             lambda: hfp.pack(hidden, hfp.BestFit(8)),  # noqa: B023
             lambda: hidden.map(hfp.BestFit(8), batched=True),  # noqa: B023
         ):
-            with pytest.raises(hfp.PackingError, match="hide where the documents of packed rows begin"):
+            with pytest.raises(hfp.PackingError, match="hides where the documents of packed rows begin"):
                 call()
 
 
@@ -123,7 +123,7 @@ class TestTransforms:
         assert sizes_of(packed.with_format(None)).packed
 
 
-@pytest.mark.filterwarnings("ignore:(pack )?applies completion_mask:UserWarning")
+@pytest.mark.filterwarnings("ignore:(pack|packing) applies completion_mask:UserWarning")
 def test_what_map_would_hide_of_packed_rows(documents):
     masked = documents.add_column("completion_mask", [[0] * len(row) for row in IDS]).remove_columns("text")
     hidden = masked.with_format("torch", columns=["input_ids", "completion_mask"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.arrow.loss_masks import apply_loss_masks, first_unmasked
+from hf_packing.data.loss_masks import apply_loss_masks, find_unmasked_label
 from hf_packing.errors import PackingError
 
 NAMES = ("completion_mask", "assistant_masks")
@@ -38,7 +38,7 @@ def labels_by_hand(columns):
 
 @given(documents())
 @settings(max_examples=50, deadline=None)
-@pytest.mark.filterwarnings("ignore:pack applies", "ignore:pack skips", "ignore:applies")
+@pytest.mark.filterwarnings("ignore:pack applies", "ignore:pack skips", "ignore:packing applies")
 def test_pack_and_map_apply_masks(columns):
     expected = labels_by_hand(columns)
     features = {name: datasets.List(datasets.Value("bool" if name in NAMES else "int64")) for name in columns}
@@ -66,7 +66,8 @@ def test_pack_says_so_and_also_from_the_cache(tmp_path):
 
 def test_map_says_so():
     batch = {"input_ids": [[5, 6]], "assistant_masks": [[0, 1]]}
-    with pytest.warns(UserWarning, match="applies assistant_masks to labels: tokens with a 0 are not trained on"):
+    expected = "packing applies assistant_masks to labels: tokens with a 0 are not trained on"
+    with pytest.warns(UserWarning, match=expected):
         assert hfp.BestFit(8)(batch)["labels"] == [[-100, 6]]
 
 
@@ -85,17 +86,17 @@ def test_a_mask_of_another_length():
         hfp.pack(dataset, hfp.BestFit(8))
 
 
-@pytest.mark.filterwarnings("ignore:applies completion_mask to labels:UserWarning")
+@pytest.mark.filterwarnings("ignore:packing applies completion_mask to labels:UserWarning")
 @pytest.mark.parametrize("mask", [[1, 2], [-1, 1], [0.5, 1.0], [float("nan"), 1.0], [None, 1], ["0", "1"]], ids=str)
 def test_a_mask_of_other_values_than_0_and_1(mask):
     rows = [{"input_ids": [5, 6], "completion_mask": mask}]
-    labelled = [{**rows[0], "labels": [-100, 6]}]
+    labeled = [{**rows[0], "labels": [-100, 6]}]
     expected = "column 'completion_mask': expected (a 0 or a 1|lists of 0 and 1|a number for every token)"
     for way in (
         lambda: hfp.pack(datasets.Dataset.from_list(rows), hfp.BestFit(8)),
         lambda: hfp.BestFit(8)({name: [value] for name, value in rows[0].items()}),
         lambda: list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, hfp.TokenBudget(8))),
-        lambda: hfp.PackingCollator()(labelled),
+        lambda: hfp.PackingCollator()(labeled),
     ):
         with pytest.raises(PackingError, match=expected):
             way()
@@ -116,5 +117,5 @@ def test_the_first_label_that_a_mask_leaves_out():
         np.array([-100, 6, 7]),
         {"completion_mask": np.array([0, 1, 1]), "assistant_masks": np.array([0, 1, 0])},
     )
-    assert first_unmasked(labels, masks) == ("assistant_masks", 2)
-    assert first_unmasked(apply_loss_masks(labels, masks), masks) is None
+    assert find_unmasked_label(labels, masks) == ("assistant_masks", 2)
+    assert find_unmasked_label(apply_loss_masks(labels, masks), masks) is None
