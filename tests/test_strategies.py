@@ -175,7 +175,7 @@ def test_a_batch_without_documents():
         ),
         (
             {"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 2]]},
-            "column 'attention_mask': expected documents without padding, row 1 has a 2; several documents in a row",
+            "column 'attention_mask': expected documents without padding, row 1 has a 2; it seems to be packed",
         ),
         ({"input_ids": [[1, 2]], "seq_idx": [[0, 1]]}, "column 'seq_idx': expected documents that are not packed yet"),
         ({"input_ids": ["ab", "c"]}, "column 'input_ids': expected lists of integers, got string"),

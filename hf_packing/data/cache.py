@@ -60,16 +60,17 @@ class Origin:
 
     def facts(self) -> dict[str, Any]:
         """Return what can be said without reading the plan again."""
-        metrics = self.plan.metrics()
+        tokens = int(self.plan.document_length.sum(dtype=np.int64))
+        packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
         return {
             "strategy": self.strategy,
             "labels_made": self.labels_made,
             "loss_masks": list(self.loss_masks),
             "trained_tokens": self.trained_tokens,
-            "packed_tokens": int(self.plan.segment_length.sum(dtype=np.int64)),
-            "dropped_tokens": metrics.num_dropped_tokens,
-            "tokens": metrics.num_tokens,
-            "empty_documents": metrics.num_empty_documents,
+            "packed_tokens": packed_tokens,
+            "dropped_tokens": tokens - packed_tokens,
+            "tokens": tokens,
+            "empty_documents": int((self.plan.document_length == 0).sum()),
             "first_labels": self.first_labels is not None,
         }
 

@@ -3,6 +3,7 @@
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -76,16 +77,17 @@ def pack(
         [[3, 1], [2]]
     """
     _check_strategy(strategy)
+    pack_each = partial(pack_split, position_ids=position_ids, load_from_cache_file=load_from_cache_file)
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
-        return pack_split(dataset, strategy, position_ids, load_from_cache_file)
+        return pack_each(dataset, strategy)
     for name, split in dataset.items():
         _check_map_style(f"dataset[{name!r}]", split)
     packed: dict[str, datasets.Dataset] = {}
     name = ""
     try:
         for name, split in dataset.items():
-            packed[name] = pack_split(split, strategy, position_ids, load_from_cache_file)
+            packed[name] = pack_each(split, strategy)
     except PackingError as error:
         raise PackingError(f"dataset[{name!r}]: {error}") from error
     return datasets.DatasetDict(packed)
@@ -94,6 +96,7 @@ def pack(
 def pack_split(
     dataset: datasets.Dataset,
     strategy: PlansLengths,
+    *,
     position_ids: bool,
     load_from_cache_file: bool,
     plan: PackingPlan | None = None,

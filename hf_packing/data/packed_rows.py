@@ -15,7 +15,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 
-MAX_LIST_VALUES = 2**31 - 1
+_MAX_LIST_VALUES = 2**31 - 1
 """The most values that an Arrow list column with 32-bit offsets can hold."""
 
 
@@ -172,7 +172,7 @@ def _list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False
     """
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     flat = pa.array(values)
-    if large or offsets[-1] > MAX_LIST_VALUES:
+    if large or offsets[-1] > _MAX_LIST_VALUES:
         return pa.LargeListArray.from_arrays(pa.array(offsets), flat)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat)
 

@@ -18,7 +18,7 @@ TOKENS_AT_ONCE = 1 << 19
 """Columns are read, and rows written, in blocks of about this many tokens, so that memory stays bounded."""
 
 TRAINING_COLUMNS = {LABELS: "integers", ATTENTION_MASK: "0 and 1"} | dict.fromkeys(LOSS_MASKS, "0 and 1")
-"""Columns that decide what is trained on, and what their lists hold. They are packed or refused, never left out."""
+"""Columns that decide what a model is trained on, and what their lists hold: packed or refused, never left out."""
 
 
 class TokenColumn:
@@ -237,7 +237,7 @@ def _check_no_padding(mask: TokenColumn) -> None:
         if (other := values != 1).any():
             token = int(other.argmax())
             row = int(np.repeat(rows, mask.length[rows])[token])
-            hint = "rows with several documents are packed already" if values[token] else "tokenize with padding=False"
+            hint = "it seems to be packed already" if values[token] else "tokenize with padding=False"
             raise PackingError(
                 f"column 'attention_mask': expected documents without padding, row {row} has a {values[token]}; {hint}"
             )

@@ -139,7 +139,7 @@ def test_lists_become_large_where_32_bit_offsets_end(monkeypatch):
     columns = {"input_ids": [[*range(9)], [9]], "labels": [[*range(9)], [9]]}
     packed = hfp.pack(Dataset.from_dict(columns), hfp.BestFit(16))
     assert isinstance(hfp.unpack(packed).features["input_ids"], datasets.List)
-    monkeypatch.setattr("hf_packing.data.packed_rows.MAX_LIST_VALUES", 9)
+    monkeypatch.setattr("hf_packing.data.packed_rows._MAX_LIST_VALUES", 9)
     unpacked, rows = hfp.unpack(packed), hfp.BestFit(16)(pa.table(columns))
     for table in (unpacked.data.table, rows):
         assert table.schema.field("input_ids").type == pa.large_list(pa.int32())
