@@ -19,7 +19,7 @@ from hf_packing.report.sample import PlanSample, sample_of
 from hf_packing.report.summary_of_lengths import LengthSummary, summary_of_lengths
 from hf_packing.report.tables import as_html, as_text
 from hf_packing.report.work import Work, packed_work, padded_work
-from hf_packing.sampling.level import LINEAR_COST
+from hf_packing.sampling.balance import LINEAR_COST
 from hf_packing.strategies.base import Strategy, check_strategy
 from hf_packing.strategies.buckets import Bucket
 from hf_packing.strategies.counting import BestFit

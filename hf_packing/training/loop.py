@@ -11,9 +11,9 @@ from hf_packing.attention.installed import is_patched
 from hf_packing.attention.patch import unpatch_model
 from hf_packing.attention.sharded import where_weights_are
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, check_batching
+from hf_packing.sampling.epoch_plan import Batching, check_batching
+from hf_packing.sampling.row_sizes import RowSizes, sizes_of
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, sizes_of
 from hf_packing.training.agreement import PlannedFrom, on_all_ranks
 from hf_packing.training.isolate import isolate
 from hf_packing.training.loss_of_model import own_loss, refuse_unknown_loss

@@ -10,10 +10,9 @@ from hf_packing.attention.route import route_of
 from hf_packing.attention.seen_labels import LabelsSeen, note_that_labels_differ
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import LOSS_MASKS, TOKEN_TYPE_IDS
-from hf_packing.sampling.in_order import InOrder
-from hf_packing.sampling.rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 
 ROWS_READ = 16
 
@@ -36,7 +35,10 @@ def check_labels(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
         return
     numbers = rows[np.unique(np.linspace(0, len(rows) - 1, ROWS_READ).astype(np.int64))].tolist()
     read = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
-    labelled = [{name: row[name] for name in row if name not in LOSS_MASKS} for row in read.__getitems__(numbers)]
+    labelled = [
+        {name: row[name] for name in row if name not in LOSS_MASKS}
+        for row in read.__getitems__([(number, False) for number in numbers])
+    ]
     batch = PackingCollator(keep_first_labels=True)(labelled)
     seen = LabelsSeen()
     seen.refuse_repeated(type(inner).__name__, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"])

@@ -1,18 +1,14 @@
-"""Sizes without reading a token, and rows as a sampler asks for them."""
+"""Sizes of rows, without reading their tokens where that is possible."""
 
 import re
 
 import datasets
-import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import sizes_of
+from hf_packing.sampling.row_sizes import sizes_of
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
 
@@ -38,7 +34,7 @@ class Plain(torch.utils.data.Dataset):
 def test_sizes_of_documents(documents):
     sizes = sizes_of(documents)
     assert sizes.tokens.tolist() == [3, 1, 0, 5]
-    assert sizes.squares.tolist() == [9, 1, 0, 25]
+    assert sizes.squared_lengths.tolist() == [9, 1, 0, 25]
     assert sizes.segments.tolist() == [1, 1, 0, 1]
     assert not sizes.packed
 
@@ -51,7 +47,7 @@ def test_sizes_of_packed_rows(documents, strategy, change):
     sizes = sizes_of(packed)
     rows = packed.with_format(None)["seq_lengths"][:]
     assert sizes.tokens.tolist() == [sum(row) for row in rows]
-    assert sizes.squares.tolist() == [sum(length**2 for length in row) for row in rows]
+    assert sizes.squared_lengths.tolist() == [sum(length**2 for length in row) for row in rows]
     assert sizes.segments.tolist() == [len(row) for row in rows]
     assert sizes.packed
     assert (sizes.bucket is None) == (strategy == hfp.BestFit(4, seed=None))
@@ -65,7 +61,7 @@ def test_other_map_style_datasets_are_read_once(documents):
     transformed = documents.with_transform(lambda rows: {"input_ids": [row * 2 for row in rows["input_ids"]]})
     assert sizes_of(transformed).tokens.tolist() == [6, 2, 0, 10]
     packed = Plain([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1], "bucket": 4}])
-    assert sizes_of(packed).squares.tolist() == [5]
+    assert sizes_of(packed).squared_lengths.tolist() == [5]
     assert sizes_of(packed).bucket.tolist() == [4]
 
 
@@ -128,46 +124,9 @@ def test_rows_that_are_made_as_they_are_read_may_differ_in_their_tokens():
     assert sizes_of(Plain([{"input_ids": [1, 9, 3]}])).fingerprint == before
 
 
-@pytest.mark.parametrize("overflow", ["error", "truncate"])
-@pytest.mark.parametrize("kind", [Plain, list])
-@pytest.mark.parametrize("labels", [[1, 2, 3, 4], 5, None, torch.tensor(5)])
-def test_labels_of_another_length(overflow, labels, kind):
-    budget = hfp.TokenBudget(8 if overflow == "error" else 2, overflow=overflow)
-    dataset = sampled(kind([{"input_ids": [1, 2, 3], "labels": labels}]), budget)
-    with pytest.raises(PackingError, match="column 'labels': expected 3 values in row 0, as many as input_ids"):
-        dataset[0]
-
-
-@pytest.mark.parametrize("labels", [1, 0.5, None, "a", [[1], [2, 3]]], ids=str)
-def test_labels_that_are_not_about_tokens(labels):
-    rows = [{"input_ids": [5, 6], "labels": labels}] * 2
-    with pytest.raises(hfp.PackingError, match="column 'labels': expected 2 values in row [01]"):
-        list(hfp.prepare_dataloader(Accelerator(cpu=True), rows, hfp.TokenBudget(4)))
-
-
 def test_an_iterable_dataset(documents):
     with pytest.raises(PackingError, match="expected a map-style dataset, whose length is known, got IterableDataset"):
         sizes_of(documents.to_iterable_dataset())
-
-
-def test_lengths_without_tokens():
-    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', got seq_lengths"):
-        sampled(datasets.Dataset.from_dict({"seq_lengths": [[3]]}), hfp.TokenBudget(8))
-
-
-def test_rows_with_lengths_but_no_tokens():
-    rows = sampled(Plain([{"seq_lengths": [2, 1], "inputs_embeds": [[0.5]] * 3}]), hfp.TokenBudget(8))
-    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', row 0 has seq_lengths"):
-        rows[0]
-
-
-def test_rows_that_are_read_several_at_a_time_may_come_from_a_generator():
-    class Several(Plain):
-        def __getitems__(self, numbers):
-            return (self.rows[number] for number in numbers)
-
-    rows = sampled(Several([{"input_ids": [1, 2]}, {"input_ids": [3]}]), hfp.TokenBudget(8))
-    assert [row["input_ids"] for row in rows.__getitems__([1, 0])] == [[3], [1, 2]]
 
 
 def test_an_iterable_dataset_with_a_length():
@@ -204,109 +163,3 @@ def test_datasets_are_told_apart_by_their_tokens():
     assert prints[0] == prints[2] != prints[1]
     packed = [hfp.pack(datasets.Dataset.from_dict(rows), hfp.BestFit(6)) for rows in (one, other)]
     assert sizes_of(packed[0]).fingerprint != sizes_of(packed[1]).fingerprint
-
-
-def sampled(dataset, budget, **ranks):
-    return SampledRows(dataset, RankBatchSampler(budget, sizes_of(dataset), **ranks))
-
-
-def test_copies_have_nothing_to_train_on(documents):
-    rows = sampled(documents, hfp.TokenBudget(8))
-    row, copy = rows.__getitems__([3, ~0])
-    assert row["labels"].tolist() == [9, 10, 11, 12, 13]
-    assert copy["input_ids"].tolist() == [5, 6, 7]
-    assert copy["labels"].tolist() == [-100] * 3
-    assert rows[0]["labels"].tolist() == [5, 6, 7]
-
-
-def test_labels_of_the_dataset_stay(documents):
-    rows = sampled(documents.map(lambda row: {"labels": [-100] * len(row["input_ids"])}), hfp.TokenBudget(8))
-    assert rows[0]["labels"].tolist() == [-100] * 3
-
-
-@pytest.mark.parametrize("kind", ["arrow", "plain"])
-def test_loss_masks_make_labels_where_there_are_none(documents, kind):
-    masked = documents.map(lambda row: {"completion_mask": [0] + [1] * (len(row["input_ids"]) - 1)})
-    dataset = masked if kind == "arrow" else Plain(list(masked))
-    row = sampled(dataset, hfp.TokenBudget(8))[0]
-    assert np.asarray(row["labels"]).tolist() == [-100, 6, 7]
-    assert "completion_mask" not in row
-
-
-def test_loss_masks_beside_labels_or_not_to_be_applied_are_for_the_collator(documents):
-    masked = documents.map(lambda row: {"completion_mask": [1] * len(row["input_ids"])})
-    labelled = masked.map(lambda row: {"labels": row["input_ids"]})
-    assert "completion_mask" in sampled(labelled, hfp.TokenBudget(8))[0]
-    sampler = RankBatchSampler(hfp.TokenBudget(8), sizes_of(masked))
-    row = SampledRows(masked, sampler, apply_masks=False)[0]
-    assert "labels" not in row
-    assert "completion_mask" in row
-    assert "completion_mask" not in SampledRows(masked, sampler, unread=["completion_mask"])[0]
-
-
-def test_rows_that_change():
-    rows = [{"input_ids": [1, 2, 3]}]
-    dataset = sampled(Plain(rows), hfp.TokenBudget(8))
-    rows[0] = {"input_ids": [1, 2]}
-    with pytest.raises(PackingError, match="expected the 3 tokens that row 0 had when batches were planned, it has 2"):
-        dataset[0]
-
-
-@pytest.mark.parametrize("times", [0, 2])
-def test_a_transform_that_returns_other_rows_than_it_is_given(documents, times):
-    transformed = documents.with_transform(
-        lambda rows: {"input_ids": rows["input_ids"] * (times if len(rows["input_ids"]) > 1 else 1)}
-    )
-    rows = sampled(transformed, hfp.TokenBudget(8))
-    assert rows[0]["input_ids"] == [5, 6, 7]
-    with pytest.raises(PackingError, match=f"dataset: expected 2 rows for as many numbers, got {2 * times}"):
-        rows.__getitems__([0, 1])
-
-
-@pytest.mark.parametrize("kind", ["arrow", "plain"])
-def test_pieces_of_long_documents(documents, kind):
-    dataset = documents if kind == "arrow" else Plain([{"input_ids": row, "name": 1} for row in DOCUMENTS])
-    rows = sampled(dataset, hfp.TokenBudget(2, overflow="split"))
-    pieces = [np.asarray(rows[index]["input_ids"]).tolist() for index in range(len(rows))]
-    assert sorted(pieces) == [[5, 6], [7], [8], [9, 10], [11, 12], [13]]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_through_a_data_loader(documents, workers):
-    sampler = RankBatchSampler(hfp.TokenBudget(5), sizes_of(documents))
-    loader = torch.utils.data.DataLoader(
-        SampledRows(documents, sampler), batch_sampler=sampler, collate_fn=hfp.PackingCollator(), num_workers=workers
-    )
-    assert len(loader) == 2
-    assert sorted(token for batch in loader for token in batch["input_ids"][0].tolist()) == list(range(5, 14))
-
-
-def test_the_first_steps_are_skipped_without_being_read():
-    class Unreadable(Plain):
-        def __getitem__(self, index):
-            raise AssertionError(f"row {index} was read")
-
-    sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 1000))
-    sampler = RankBatchSampler(hfp.TokenBudget(4), sizes)
-    everything = list(sampler)
-    sampler.first_step = 400
-    assert list(sampler) == everything[400:]
-    sampler.set_epoch(1)
-    sampler.first_step = 0
-    assert list(sampler) != everything
-
-
-def test_what_decides_is_compared():
-    sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 10))
-    sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
-    sampler.check_same(sampler.what_decides())
-    sampler.check_same(sampler.what_decides() | {"world_size": 3}, whole_epochs=True)
-    for name, value in {
-        "plans": 0,
-        "world_size": 3,
-        "accumulation": 2,
-        "dataset": "other",
-        "batching": "other",
-    }.items():
-        with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
-            sampler.check_same(sampler.what_decides() | {name: value})
