@@ -21,7 +21,7 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
 )
 from hf_packing.data.loss_masks import find_unmasked_label
-from hf_packing.data.segments import Row, check_positions, read_integers, segment_lengths
+from hf_packing.data.segments import Row, check_positions, read_integers, read_segment_lengths
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
@@ -71,7 +71,7 @@ class PackingCollator:
         if not any(map(len, tokens)):
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without any")
         input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
-        lengths = segment_lengths(rows, tokens)
+        lengths = read_segment_lengths(rows, tokens)
         cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seq_lens[1:])
         begin = cu_seq_lens[:-1]

@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 """One row of a dataset, by column name."""
 
 
-def segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
+def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Read the lengths of all segments of rows. A row without a column that says more is one segment.
 
     position_ids beside another such column are not read here: `check_positions` compares those of all rows at once.
