@@ -1,9 +1,9 @@
 """Which micro-batches run at the same time, and on which rank, so that no rank waits for another.
 
 A round is one micro-batch on every rank, at the same time; ranks wait for the slowest. Micro-batches with equal tokens
-can differ several times in attention cost. So micro-batches are sorted by cost, and each round takes neighbors
-(`group_by_cost`). Where a round is still uneven, its rows are dealt anew (`redistribute_rows`). What difference remains
-is evened out over the rounds of one optimizer step (`assign_ranks`). The rounds themselves run in random order.
+can differ severalfold in attention cost. So they are sorted by cost, and each round takes neighbors (`group_by_cost`).
+Where a round is still uneven, its rows are dealt anew (`redistribute_rows`). The differences that remain are evened out
+over the rounds of one optimizer step (`assign_ranks`). The rounds themselves run in random order.
 """
 
 import heapq

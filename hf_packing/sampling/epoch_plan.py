@@ -58,7 +58,8 @@ class EpochPlan:
     """Which rows each rank takes in each of its micro-batches.
 
     All ranks have equally many micro-batches and run those of the same number at the same time. Where rows do not
-    divide evenly, copies of rows with masked labels make up the rest, so that no row is trained on twice.
+    divide evenly, copies of rows with masked labels make up the rest, so that no row is trained on twice. Where a
+    batching cuts long documents, rows are their pieces.
     """
 
     world_size: int
@@ -97,7 +98,7 @@ class EpochPlan:
         """Return the sum over the rows of every micro-batch, int64 [num_micro_batches, world_size].
 
         Args:
-            of_row: integers [rows of the dataset].
+            of_row: integers [rows].
             counted: bool [rows and copies]: which of them to add up.
         """
         total = np.concatenate([[0], np.cumsum(of_row[self.rows] * counted, dtype=np.int64)])
@@ -110,7 +111,7 @@ class EpochPlan:
         Copies count as time, but not as work.
 
         Args:
-            of_row: integers [rows of the dataset]: tokens, or attention cost.
+            of_row: integers [rows]: tokens, or attention cost.
         """
         time = self.per_micro_batch(of_row)
         wasted = self.per_micro_batch(of_row, self.is_copy)

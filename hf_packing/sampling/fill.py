@@ -2,6 +2,7 @@
 
 Rows are placed best-fit, roughly longest first. Roughly, because rows that share a micro-batch should be different in
 every epoch. The shortest rows still come last and fill the gaps, so this costs next to nothing against the exact order.
+A round is one micro-batch on every rank, at the same time.
 """
 
 import heapq
@@ -26,8 +27,10 @@ _LOOSE = 0.95
 """Micro-batches that are at most this full need no packing: rows are spread over them evenly."""
 _GRAINS = 2**16
 """Free room is rounded to 1 / 65536 of large budgets, which bounds the number of distinct values to search."""
-_SHARED_BY, _LEVELED_ROUNDS = 8, 4
-"""For each additional micro-batch, this many are dealt anew; and at least as many as run in this many rounds."""
+_REFILLED_PER_ADDED = 8
+"""How many micro-batches are dealt anew for each additional one, so that each of them gives up little."""
+_REFILLED_ROUNDS = 4
+"""At least the micro-batches of so many rounds are dealt anew."""
 
 
 def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
@@ -123,14 +126,14 @@ def _best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> MicroBatches
 def _split_more(
     micro_batches: MicroBatches, tokens: IntArray, max_tokens: int, more: int, world_size: int
 ) -> MicroBatches:
-    """Return the same rows in `more` additional micro-batches; 0 levels the last ones.
+    """Return the same rows in `more` additional micro-batches, or in as many, the last of which are then evened out.
 
     The micro-batches with the shortest rows are emptied, and their rows dealt anew over those and the additional ones,
     the longest first. Enough of them take part that each gives up little, that they make whole rounds, and that the
     shortest rows do not always meet each other.
     """
     by_squares = np.argsort(sum_rows(micro_batches, tokens.astype(np.int64) ** 2), kind="stable")
-    refilled = -(-max(_SHARED_BY * max(more, 1), _LEVELED_ROUNDS * world_size) // world_size) * world_size
+    refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_ROUNDS * world_size) // world_size) * world_size
     emptied = min(refilled - more, len(micro_batches))
     rows, _ = flatten([micro_batches[number] for number in by_squares[:emptied].tolist()])
     if len(rows) >= emptied + more:

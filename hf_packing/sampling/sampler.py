@@ -25,7 +25,7 @@ from hf_packing.sampling.epoch_plan import (
 from hf_packing.sampling.row_sizes import RowSizes
 
 _PLANS_VERSION = 2
-"""To be counted up whenever the same arguments give other micro-batches, so that no checkpoint goes on with those."""
+"""Increase it whenever the same arguments give other micro-batches, so that no older checkpoint resumes with them."""
 
 
 class RankBatchSampler:

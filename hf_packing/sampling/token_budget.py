@@ -92,17 +92,15 @@ class TokenBudget(Batching):
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         assert rows.fewest_micro_batches is not None
-        fewest = -(-rows.fewest_micro_batches // epoch.world_size)
         if self.match_documents_per_step is None:
-            return fewest
+            return -(-rows.fewest_micro_batches // epoch.world_size)
         schedule = _Schedule(
             documents=int(rows.sizes.segments[rows.kept].sum()),
-            fewest=fewest,
-            most=len(rows.kept) // epoch.world_size,
-            world_size=epoch.world_size,
+            fewest=rows.fewest_micro_batches,
+            most=len(rows.kept),
             max_tokens=self.max_tokens,
         )
-        return schedule.num_micro_batches(self.match_documents_per_step, epoch.accumulation)
+        return schedule.optimizer_steps(self.match_documents_per_step, epoch) * epoch.accumulation
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
@@ -171,53 +169,49 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
 
 @dataclass(frozen=True)
 class _Schedule:
-    """How many micro-batches give the optimizer steps that training without packing has."""
+    """How many optimizer steps training without packing has, and whether the same rows can be packed into as many."""
 
     documents: int
     fewest: int
-    """Micro-batches of each rank that the tokens need."""
+    """Micro-batches, over all ranks, that the tokens need."""
     most: int
-    """Micro-batches of each rank for which there are rows."""
-    world_size: int
+    """Micro-batches, over all ranks, for which there are rows."""
     max_tokens: int
 
-    def num_micro_batches(self, per_step: int, accumulation: int) -> int:
-        """Return the micro-batches of each rank, in whole optimizer steps.
+    def optimizer_steps(self, per_step: int, epoch: Epoch) -> int:
+        """Return the optimizer steps of an epoch.
 
         Args:
-            per_step: documents in an optimizer step, but for the last of an epoch, which may have had fewer.
-            accumulation: micro-batches of each rank in one optimizer step.
+            per_step: documents in an optimizer step, but for the last of an epoch, which may have fewer.
+            epoch: how many micro-batches an optimizer step has.
 
         Raises:
             PackingError: the documents do not fit, or are too few, with values that work.
         """
-        micro_batches = self._wanted(per_step, accumulation)
-        if self.fewest <= micro_batches <= self.most:
-            return micro_batches
-        optimizer_steps, of_step = micro_batches // accumulation, f"{accumulation} x {self.world_size} micro-batches"
-        if micro_batches < self.fewest:
+        steps = -(-self.documents // per_step)
+        if self._fits(per_step, epoch.slots):
+            return steps
+        of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches"
+        if steps * epoch.slots < self.fewest:
             expected = f"as many documents as fit into {of_step} of {self.max_tokens} tokens"
-            other_accumulation = -(-self.fewest // optimizer_steps)
-            other_per_step = self.documents // -(-self.fewest // accumulation)
+            accumulation = -(-self.fewest // (steps * epoch.world_size))
+            documents = self.documents // -(-self.fewest // epoch.slots)
             remedies = [f"max_tokens above {self.max_tokens}"]
         else:
             expected = f"at least one row for each of {of_step}"
-            other_accumulation = self.most // optimizer_steps
-            other_per_step = -(-self.documents // max(self.most // accumulation, 1))
+            accumulation = self.most // (steps * epoch.world_size)
+            documents = -(-self.documents // max(self.most // epoch.slots, 1))
             remedies = []
-        if self._is_possible(per_step, other_accumulation):
-            remedies.append(f"gradient_accumulation_steps={other_accumulation}")
-        if self._is_possible(other_per_step, accumulation):
-            remedies.append(f"match_documents_per_step={other_per_step}")
+        if self._fits(per_step, epoch.world_size * accumulation):
+            remedies.append(f"gradient_accumulation_steps={accumulation}")
+        if self._fits(documents, epoch.slots):
+            remedies.append(f"match_documents_per_step={documents}")
         hint = f"; possible: {', or '.join(remedies)}" if remedies else ""
         raise PackingError(
             f"match_documents_per_step: expected {expected}, got {per_step} per step of {self.documents} in all{hint}"
         )
 
-    def _wanted(self, per_step: int, accumulation: int) -> int:
-        return -(-self.documents // per_step) * accumulation
-
-    def _is_possible(self, per_step: int, accumulation: int) -> bool:
-        if not per_step or not accumulation:
+    def _fits(self, per_step: int, slots: int) -> bool:
+        if not per_step or not slots:
             return False
-        return self.fewest <= self._wanted(per_step, accumulation) <= self.most
+        return self.fewest <= -(-self.documents // per_step) * slots <= self.most
