@@ -36,7 +36,5 @@ twin.py          the same for a model that cannot be run, or not on long rows: f
 sharded.py       models whose weights are elsewhere
 installed.py     puts a route into a model, and takes it out
 patch.py         patch_model, unpatch_model
-sizes.py         sizes that make a configuration tiny
-random_weights.py  for what is built only to be tried
-survey/          the same for every architecture of transformers
+tiny_model.py    tiny random models of any architecture
 """

@@ -10,9 +10,8 @@ from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.installed import take_out
 from hf_packing.attention.logits import NoLanguageModelError
 from hf_packing.attention.proof import PLAIN
-from hf_packing.attention.random_weights import randomise
 from hf_packing.attention.route import Route, key_of, known_routes, packed_share, route_of
-from hf_packing.attention.sizes import SETTINGS, THRESHOLDS
+from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, randomize
 from hf_packing.errors import ModelNotSupportedError
 
 DEPTHS = (
@@ -115,7 +114,7 @@ def twin_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         twin = type(model)._from_config(small, dtype=dtype, experts_implementation=EXPERTS).eval()
-    randomise(twin)
+    randomize(twin)
     own = model.config._attn_implementation
     if own not in PLAIN and "flash" not in own and own is not None:
         twin.set_attn_implementation(own)

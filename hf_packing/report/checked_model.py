@@ -17,7 +17,7 @@ from transformers.utils import logging
 from hf_packing.attention.isolation import IsolationReport, check_isolation
 from hf_packing.attention.logits import NoLanguageModelError
 from hf_packing.attention.patch import patch_model
-from hf_packing.attention.survey.tiny import architectures, tiny_model
+from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.twin import twin_of
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.report.documents import one_line

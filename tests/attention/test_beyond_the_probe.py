@@ -12,7 +12,7 @@ from hf_packing.attention.as_it_was import as_it_was, with_weights_everywhere
 from hf_packing.attention.feed import Feed, Signature
 from hf_packing.attention.nested import TokenAxes, counts
 from hf_packing.attention.row import PackedRow
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -18,8 +18,8 @@ from hf_packing.attention.row import (
     share_if_similar,
     working_on,
 )
-from hf_packing.attention.survey.architectures import VARIANTS
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
+from tools.survey.measure import VARIANTS
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 

@@ -8,7 +8,7 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 import hf_packing as hfp
 from hf_packing.attention.one_node import attend_in_one_node
 from hf_packing.attention.segments import attend_by_segment
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 
 @pytest.fixture(autouse=True)

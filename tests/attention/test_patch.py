@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
 from hf_packing.attention.checkpointing import KeepRow
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 PARTLY_FLOAT32 = {"Gemma2", "GptOss", "DeepseekV3"}
 """transformers' eager softmax and DeepSeek's router compute in float32 whatever the model's dtype."""

@@ -10,7 +10,7 @@ from hf_packing.attention import varlen
 from hf_packing.attention.installed import attention_of, is_patched
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 
 class OtherGradient(torch.autograd.Function):

@@ -13,7 +13,7 @@ from tiny_models import build
 from torch import nn
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 
 class Normed(nn.Module):

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_packing as hfp
 from hf_packing.attention import as_it_was
 from hf_packing.attention.installed import attention_of
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import NAME
 
 

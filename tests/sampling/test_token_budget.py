@@ -227,16 +227,27 @@ def test_too_few_documents_per_step():
 )
 def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens):
     sizes = sizes_of_documents(np.array(lengths))
-    budget = hfp.TokenBudget(max_tokens, match_documents_per_step=documents)
-    try:
-        budget.plan(sizes, Epoch(0, world_size, accumulation))
-    except PackingError as error:
-        for name, number in re.findall(r"(gradient_accumulation_steps|match_documents_per_step)=(\d+)", str(error)):
-            if name == "match_documents_per_step":
-                matched = replace(budget, match_documents_per_step=int(number))
-                matched.plan(sizes, Epoch(0, world_size, accumulation))
-            else:
-                budget.plan(sizes, Epoch(0, world_size, int(number)))
+    def refusal(accumulation=accumulation, **changes):
+        budget = hfp.TokenBudget(**{"max_tokens": max_tokens, "match_documents_per_step": documents} | changes)
+        try:
+            budget.plan(sizes, Epoch(0, world_size, accumulation))
+        except PackingError as error:
+            return str(error)
+        return ""
+
+    message = refusal()
+    said = {name: int(number) for name, number in re.findall(r"(\w+)(?: above |=)(\d+)(?=$|, or)", message)}
+    assert set(said) <= {"max_tokens", "gradient_accumulation_steps", "match_documents_per_step"}
+    if not message:
+        return
+    assert ("max_tokens" in said) == (not refusal(max_tokens=10**6) and "fit into" in message)
+    possible = [other for other in range(1, len(lengths) + 1) if not refusal(other)]
+    if possible:
+        assert said["gradient_accumulation_steps"] in possible
+    else:
+        assert "gradient_accumulation_steps" not in said
+    if "match_documents_per_step" in said:
+        assert not refusal(match_documents_per_step=said["match_documents_per_step"])
 
 
 @pytest.mark.parametrize(("rows", "world_size"), [(128, 64), (256, 64), (512, 64), (96, 8), (2560, 64)])

@@ -14,7 +14,7 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention.installed import is_patched
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed

@@ -14,7 +14,7 @@ from tiny_models import build, with_loss_times
 from training_process import documents
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
 
