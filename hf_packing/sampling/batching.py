@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.planning.scramble import derive_key
+from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.pieces import Cut
 from hf_packing.sampling.sizes import RowSizes

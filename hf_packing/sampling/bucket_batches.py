@@ -8,7 +8,7 @@ import numpy as np
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
-from hf_packing.planning.shuffle import check_seed, random_order
+from hf_packing.planning.permutation import check_seed, random_order
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of, rows_of
 from hf_packing.sampling.level import level, nearly

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.shuffle import random_order
+from hf_packing.planning.permutation import random_order
 
 LINEAR_COST = 6 * 2048
 """Of a model 2048 wide: its linear layers work on a token as long as attention does on 6 * 2048 pairs of tokens."""

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.overflow import Overflow, Pieces, cut_to_pieces
+from hf_packing.planning.lengths import IntArray, Overflow, Pieces, cut_to_pieces
 from hf_packing.sampling.sizes import RowSizes, sizes_of_documents
 
 
