@@ -17,8 +17,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
 from hf_packing.report.corpus import Corpus, Seen
-from hf_packing.strategies.base import Strategy
-from hf_packing.strategies.planning import plan_packing
+from hf_packing.strategies.base import Strategy, plan_packing
 
 JOB = "job.json"
 PLAN = "plan"

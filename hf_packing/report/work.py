@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.shuffle import random_order
 from hf_packing.sampling.balance import group_by_cost
 
 FloatArray = npt.NDArray[np.float64]

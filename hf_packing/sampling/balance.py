@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.shuffle import random_order
+from hf_packing.planning.permutation import random_order
 from hf_packing.sampling.fill import MicroBatches, flatten, sum_rows
 
 LINEAR_COST = 6 * 2048

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number
-from hf_packing.planning.overflow import Pieces
-from hf_packing.planning.scramble import derive_key
+from hf_packing.planning.lengths import IntArray, Pieces, check_whole_number
+from hf_packing.planning.permutation import derive_key
 from hf_packing.sampling.row_sizes import RowSizes
 
 MAX_RANKS = 2**20

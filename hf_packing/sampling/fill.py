@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hf_packing.planning.best_fit import fill_best_fit
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.open_packs import OpenPacks
-from hf_packing.planning.shuffle import random_order
+from hf_packing.planning.open_packs import OpenPacks, fill_best_fit
+from hf_packing.planning.permutation import random_order
 
 MicroBatches = list[list[int]]
 """The rows of each micro-batch."""

@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number, is_real
-from hf_packing.planning.overflow import Overflow, check_overflow, cut_to_pieces
-from hf_packing.planning.shuffle import check_seed
+from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, cut_to_pieces, is_real
+from hf_packing.planning.permutation import check_seed
 from hf_packing.sampling.balance import (
     LINEAR_COST,
     assign_ranks,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_packing.planning.shuffle import random_order
+from hf_packing.planning.permutation import random_order
 from hf_packing.sampling.fill import fewest_micro_batches, fill
 
 TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=60).map(np.array)

@@ -227,6 +227,7 @@ def test_too_few_documents_per_step():
 )
 def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens):
     sizes = sizes_of_documents(np.array(lengths))
+
     def refusal(accumulation=accumulation, **changes):
         budget = hfp.TokenBudget(**{"max_tokens": max_tokens, "match_documents_per_step": documents} | changes)
         try:
