@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
-from hf_packing.attention.row import PackedRow, working_on
+from hf_packing.attention.packed_row import PackedRow, working_on
 from hf_packing.attention.varlen import packed_varlen
 
 ROWS = {"8 x 512": [512] * 8, "32 x 128": [128] * 32, "1 x 4096": [4096]}

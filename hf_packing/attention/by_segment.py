@@ -1,23 +1,56 @@
 """Run a module segment by segment: the row that it is given is cut, and what it returns is joined again."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.as_it_was import as_it_was
-from hf_packing.attention.nested import Fill, Path, TokenAxes, apart, cut, joined, leaves, rebuild
-from hf_packing.attention.replaced import ReplacedForward
-from hf_packing.attention.row import PackedRow, SharedCall, Sharing, current, working_on
+from hf_packing.attention.inspect_model import GATHERED, is_fsdp
+from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing, current, working_on
+from hf_packing.attention.snapshot import as_it_was
+from hf_packing.attention.token_axes import Fill, Path, TokenAxes, apart, cut, joined, leaves, rebuild
 from hf_packing.errors import PackingError
 
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
-LONGEST = ("max_length_q", "max_length_k")
 
+class ReplacedForward:
+    """What stands in place of a module's forward. A class, so that a patched model can be copied and pickled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        found: Any = vars(module).get("forward")
+        while isinstance(found, type(self)):
+            found = found.before
+        self.before: Any = found
+        """What stood in the place of the class's forward, such as a hook of accelerate."""
+        self.installed = False
+
+    def install(self) -> None:
+        self.module.forward = self  # type: ignore[assignment]  # subclasses can be called
+        self.installed = True
+
+    def remove(self) -> None:
+        """Where somebody has put something over it since, it stays and does nothing from now on."""
+        self.installed = False
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self.before is not None:
+                self.module.forward = self.before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+LONGEST = ("max_length_q", "max_length_k")
 
 one_at_a_time = threading.RLock()
 """Held where modules inside another return what they returned ahead, which no other thread may see."""
@@ -185,3 +218,43 @@ def borders_of(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
     }
     told |= {name: row.longest for name in LONGEST if kwargs.get(name) is not None}
     return {**kwargs, **told}
+
+
+GATHERED_AT_ONCE = "_z3_leaf"
+"""What it sets on a module whose parameters it gathers before all that is inside."""
+
+
+def refuse_uneven_gathers(model: nn.Module, steps: Sequence[Step]) -> None:
+    """Raise PackingError where processes would wait for each other for ever.
+
+    A module inside one that runs by segment is called as often as the process has segments. Where its weights are
+    gathered at every call, all processes have to call it equally often, and they have other segments each.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    if torch.distributed.get_world_size() < 2:
+        return
+    for step in steps:
+        module = model.get_submodule(step.name)
+        packed = step.packed_inside()
+        for name, inner in module.named_modules():
+            if not name or any(name == each or name.startswith(f"{each}.") for each in packed):
+                continue
+            where = f"{type(inner).__name__} ({step.name}.{name})"
+            if is_fsdp(inner):
+                raise PackingError(
+                    f"model: expected FSDP around {step.kind}, which runs by segment, or further out; it is around "
+                    f"{where} inside"
+                )
+            gathered = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
+            if gathered and not is_gathered_at_once(model, step.name):
+                raise PackingError(
+                    f"model: expected DeepSpeed to gather {step.kind}, which runs by segment, at once; it gathers "
+                    f"{where} at every call. Call deepspeed.utils.set_z3_leaf_modules(model, [{step.kind}])"
+                )
+
+
+def is_gathered_at_once(model: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    outer = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    return any(getattr(model.get_submodule(each), GATHERED_AT_ONCE, False) for each in outer)

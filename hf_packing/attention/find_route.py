@@ -7,23 +7,40 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.documents import in_two_rows, pad_token_of
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.installed import attention_of, install, is_patched, put_back, take_out
-from hf_packing.attention.own_loss import refuse_a_loss_across_borders
-from hf_packing.attention.probe import Probe
+from hf_packing.attention.inspect_model import Signature, configurations, pad_token_of
+from hf_packing.attention.patched_forward import attention_of, install, is_patched, put_back, take_out
+from hf_packing.attention.probe import Probe, in_two_rows
 from hf_packing.attention.proof import (
     Exam,
     documents_alone,
     documents_alone_in_training,
     prove_isolation,
+    refuse_a_loss_across_borders,
+    sees_its_labels,
     takes_padding_for_tokens,
 )
-from hf_packing.attention.route import WAYS, Route, Way, key_of, known_routes, packed_share
+from hf_packing.attention.route import WAYS, Route, Way, packed_share
 from hf_packing.attention.search import Search
-from hf_packing.attention.seen_labels import sees_its_labels
 from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT, Observed, observe
 from hf_packing.errors import ModelNotSupportedError
+
+known_routes: dict[Any, Route] = {}
+"""Found in this process, by architecture and configuration."""
+
+
+def key_of(model: PreTrainedModel) -> Any:
+    """What a route depends on: two models with the same can take the same. A search looks further than the proof of a
+    known route, so modules that somebody has exchanged count."""
+    own = model.config._attn_implementation
+    kinds = tuple((name, type(module)) for name, module in model.named_modules())
+    settings = tuple(sorted(settings_of(config) for config in configurations(model)))
+    return kinds, settings, own, model.dtype, model.device.type
+
+
+def settings_of(config: PreTrainedConfig) -> str:
+    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+    return repr(sorted(settings.items(), key=str))
+
 
 SHARING_CALLS = (9, 14, 9, 14)
 """Tokens of the documents of a second proof, some of which share a call where they may."""

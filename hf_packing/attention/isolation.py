@@ -9,12 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_packing.arrow.loss_masks import IGNORED_LABEL
-from hf_packing.attention.documents import Tokens, unmistakable_lengths
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.logits import what_is_missing
-from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, Probe
+from hf_packing.attention.inspect_model import inner_model
+from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, Probe, Tokens, unmistakable_lengths
 from hf_packing.attention.proof import CHANCE, EACH_TIME, largest_gradient_leak, through
 from hf_packing.attention.route import Route, route_of
+from hf_packing.attention.tolerance import what_is_missing
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+
 MAX_HEAD_DIM = 256
+
 HEAD_DIM_STEP = 8
 """Both kernels want head dimensions that are a multiple of this, and at most MAX_HEAD_DIM."""
 

@@ -6,17 +6,17 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.as_it_was import with_weights_everywhere
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import attention_of, install, is_patched, take_out
-from hf_packing.attention.route import Route
-from hf_packing.attention.sharded import where_weights_are
-from hf_packing.attention.twin import find_and_prove_for_long_documents, route_of_a_twin
+from hf_packing.attention.find_route import find_and_prove, key_of, known_routes
+from hf_packing.attention.inspect_model import inner_model, where_weights_are
+from hf_packing.attention.patched_forward import attention_of, install, is_patched, take_out
+from hf_packing.attention.route import Route, route_of
+from hf_packing.attention.small_copy import changes_beyond_the_probe, route_of_a_twin
 from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT
-from hf_packing.errors import PackingError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -161,3 +161,60 @@ class Unpatched(AbstractContextManager[Any]):
         inner = inner_model(self.model)
         if not is_patched(inner):
             install(inner, self.route, attention_of(inner))
+
+
+def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
+    """As `find_and_prove`, and where modules do something else from a length on that the probe does not have, such as
+    to look at the 2048 best tokens only, their route is that of a small model in which this length is a short one.
+    """
+    key = key_of(model)
+    is_known = key in known_routes
+    find_and_prove(model)
+    route = route_of(model)
+    if is_known or route is None or not route.by_segment or not changes_beyond_the_probe(model.config):
+        return
+    try:
+        other = route_of_a_twin(model)
+    except ModelNotSupportedError:
+        return
+    take_out(model)
+    known_routes[key] = other
+    find_and_prove(model)
+
+
+SMALL = 0.1
+"""Standard deviation of gates and biases that are zero otherwise."""
+
+SHARE_OF_KERNEL = 0.5
+"""Noise in a kernel, as a share of its root mean square."""
+
+LONGEST_KERNEL = 16
+"""Tokens that a convolution in a language model sees at once; the last axis of its weight."""
+
+
+@contextmanager
+def with_weights_everywhere(model: nn.Module) -> Iterator[None]:
+    """What may hide a leak before training is random for the length of the block: parameters that are all zero, as some
+    projections and gates are, and kernels of convolutions, which some begin as the identity.
+    """
+    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
+    silent = [parameter for parameter in parameters if not parameter.any()]
+    kernels = [(p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= LONGEST_KERNEL and p.any()]
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(parameter: nn.Parameter, scale: float) -> Tensor:
+        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
+
+    try:
+        with torch.no_grad():
+            for parameter in silent:
+                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else SMALL))
+            for parameter, _ in kernels:
+                parameter.add_(noise(parameter, SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in silent:
+                parameter.zero_()
+            for parameter, before in kernels:
+                parameter.copy_(before)

@@ -1,4 +1,4 @@
-"""A few random documents, run through a model together and alone, with one of them changed at a time."""
+"""Random documents for a model, run together and alone, with one of them changed at a time."""
 
 import threading
 from collections import Counter
@@ -6,38 +6,113 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.as_it_was import KeptWeights, as_it_was
-from hf_packing.attention.documents import (
-    Tokens,
-    find_documents,
-    in_one_row,
-    random_documents,
-    unmistakable_lengths,
-    words_of,
-)
-from hf_packing.attention.feed import UNDERSTOOD, Signature
-from hf_packing.attention.logits import comparable, largest_difference, logits_of, spread
-from hf_packing.attention.rounding import (
-    DtypeOfProducts,
-    Tolerance,
-    dtype_of_computation,
-    has_experts,
-    measure_rounding,
-)
-from hf_packing.attention.route import route_of
-from hf_packing.attention.row import PackedRow
-from hf_packing.attention.training_mode import (
+from hf_packing.attention.inspect_model import Signature, device_of_inputs, words_of
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.route import UNDERSTOOD, route_of
+from hf_packing.attention.snapshot import (
+    KeptWeights,
+    as_it_was,
     begin_chance,
     chance_put_back,
     modes_put_back,
     state_of_chance,
     without_chance,
 )
+from hf_packing.attention.tolerance import (
+    DtypeOfProducts,
+    Tolerance,
+    comparable,
+    dtype_of_computation,
+    has_experts,
+    largest_difference,
+    logits_of,
+    measure_rounding,
+    spread,
+)
+from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
+
+Tokens = list[list[int]]
+
+DOCUMENT_LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
+"""Tokens of the three documents: all different, and longer than the kernels of convolutions. Their sum is a prime, so
+that no axis of a model is likely to have as many entries; the first sum that none has is taken."""
+
+
+def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[Tokens, Tokens]:
+    """Documents, and another one for each. No token but that of a mask occurs in two documents, and a document and its
+    replacement differ in every token.
+
+    Args:
+        model: whose tokens they are.
+        lengths: of the documents.
+        seed: of the random tokens.
+
+    Raises:
+        PackingError: the vocabulary is too small for it.
+    """
+    words = words_of(model)
+    known_size = getattr(model.config.get_text_config(), "vocab_size", len(words.weight))
+    vocabulary = min(known_size, getattr(words, "num_embeddings", known_size))  # tables may go on, for prompts
+    settings = vars(model.config) | vars(model.config.get_text_config())
+    special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
+    known = np.array([token for token in range(1, vocabulary) if token not in special])
+    if len(known) < 2 * len(lengths):
+        raise PackingError(f"model: expected at least {2 * len(lengths)} tokens that are not special, got {len(known)}")
+    generator = np.random.default_rng(seed)
+    mask = settings.get("mask_token_id")
+    documents, others = [], []
+    for number, length in enumerate(lengths):
+        own = known[number :: len(lengths)]
+        tokens = generator.integers(0, len(own), length)
+        documents.append(own[tokens].tolist())
+        others.append(own[(tokens + generator.integers(1, len(own), length)) % len(own)].tolist())
+        if isinstance(mask, int) and 0 <= mask < vocabulary:  # some models look at the share of what is hidden
+            documents[-1][2::5] = [mask] * len(documents[-1][2::5])
+            others[-1][1::3] = [mask] * len(others[-1][1::3])
+    return documents, others
+
+
+def in_one_row(documents: Tokens) -> dict[str, Any]:
+    return PackingCollator()([{"input_ids": tokens} for tokens in documents])
+
+
+def in_two_rows(documents: Tokens) -> dict[str, Any]:
+    """As `in_one_row`, for documents whose first and second half have as many tokens."""
+    half = len(documents) // 2
+    rows = [in_one_row(each) for each in (documents[:half], documents[half:])]
+    return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+
+
+def find_documents(documents: Tokens, input_ids: Tensor) -> list[slice]:
+    """Where documents stand in the rows of a batch, laid end to end."""
+    ids = input_ids.flatten()
+    places = []
+    for tokens in documents:
+        starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
+        if len(starts) != 1:
+            raise PackingError(
+                f"collator: expected a batch with each document whole and once, one of {len(tokens)} tokens is there "
+                f"{len(starts)} times"
+            )
+        places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
+    return places
+
+
+def unmistakable_lengths(model: nn.Module) -> list[int]:
+    """Lengths of documents that make a row of a length that no parameter, buffer or integer setting has."""
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
+    for lengths in DOCUMENT_LENGTHS:
+        if sum(lengths) not in sizes:
+            return list(lengths)
+    raise PackingError(f"model: expected one without axes of {', '.join(str(sum(each)) for each in DOCUMENT_LENGTHS)}")
+
 
 GRADIENT_LEAK_TOLERANCE = 1e-6
 """Largest gradient in another document, as a share of the largest in the document itself: where there is no path, there
@@ -45,7 +120,6 @@ is no gradient, in any precision."""
 
 GRADIENT_LENIENCE = 10
 """How much further gradients may be apart, having come twice the way."""
-
 
 one_at_a_time = threading.RLock()
 """Held while the random state, which all threads share, is another one."""
@@ -274,14 +348,6 @@ class Probe:
         by_token = gradient.new_zeros(most + 1, gradient.shape[-1]).index_add_(0, tokens, gradient)
         owners = Counter(token for document in self.documents for token in set(document))
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
-
-
-def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Where tokens belong: where their embeddings are, or come to when accelerate has offloaded them."""
-    embeddings = words_of(model)
-    own: torch.device = embeddings.weight.device
-    hook = getattr(embeddings, "_hf_hook", None)
-    return own if own.type != "meta" or hook is None else torch.device(hook.execution_device)
 
 
 @contextmanager

@@ -1,12 +1,16 @@
 """The proof of patch_model: packed documents are apart, in logits and in gradients, and each is as it is alone."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.logits import NoLanguageModelError, what_is_missing
-from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, GRADIENT_LENIENCE, Probe
+from hf_packing.arrow.loss_masks import IGNORED_LABEL
+from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, GRADIENT_LENIENCE, Probe, embedded, in_one_row
+from hf_packing.attention.snapshot import as_it_was, begin_chance
+from hf_packing.attention.tolerance import NoLanguageModelError, what_is_missing
 from hf_packing.errors import ModelNotSupportedError
 
 REFERENCE = "eager"
@@ -130,6 +134,7 @@ def documents_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True
 
 
 CHANCE = "it draws random numbers there that cannot be switched off"
+
 EACH_TIME = "it gives other logits each time for the same tokens there"
 
 
@@ -171,3 +176,106 @@ def gradients_alone(probe: Probe) -> list[Tensor] | None:
         return probe.gradients_alone(use_cache=False)
     except (RuntimeError, AssertionError):
         return None
+
+
+REACHES = 1e-4
+"""Gradient in another document, as a share of the largest in its own; 0 where labels are shifted by one, or not."""
+
+MIDDLE = 1
+
+
+def refuse_a_loss_across_borders(probe: Probe, width: int) -> None:
+    """Raise ModelNotSupportedError where the labels of a document train what the model makes of another.
+
+    A head for the token after next does: of two labels at the beginning of a document, the first alone is left out.
+
+    Args:
+        probe: of a patched model, of three documents.
+        width: how many logits a token has.
+    """
+    if (reached := reach_of_the_loss(probe, width)) > REACHES:
+        raise ModelNotSupportedError(
+            f"{type(probe.model).__name__}: {probe.mode}its own loss compares labels of a packed document with what it "
+            f"makes of another (gradients reach it, up to {reached:.2g} of those in the document itself), as heads for "
+            "the token after next do; give it no labels, and compute the loss of each document yourself"
+        )
+
+
+def reach_of_the_loss(probe: Probe, width: int) -> float:
+    """Gradient of the loss of one document's labels in another, as a share of the largest in itself; 0 for models that
+    make no loss of labels."""
+    if not probe.signature.takes("labels"):
+        return 0.0
+    with suppress(Exception), probe.quiet(), embedded(probe.model) as embeddings:
+        # two losses of the same tokens: what routers add cancels out
+        own, other = (loss_of_the_middle(probe, each[MIDDLE], width) for each in (probe.documents, probe.others))
+        found = torch.autograd.grad(own - other, [leaf for _, leaf in embeddings], allow_unused=True)
+        size = max(token for document in probe.documents for token in document) + 1
+        by_token = torch.zeros(size, embeddings[0][1].shape[-1], device=probe.device)
+        for (seen, _), gradient in zip(embeddings, found, strict=True):
+            if gradient is not None:
+                by_token.index_add_(0, seen.flatten(), gradient.flatten(0, -2).float())
+        inside = set(probe.documents[MIDDLE])
+        outside = {token for document in probe.documents for token in document} - inside
+        reached, most = (by_token[sorted(tokens)].abs().max() for tokens in (outside, inside))
+        return float(reached / most)
+    return 0.0
+
+
+def loss_of_the_middle(probe: Probe, labels: list[int], width: int) -> Tensor:
+    """Of all documents in a row, with these labels for the one in the middle, but for its first token."""
+    batch = in_one_row(probe.documents)
+    start = len(probe.documents[0])
+    batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
+    batch["labels"][0, start + 1 : start + len(labels)] = torch.tensor(labels[1:]) % width
+    given = {name: value.to(probe.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    with as_it_was(*probe.model.modules()), probe.weights_kept():
+        begin_chance(probe.chance)
+        loss: Tensor = probe.model(**given).loss
+    return loss
+
+
+SEEN = 1e-4
+"""Gradient at the token that a label asks for, as a share of the largest at any token; 0 in a causal model."""
+
+
+def sees_its_labels(probe: Probe, width: int) -> bool:
+    """Whether the token that a label asks for has a say in the logits that the label is compared with.
+
+    So it is in masked language models, and in bidirectional ones with a causal loss; found by the gradients of the
+    model's own loss. False where a model makes no loss of labels, or has no gradients.
+
+    Args:
+        probe: of a model that is not patched.
+        width: how many logits a token has.
+    """
+    return bool(share_of_the_label(probe, width) > SEEN)
+
+
+def share_of_the_label(probe: Probe, width: int) -> float:
+    """Gradient of the loss of one label at the token that it asks for, as a share of the largest at any token."""
+    tokens, others = probe.documents[0], probe.others[0]
+    place = next((place for place in range(1, len(tokens)) if tokens.count(tokens[place]) == 1), None)
+    if place is None or not probe.signature.takes("labels"):
+        return 0.0
+    with suppress(Exception), probe.quiet(), embedded(probe.model) as embeddings:
+        # two labels at one place: what routers add to the loss cancels out
+        labels = tokens[place] % width, others[place] % width
+        losses = [loss_of_one_label(probe, tokens, place, label) for label in labels]
+        found = torch.autograd.grad(losses[0] - losses[1], [leaf for _, leaf in embeddings], allow_unused=True)
+        gradients = torch.zeros(max(tokens) + 1, embeddings[0][1].shape[-1], device=probe.device)
+        for (seen, _), gradient in zip(embeddings, found, strict=True):
+            if gradient is not None:
+                gradients.index_add_(0, seen.flatten(), gradient.flatten(0, -2).float())
+        of_token = gradients.abs().amax(1)
+        return float(of_token[tokens[place]] / of_token.max())
+    return 0.0
+
+
+def loss_of_one_label(probe: Probe, tokens: list[int], place: int, label: int) -> Tensor:
+    labels = torch.full((1, len(tokens)), IGNORED_LABEL, device=probe.device)
+    labels[0, place] = label
+    given = {"input_ids": torch.tensor([tokens], device=probe.device), "labels": labels, "use_cache": False}
+    with as_it_was(*probe.model.modules()), probe.weights_kept():
+        loss: Tensor = probe.model(**{name: value for name, value in given.items() if probe.signature.takes(name)}).loss
+    return loss

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_packing.attention.as_it_was import as_it_was
 from hf_packing.attention.by_segment import Ahead, BySegment, Step
-from hf_packing.attention.differ import differ
-from hf_packing.attention.nested import Fill, Path, TokenAxes, copied, leaves, tensors
-from hf_packing.attention.row import PackedRow, SharedCall, Sharing
-from hf_packing.attention.trials import (
+from hf_packing.attention.module_checks import (
     RankingTokens,
     depends_on_far_positions,
+    differ,
     differs_on_other_rows,
     one_by_one,
 )
+from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing
+from hf_packing.attention.snapshot import as_it_was
+from hf_packing.attention.token_axes import Fill, Path, TokenAxes, copied, leaves, tensors
 from hf_packing.errors import PackingError
 
 

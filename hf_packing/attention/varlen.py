@@ -12,11 +12,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from hf_packing.attention.borders import borders_from_positions, check_borders
+from hf_packing.attention.exact_attention import attend_by_segment, attend_in_one_node
 from hf_packing.attention.kernels import attend_with_kernel, has_kernel
-from hf_packing.attention.one_node import attend_in_one_node
-from hf_packing.attention.row import current
-from hf_packing.attention.segments import attend_by_segment
+from hf_packing.attention.packed_row import borders_from_positions, check_borders, current
 from hf_packing.errors import PackingError
 
 NAME = "packed_varlen"

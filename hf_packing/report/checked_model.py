@@ -15,10 +15,10 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from hf_packing.attention.isolation import IsolationReport, check_isolation
-from hf_packing.attention.logits import NoLanguageModelError
 from hf_packing.attention.patch import patch_model
+from hf_packing.attention.small_copy import twin_of
 from hf_packing.attention.survey.tiny import architectures, tiny_model
-from hf_packing.attention.twin import twin_of
+from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.report.documents import one_line
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.seen_labels import refuse_seen_labels
+from hf_packing.attention.copied_labels import refuse_seen_labels
+from hf_packing.attention.inspect_model import inner_model
 from hf_packing.errors import PackingError
 from hf_packing.training.loss_of_model import check_patched, predicts_next, router_loss
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, weighted_loss, weights_of

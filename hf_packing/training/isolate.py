@@ -3,11 +3,10 @@
 from accelerate import Accelerator
 from torch import nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
+from hf_packing.attention.inspect_model import inner_model, where_weights_are
 from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.patch import patch_model, unpatch_model
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention.patched_forward import is_patched
 from hf_packing.errors import ModelNotSupportedError
 
 

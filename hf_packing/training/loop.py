@@ -6,10 +6,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
+from hf_packing.attention.inspect_model import inner_model, where_weights_are
 from hf_packing.attention.patch import unpatch_model
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention.patched_forward import is_patched
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.sampler import RankBatchSampler

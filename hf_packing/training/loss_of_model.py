@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_packing.attention.documents import random_documents
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.logits import SUPPORTED
-from hf_packing.attention.probe import device_of_inputs
-from hf_packing.attention.sharded import where_weights_are
-from hf_packing.attention.twin import twin_of
+from hf_packing.attention.inspect_model import Signature, device_of_inputs, inner_model, where_weights_are
+from hf_packing.attention.patched_forward import is_patched
+from hf_packing.attention.probe import random_documents
+from hf_packing.attention.small_copy import twin_of
+from hf_packing.attention.tolerance import SUPPORTED
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, weighted_loss, weights_of

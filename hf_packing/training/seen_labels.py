@@ -7,9 +7,9 @@ from torch import nn
 
 from hf_packing.arrow.columns import TOKEN_TYPE_IDS
 from hf_packing.arrow.loss_masks import LOSS_MASKS
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention.copied_labels import LabelsSeen, note_that_labels_differ
+from hf_packing.attention.inspect_model import inner_model
 from hf_packing.attention.route import route_of
-from hf_packing.attention.seen_labels import LabelsSeen, note_that_labels_differ
 from hf_packing.collate import PackingCollator
 from hf_packing.sampling.in_order import InOrder
 from hf_packing.sampling.rows import SampledRows

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention.inspect_model import inner_model, where_weights_are
 from hf_packing.attention.patch import patch_model
-from hf_packing.attention.sharded import where_weights_are
 from hf_packing.errors import PackingError
 from hf_packing.training.isolate import isolate
 from hf_packing.training.loss_of_model import own_loss, refuse_unknown_loss

@@ -8,11 +8,8 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import Trainer
 
-from hf_packing.attention.documents import random_documents
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.probe import device_of_inputs
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention.inspect_model import Signature, device_of_inputs, inner_model, where_weights_are
+from hf_packing.attention.probe import random_documents
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS

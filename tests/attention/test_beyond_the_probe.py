@@ -8,11 +8,13 @@ import torch
 from training_by_hand import batch_of
 
 import hf_packing as hfp
-from hf_packing.attention.as_it_was import as_it_was, with_weights_everywhere
-from hf_packing.attention.feed import Feed, Signature
-from hf_packing.attention.nested import TokenAxes, counts
-from hf_packing.attention.row import PackedRow
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.patch import with_weights_everywhere
+from hf_packing.attention.route import Feed
+from hf_packing.attention.snapshot import as_it_was
 from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.token_axes import TokenAxes, counts
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 

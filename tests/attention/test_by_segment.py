@@ -9,7 +9,7 @@ import transformers
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.row import (
+from hf_packing.attention.packed_row import (
     CALL_OVERHEAD,
     MAX_PADDING,
     PackedRow,

@@ -6,8 +6,7 @@ from torch._dynamo.utils import counters
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.one_node import attend_in_one_node
-from hf_packing.attention.segments import attend_by_segment
+from hf_packing.attention.exact_attention import attend_by_segment, attend_in_one_node
 from hf_packing.attention.survey.tiny import tiny_model
 
 

@@ -12,7 +12,7 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_packing as hfp
-from hf_packing.attention.feed import BORDERS
+from hf_packing.attention.route import BORDERS
 from hf_packing.attention.survey.tiny import tiny_model
 
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"

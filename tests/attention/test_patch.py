@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import hf_packing as hfp
-from hf_packing.attention.checkpointing import KeepRow
+from hf_packing.attention.patched_forward import KeepRow
 from hf_packing.attention.survey.tiny import tiny_model
 
 PARTLY_FLOAT32 = {"Gemma2", "GptOss", "DeepseekV3"}

@@ -7,7 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
 from hf_packing.attention import varlen
-from hf_packing.attention.installed import attention_of, is_patched
+from hf_packing.attention.patched_forward import attention_of, is_patched
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
 from hf_packing.attention.survey.tiny import tiny_model

@@ -8,9 +8,9 @@ from tiny_models import build
 
 import hf_packing as hfp
 from hf_packing.attention import probe, varlen
-from hf_packing.attention.feed import Feed
 from hf_packing.attention.probe import Probe
-from hf_packing.attention.rounding import LEAST, MOST, TIMES, Tolerance, measure_rounding
+from hf_packing.attention.route import Feed
+from hf_packing.attention.tolerance import LEAST, MOST, TIMES, Tolerance, measure_rounding
 
 
 def model_in_which_roundings_grow(**changes):

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
+from hf_packing.attention.by_segment import refuse_uneven_gathers
 from hf_packing.attention.route import packed_share, route_of
-from hf_packing.attention.sharded import refuse_uneven_gathers
 from hf_packing.attention.survey.tiny import tiny_model
 
 ON_A_SMALL_ONE = "proved isolation on a small"

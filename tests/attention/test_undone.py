@@ -10,8 +10,8 @@ from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_packing as hfp
-from hf_packing.attention import as_it_was
-from hf_packing.attention.installed import attention_of
+from hf_packing.attention import snapshot
+from hf_packing.attention.patched_forward import attention_of
 from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.attention.varlen import NAME
 
@@ -172,9 +172,9 @@ def test_weights_that_a_forward_rescales_are_put_back(rescale_every, training):
 
 @pytest.mark.parametrize("write", ["div_", "__idiv__", "__itruediv__", "__setitem__", "__set__", "copy_", "mul_"])
 def test_names_of_functions_that_write(write):
-    assert as_it_was.writes(write)
-    assert not as_it_was.writes(write.strip("_").replace("set", "get"))
-    assert not as_it_was.writes("__getitem__")
+    assert snapshot.writes(write)
+    assert not snapshot.writes(write.strip("_").replace("set", "get"))
+    assert not snapshot.writes("__getitem__")
 
 
 def test_every_way_to_write_to_a_weight_is_seen():
@@ -190,7 +190,7 @@ def test_every_way_to_write_to_a_weight_is_seen():
     for write in ways:
         module = torch.nn.Linear(3, 3)
         before = module.weight.detach().clone()
-        with torch.no_grad(), as_it_was.KeptWeights(module) as kept:
+        with torch.no_grad(), snapshot.KeptWeights(module) as kept:
             write(module.weight)
         assert not torch.equal(module.weight, before)
         kept.put_back()

@@ -5,8 +5,9 @@ import torch
 from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
-from hf_packing.attention.borders import borders_from_positions, borders_from_seq_idx, read_row
-from hf_packing.attention.feed import Feed, Signature
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.packed_row import borders_from_positions, borders_from_seq_idx, read_row
+from hf_packing.attention.route import Feed
 from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
 
 

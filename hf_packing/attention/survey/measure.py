@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.logits import comparable, logits_of, spread
 from hf_packing.attention.patch import patch_model, unpatch_model
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.sizes import VOCABULARY
 from hf_packing.attention.survey.architectures import VARIANTS
 from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tolerance import comparable, logits_of, spread
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import ModelNotSupportedError
 

@@ -1,13 +1,20 @@
-"""What a forward leaves behind in the modules, such as the scale of a rotary embedding, is put back."""
+"""Run a model and leave it as it was: modes, weights, state and chance are restored."""
 
+import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from hf_packing.attention.inspect_model import configurations
 
 INNER = (
     *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -17,7 +24,6 @@ INNER = (
 
 KEPT = ("forward", "training")
 """What others may set on purpose while a forward runs."""
-
 
 OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
@@ -130,39 +136,99 @@ def writes(function: str) -> bool:
     return function.endswith("_") and (not function.endswith("__") or function.startswith(("__i", "__set")))
 
 
-SMALL = 0.1
-"""Standard deviation of gates and biases that are zero otherwise."""
+RANDOM_SETTINGS = ("drop", "jitter", "noise")
+"""Parts of the names of probabilities and scales of noise: attention_dropout, layerdrop, router_jitter_noise,
+neftune_noise_alpha."""
 
-SHARE_OF_KERNEL = 0.5
-"""Noise in a kernel, as a share of its root mean square."""
-
-LONGEST_KERNEL = 16
-"""Tokens that a convolution in a language model sees at once; the last axis of its weight."""
+DROPOUTS = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+)
 
 
 @contextmanager
-def with_weights_everywhere(model: nn.Module) -> Iterator[None]:
-    """What may hide a leak before training is random for the length of the block: parameters that are all zero, as some
-    projections and gates are, and kernels of convolutions, which some begin as the identity.
-    """
-    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
-    silent = [parameter for parameter in parameters if not parameter.any()]
-    kernels = [(p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= LONGEST_KERNEL and p.any()]
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(parameter: nn.Parameter, scale: float) -> Tensor:
-        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
-
+def modes_put_back(model: nn.Module) -> Iterator[None]:
+    """Whether each module is in training mode, which may differ between them, is as it was afterwards."""
+    before = [(module, module.training) for module in model.modules()]
     try:
-        with torch.no_grad():
-            for parameter in silent:
-                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else SMALL))
-            for parameter, _ in kernels:
-                parameter.add_(noise(parameter, SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
         yield
     finally:
-        with torch.no_grad():
-            for parameter in silent:
-                parameter.zero_()
-            for parameter, before in kernels:
-                parameter.copy_(before)
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def chance_put_back(device: torch.device) -> Iterator[None]:
+    """The random states of torch, NumPy and Python are as they were afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def begin_chance(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def state_of_chance(device: torch.device) -> tuple[Any, ...]:
+    """What changes when a random number is drawn."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return (*(bytes(state.numpy()) for state in states), random.getstate(), _of_numpy())
+
+
+def _of_numpy() -> tuple[bytes, int]:
+    _, keys, place, *_ = np.random.get_state(legacy=True)
+    return np.asarray(keys).tobytes(), int(place)
+
+
+@contextmanager
+def without_chance(model: PreTrainedModel) -> Iterator[None]:
+    """What a model drops and which noise it adds in training is nothing, for the length of the block."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(switched_off(module, ("p",) if isinstance(module, _DropoutNd) else ()))
+        for config in configurations(model):
+            stack.enter_context(switched_off(config))
+        stack.enter_context(NoDropout())
+        yield
+
+
+@contextmanager
+def switched_off(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
+    """Attributes that are probabilities or scales of noise are 0."""
+    settings = {
+        name: value
+        for name, value in vars(owner).items()
+        if type(value) is float and value and (name in also or any(part in name for part in RANDOM_SETTINGS))
+    }
+    vars(owner).update(dict.fromkeys(settings, 0.0))
+    try:
+        yield
+    finally:
+        vars(owner).update(settings)
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout returns what it is given, wherever its probability was written."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if function is F.scaled_dot_product_attention:
+            args, kwargs = without_dropout(args, kwargs)
+        return function(*args, **kwargs)
+
+
+def without_dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of scaled_dot_product_attention, whose fifth argument it is."""
+    return (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, kwargs if len(args) > 4 else {
+        **kwargs,
+        "dropout_p": 0.0,
+    }

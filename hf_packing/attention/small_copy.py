@@ -7,12 +7,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.find_route import find_and_prove
-from hf_packing.attention.installed import take_out
-from hf_packing.attention.logits import NoLanguageModelError
 from hf_packing.attention.proof import PLAIN
 from hf_packing.attention.random_weights import randomise
-from hf_packing.attention.route import Route, key_of, known_routes, packed_share, route_of
+from hf_packing.attention.route import Route, packed_share, route_of
 from hf_packing.attention.sizes import SETTINGS, THRESHOLDS
+from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.errors import ModelNotSupportedError
 
 DEPTHS = (
@@ -42,25 +41,6 @@ DTYPES = (torch.float64, torch.float32)
 
 EXPERTS = "eager"
 """How a small model computes its experts: the grouped kernels do not take float64."""
-
-
-def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
-    """As `find_and_prove`, and where modules do something else from a length on that the probe does not have, such as
-    to look at the 2048 best tokens only, their route is that of a small model in which this length is a short one.
-    """
-    key = key_of(model)
-    is_known = key in known_routes
-    find_and_prove(model)
-    route = route_of(model)
-    if is_known or route is None or not route.by_segment or not changes_beyond_the_probe(model.config):
-        return
-    try:
-        other = route_of_a_twin(model)
-    except ModelNotSupportedError:
-        return
-    take_out(model)
-    known_routes[key] = other
-    find_and_prove(model)
 
 
 def changes_beyond_the_probe(config: PreTrainedConfig) -> bool:
