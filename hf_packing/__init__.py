@@ -20,7 +20,7 @@ HOME_OF = {
     "EpochSummary": "training.summary",
     "FirstCome": "strategies.in_order",
     "FixedLength": "strategies.in_order",
-    "IsolationReport": "attention.isolation",
+    "IsolationReport": "attention",
     "MissingDependencyError": "errors",
     "ModelNotSupportedError": "errors",
     "Multipack": "strategies.in_order",
@@ -36,24 +36,23 @@ HOME_OF = {
     "ShortestPackFirst": "strategies.counting",
     "TokenBudget": "sampling.token_budget",
     "attach": "training.attach",
-    "check_isolation": "attention.isolation",
+    "check_isolation": "attention",
     "compare": "comparison",
     "compute_loss": "training.compute_loss",
     "evaluation_loss": "training.evaluation",
     "pack": "dataset",
     "packing_report": "report.report",
-    "patch_model": "attention.patch",
-    "patched": "attention.patch",
+    "patch_model": "attention",
+    "patched": "attention",
     "plan_counts": "strategies.planning",
     "plan_packing": "strategies.planning",
     "prepare_dataloader": "training.loop",
     "unpack": "dataset",
-    "unpatch_model": "attention.patch",
+    "unpatch_model": "attention",
 }
 
 if TYPE_CHECKING:
-    from hf_packing.attention.isolation import IsolationReport, check_isolation
-    from hf_packing.attention.patch import patch_model, patched, unpatch_model
+    from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
     from hf_packing.comparison import ComparedStrategy, Comparison, compare
     from hf_packing.dataset import pack, unpack

@@ -1,4 +1,4 @@
-"""Refuse labels that only repeat the tokens that a model sees."""
+"""Refuse labels that only repeat the input, on models that see the tokens that their labels ask for."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,32 +8,32 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_packing.arrow.loss_masks import IGNORED_LABEL
-from hf_packing.attention.route import STATE
+from hf_packing.attention.route import PATCH, route_of
 from hf_packing.errors import PackingError
 
-FEWEST = 3
-"""Trained labels below which a batch shows nothing: where 15 % of the tokens are asked for and 10 % of those are kept,
-one in 300,000 batches of 3 tokens has all of them asked for and kept."""
+_FEWEST = 3
+"""Trained labels below which a batch shows nothing. If 15 % of the tokens are trained on, and 10 % of those are kept as
+they are, one in 300,000 batches of 3 tokens has only tokens that are trained on and kept."""
 
-MANY = 4096
-"""Trained labels in a row that are enough where others have differed from their tokens before: those of a corrector of
-spelling repeat its tokens as long as there is no mistake."""
+_MANY = 4096
+"""Trained labels in a row that must repeat the input if labels have differed from it before. The labels of a spelling
+corrector repeat its input as long as there is no mistake."""
 
 
 @dataclass
-class LabelsSeen:
-    """What the labels of a model's batches have been, where it sees the tokens that they ask for."""
+class LabelCheck:
+    """Counts the labels of successive batches that repeat the input."""
 
     differed: bool = False
-    """Whether a label was another token than the one in its place, or tokens were left out."""
+    """Whether a label has differed from the token in its place, or tokens were left out."""
     repeated: int = 0
-    """Trained labels since, all of them the tokens in their places."""
+    """Trained labels since then, all of which repeat the tokens in their places."""
 
-    def refuse_repeated(self, name: str, input_ids: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> None:
+    def add(self, model_name: str, input_ids: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> None:
         """Count one more batch.
 
         Args:
-            name: of the model's class.
+            model_name: class of the model, for the message.
             input_ids: integers [rows, tokens].
             labels: integers [rows, tokens].
             cu_seq_lens: int32 [segments + 1], in the rows laid end to end.
@@ -42,37 +42,56 @@ class LabelsSeen:
             PackingError: all tokens but first ones are trained on, and each label is the token in its place.
         """
         trained = labels != IGNORED_LABEL
-        if bool((trained & (labels != input_ids)).any()) or are_chosen(trained, cu_seq_lens):
+        if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
             self.differed, self.repeated = True, 0
             return
         self.repeated += int(trained.sum())
-        if self.repeated >= (MANY if self.differed else FEWEST):
+        if self.repeated >= (_MANY if self.differed else _FEWEST):
             raise PackingError(
-                f"labels: expected other tokens than those of input_ids, which {name} sees where labels ask for them, "
-                f"so that it would learn to copy its input; got {self.repeated} labels that only repeat input_ids. "
+                f"labels: expected other tokens than those of input_ids, since {model_name} sees the tokens that its "
+                f"labels ask for, and would learn to copy its input; got {self.repeated} labels that only repeat "
+                "input_ids. "
                 "Mask tokens before they are packed, in a map or with_transform of the dataset, as transformers' "
                 "DataCollatorForLanguageModeling does, with labels of -100 where nothing is asked for (or shift labels "
                 "by one, for a causal model that does not)"
             )
 
 
-def note_that_labels_differ(model: PreTrainedModel) -> None:
-    """From now on single batches of a patched model may repeat their tokens, since its data has other labels, too."""
-    patch: Any = getattr(model, STATE)
-    patch.labels.differed = True
+def sees_labels(model: PreTrainedModel) -> bool:
+    """Return whether a patched model sees the tokens that its labels ask for, as masked language models do."""
+    route = route_of(model)
+    return route is not None and route.sees_labels
 
 
-def refuse_seen_labels(model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor) -> None:
-    """Refuse a batch of a patched model that sees the tokens that its labels ask for, where labels only repeat them."""
-    patch: Any = getattr(model, STATE)
+def refuse_copied_labels(
+    model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor, *, is_sample: bool = False
+) -> None:
+    """Refuse the labels of a training batch if they only repeat tokens that the patched model sees.
+
+    Args:
+        model: patched.
+        input_ids: integers [rows, tokens]; anything else is not checked.
+        labels: integers [rows, tokens]; anything else is not checked.
+        cu_seq_lens: int32 [segments + 1], in the rows laid end to end.
+        is_sample: whether this is a sample of a whole dataset. It is judged alone then, and if its labels differ from
+            the tokens anywhere, later batches may repeat their tokens.
+
+    Raises:
+        PackingError: all labels of this batch, and enough of those before it, repeat the tokens in their places.
+    """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
-    if patch.route.sees_labels and both and input_ids.shape == labels.shape:
-        patch.labels.refuse_repeated(type(model).__name__, input_ids, labels.to(input_ids.device), cu_seq_lens)
+    if not sees_labels(model) or not both or input_ids.shape != labels.shape:
+        return
+    patch: Any = getattr(model, PATCH)
+    check = LabelCheck() if is_sample else patch.label_check
+    check.add(type(model).__name__, input_ids, labels.to(input_ids.device), cu_seq_lens)
+    if is_sample and check.differed:
+        patch.label_check.differed = True
 
 
-def are_chosen(trained: Tensor, cu_seq_lens: Tensor) -> bool:
-    """Whether some tokens, beside the first, are not trained on in a segment where others are."""
-    each, begin = trained.flatten().cpu().numpy(), cu_seq_lens[:-1].cpu().numpy()
+def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:
+    """Return whether a segment has both tokens that are trained on and tokens, besides the first, that are not."""
+    each, starts = trained.flatten().cpu().numpy(), cu_seq_lens[:-1].cpu().numpy()
     left_out = ~each
-    left_out[begin] = False
-    return bool((np.logical_or.reduceat(each, begin) & np.logical_or.reduceat(left_out, begin)).any())
+    left_out[starts] = False
+    return bool((np.logical_or.reduceat(each, starts) & np.logical_or.reduceat(left_out, starts)).any())

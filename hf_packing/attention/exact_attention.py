@@ -1,4 +1,6 @@
-"""Exact attention segment by segment in plain torch, and the same as a single operator for torch.compile."""
+"""Exact attention by segment in plain torch, on any device; and the same as one custom op, for torch.compile.
+
+torch.compile cannot read lengths from a tensor of borders, so it calls a custom op with a backward of its own."""
 
 from collections import defaultdict
 from typing import Any
@@ -23,7 +25,7 @@ def attend_by_segment(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention inside each segment of a flat row. Segments of equal length share one call.
+    """Attend inside each segment of a flat row. Segments of equal length share a call.
 
     Args:
         query: [1, heads, tokens, head_dim].
@@ -31,10 +33,10 @@ def attend_by_segment(
         value: [1, kv_heads, tokens, value_dim].
         lengths: tokens of each segment; they add up to the row.
         scale: factor of the scores.
-        is_causal: whether a token sees only itself and what precedes it.
-        window: tokens that a token sees on each side it may look at, itself included; None for all.
-        softcap: scores become softcap * tanh(scores / softcap); None for none.
-        sinks: [heads], a score of each head that takes part in the softmax and attends to nothing; None for none.
+        is_causal: whether a token attends only to itself and to tokens before it.
+        window: tokens that a token attends to on each side, itself included; None for all.
+        softcap: scores become softcap * tanh(scores / softcap); None to leave them.
+        sinks: [heads], a score per head that takes part in the softmax but attends to no token; None for no sinks.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -46,8 +48,8 @@ def attend_by_segment(
     queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     outputs: list[Tensor] = [query] * len(lengths)
     for length, segments in same_length.items():
-        q, k, v = (cat([parts[segment] for segment in segments], 0) for parts in (queries, keys, values))
-        mask = None if window is None or window >= length else window_mask(length, window, is_causal, query.device)
+        q, k, v = (_cat([parts[segment] for segment in segments], 0) for parts in (queries, keys, values))
+        mask = None if window is None or window >= length else _window_mask(length, window, is_causal, query.device)
         if softcap is None and sinks is None:
             causal = is_causal and mask is None
             gqa = q.shape[1] != k.shape[1]
@@ -55,24 +57,24 @@ def attend_by_segment(
                 q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa
             )
         else:
-            attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
+            attended = _attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
         for segment, output in zip(segments, torch.split(attended, 1), strict=True):
             outputs[segment] = output
-    return cat(outputs, 2)
+    return _cat(outputs, 2)
 
 
-def cat(parts: list[Tensor], dim: int) -> Tensor:
-    """torch.cat copies a single tensor too."""
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate. Skip the copy of a single tensor, which torch.cat would make."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
-    """bool [length, length]: which keys (columns) each query (rows) sees."""
+def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Return bool [length, length]: which keys (columns) each query (row) attends to."""
     back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (back < window) & (back >= 0 if is_causal else back > -window)
 
 
-def attend_with_scores(
+def _attend_with_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -83,14 +85,14 @@ def attend_with_scores(
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attention with its scores written out, for what torch's fused attention does not know: soft caps and sinks."""
+    """Attend with explicit scores, for soft caps and sinks, which torch's fused attention does not support."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and is_causal:
-        mask = window_mask(query.shape[2], query.shape[2], True, query.device)
+        mask = _window_mask(query.shape[2], query.shape[2], True, query.device)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
@@ -103,7 +105,7 @@ def attend_with_scores(
 
 
 @torch.library.custom_op("hf_packing::attend_by_segment", mutates_args=())
-def forward(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -114,14 +116,14 @@ def forward(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """`attend_by_segment`, with borders as a tensor."""
+    """Compute `attend_by_segment`, with borders in a tensor."""
     lengths = cu_seq_lens.diff().tolist()
-    how: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
-    return attend_by_segment(query, key, value, lengths, sinks=sinks, **how).contiguous()
+    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
+    return attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()
 
 
 @torch.library.custom_op("hf_packing::attend_by_segment_backward", mutates_args=())
-def backward(
+def _backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -133,12 +135,12 @@ def backward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks (empty without), from the inputs alone: nothing else is kept."""
+    """Return the gradients of query, key, value and sinks (empty without sinks). Only the inputs are saved for it."""
     lengths = cu_seq_lens.diff().tolist()
-    mask = {length: sight(length, window, is_causal, query.device) for length in set(lengths)}
+    mask = {length: _visible(length, window, is_causal, query.device) for length in set(lengths)}
     parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
     found = [
-        gradients_of_a_segment(g, q, k, v, mask[length], sinks, scale, softcap)
+        _segment_gradients(g, q, k, v, mask[length], sinks, scale, softcap)
         for length, g, q, k, v in zip(lengths, *parts, strict=True)
     ]
     of_query, of_key, of_value, of_sinks = zip(*found, strict=True)
@@ -147,11 +149,11 @@ def backward(
     return along[0], along[1], along[2], summed
 
 
-def sight(length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor:
-    return window_mask(length, length if window is None else window, is_causal, device)
+def _visible(length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor:
+    return _window_mask(length, length if window is None else window, is_causal, device)
 
 
-def gradients_of_a_segment(
+def _segment_gradients(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -161,7 +163,7 @@ def gradients_of_a_segment(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By the chain rule through the softmax; at least in float32."""
+    """Apply the chain rule through the softmax, in float32 or float64."""
     dtype, heads, kv_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1], key.shape[1]
     q, g = query.to(dtype), gradient.to(dtype)
     k, v = (tensor.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
@@ -183,12 +185,12 @@ def gradients_of_a_segment(
     return (of_scores @ k).to(query.dtype), shared[0].to(key.dtype), shared[1].to(value.dtype), of_sinks
 
 
-@forward.register_fake
+@_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-@backward.register_fake
+@_backward.register_fake
 def _(
     gradient: Tensor,  # noqa: ARG001
     query: Tensor,
@@ -202,21 +204,21 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
     ctx.save_for_backward(*inputs[:5])
-    ctx.how = inputs[5:]
+    ctx.options = inputs[5:]
 
 
-def gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     query, key, value, cu_seq_lens, sinks = ctx.saved_tensors
-    of_query, of_key, of_value, of_sinks = backward(gradient, query, key, value, cu_seq_lens, sinks, *ctx.how)
+    of_query, of_key, of_value, of_sinks = _backward(gradient, query, key, value, cu_seq_lens, sinks, *ctx.options)
     return of_query, of_key, of_value, None, None if sinks is None else of_sinks, None, None, None, None
 
 
-forward.register_autograd(gradients, setup_context=keep)
+_forward.register_autograd(_gradients, setup_context=_save)
 
 
-def attend_in_one_node(
+def attend_by_segment_compiled(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -229,12 +231,12 @@ def attend_in_one_node(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """As `attend_by_segment`, with borders as a tensor.
+    """Compute `attend_by_segment` as one custom op, with borders in a tensor.
 
     Raises:
-        PackingError: dropout, since the backward pass computes the attention anew.
+        PackingError: dropout, since the backward pass computes the attention again.
     """
     if dropout:
-        raise PackingError(f"dropout: expected 0 in attention that is compiled on {query.device.type}, got {dropout}")
-    output: Tensor = forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)
+        raise PackingError(f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}")
+    output: Tensor = _forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)
     return output

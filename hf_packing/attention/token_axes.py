@@ -1,4 +1,4 @@
-"""Tensors in nested arguments: which of their axes are tokens, cutting segments out of them, and joining them again."""
+"""Nested arguments of modules: find the axes that are tokens, cut segments out of them, and join them again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,28 +10,33 @@ from torch import Tensor
 from hf_packing.errors import PackingError
 
 Path = tuple[str | int, ...]
+"""Where a leaf is in nested tuples, lists and dictionaries."""
 
 Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
+"""Makes padding, from the tensor to pad and the shape of the padding."""
+
+LARGEST_FINITE = 1e30
+"""Larger values stand for infinity: masks are filled with the smallest float."""
+
+_LINE_TOLERANCE = 0.01
+"""How far a bias may be from a straight line, as a share of its last value. In half precision it is not exact."""
 
 
-def spelled(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def rebuild(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """The same nest of tuples, lists and dictionaries, with every leaf changed."""
+def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Return the same nest of tuples, lists and dictionaries, with every leaf replaced by change(path, leaf)."""
     if isinstance(value, tuple):
-        items = [rebuild(item, change, (*path, number)) for number, item in enumerate(value)]
+        items = [map_leaves(item, change, (*path, number)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
-        return [rebuild(item, change, (*path, number)) for number, item in enumerate(value)]
-    if isinstance(value, dict):  # the outputs of transformers' models among them
-        named = {name: rebuild(item, change, (*path, name)) for name, item in value.items() if item is not None}
+        return [map_leaves(item, change, (*path, number)) for number, item in enumerate(value)]
+    if isinstance(value, dict):  # such as the outputs of transformers' models
+        named = {name: map_leaves(item, change, (*path, name)) for name, item in value.items() if item is not None}
         return {**value, **named} if type(value) is dict else type(value)(**named)
     return change(path, value)
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, leaf) for every leaf."""
     if isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
             yield from leaves(item, (*path, number))
@@ -42,161 +47,207 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def copied(value: Any) -> Any:
-    return rebuild(value, lambda _, leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+def detached_copy(value: Any) -> Any:
+    return map_leaves(value, lambda _, leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
 
 
-def is_count(leaf: Any) -> bool:
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _is_integer(leaf: Any) -> bool:
     return isinstance(leaf, int) and not isinstance(leaf, bool)
 
 
-LARGEST = 1e30
-"""Masks stand for minus infinity with the smallest float."""
-
-UNEVEN = 0.01
-"""How far from a line a bias may be, as a share of its last value: it may be in half precision."""
-
-
 class TokenAxes:
-    """Which axes of a module's arguments, or of what it returns, are the tokens of a row.
+    """Which axes of a module's arguments, or of its outputs, are the tokens of a row.
 
-    While `row` is set, to a number of tokens that nothing else in the model has, they are learned by their size. After
-    that they are known by where a tensor stands, since any other axis may have as many entries as a row has tokens.
+    Axes are recorded on one row whose length no other axis of the model has, so that an axis of that size is an axis of
+    tokens. After `freeze`, a tensor's axes are known by its place among the arguments, whatever its sizes are.
+
+    Args:
+        where: the module, for messages.
+        row_length: tokens of the row on which axes are recorded.
     """
 
-    def __init__(self, where: str, row: int | None = None) -> None:
+    def __init__(self, where: str, row_length: int) -> None:
         self.where = where
-        self.row = row
-        self.known: dict[tuple[Path, int], tuple[int, ...]] = {}
-        """By path and number of dimensions; a count of tokens, which has none, is a token axis 0 of -1 dimensions."""
-        self.counting: set[Path] = set()
-        """Tensors that count the tokens along the row; in every segment they count from the start of the row."""
+        self._row_length: int | None = row_length
+        self._known: dict[tuple[Path, int], tuple[int, ...]] = {}
+        """By path and number of dimensions. An integer has -1 dimensions; if it counts tokens, its axes are (0,)."""
+        self._counting: set[Path] = set()
+        """Tensors that count tokens along the row. A segment gets the first values, not those in its place."""
+
+    @property
+    def is_recording(self) -> bool:
+        return self._row_length is not None
+
+    def freeze(self) -> None:
+        """End the recording."""
+        self._row_length = None
+
+    def record(self, value: Any) -> None:
+        """Learn the token axes of every leaf that has not been seen before."""
+        for path, leaf in leaves(value):
+            if (key := _key(path, leaf)) is None or key in self._known:
+                continue
+            self._known[key] = self._axes_by_size(leaf)
+            if isinstance(leaf, Tensor) and counts_along(leaf, self._known[key]):
+                self._counting.add(path)
 
     def of(self, path: Path, leaf: Any) -> tuple[int, ...]:
-        """The token axes of a tensor; (0,) for an integer that counts tokens, () for any other."""
-        if isinstance(leaf, Tensor):
-            key = path, leaf.ndim
-            if key not in self.known and self.row is None and leaf.ndim:
-                raise PackingError(
-                    f"{self.where}: it has not been seen with {spelled(path)} of shape {list(leaf.shape)} "
-                    "when the model was patched, so its tokens cannot be told from its other axes"
-                )
-            sizes: Sequence[int] = leaf.shape
-        elif is_count(leaf):
-            key, sizes = (path, -1), [leaf]
-        else:
+        """Return the token axes of a leaf: (0,) for an integer that counts tokens, () for anything without tokens.
+
+        Raises:
+            PackingError: a tensor that was not there when axes were recorded.
+        """
+        if (key := _key(path, leaf)) is None:
             return ()
-        if key not in self.known:
-            if self.row is None:
-                return ()
-            self.known[key] = tuple(axis for axis, size in enumerate(sizes) if size == self.row)
-            if isinstance(leaf, Tensor) and counts(leaf, self.known[key]):
-                self.counting.add(path)
-        return self.known[key]
+        if key in self._known:
+            return self._known[key]
+        if self.is_recording:
+            return self._axes_by_size(leaf)
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            raise PackingError(
+                f"{self.where}: {_dotted(path)} of shape {list(leaf.shape)} was not seen when the model was patched, "
+                "so its axis of tokens is not known"
+            )
+        return ()
 
-    def anywhere_in(self, value: Any) -> bool:
-        return len([path for path, leaf in leaves(value) if self.of(path, leaf)]) > 0  # of all: they are learned
+    def _axes_by_size(self, leaf: Any) -> tuple[int, ...]:
+        sizes: Sequence[int] = leaf.shape if isinstance(leaf, Tensor) else [leaf]
+        return tuple(axis for axis, size in enumerate(sizes) if size == self._row_length)
 
-    def most_in_one(self, value: Any) -> int:
+    def any_in(self, value: Any) -> bool:
+        """Return whether any leaf has tokens."""
+        return any(self.of(path, leaf) for path, leaf in leaves(value))
+
+    def most_in_one_tensor(self, value: Any) -> int:
+        """Return the largest number of token axes that a tensor has."""
         return max((len(self.of(path, leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor)), default=0)
 
-    def counts_in(self, value: Any) -> bool:
-        return len([path for path, leaf in leaves(value) if is_count(leaf) and self.of(path, leaf)]) > 0
+    def has_count(self, value: Any) -> bool:
+        """Return whether an integer is the number of tokens."""
+        return any(_is_integer(leaf) and self.of(path, leaf) for path, leaf in leaves(value))
 
-    def check(self, value: Any, tokens: int) -> None:
+    def is_counting(self, path: Path) -> bool:
+        return path in self._counting
+
+    def check(self, value: Any) -> None:
+        """Raise PackingError for a tensor that was not there when axes were recorded."""
         for path, leaf in leaves(value):
-            if isinstance(leaf, Tensor):
-                for axis in self.of(path, leaf):
-                    if leaf.shape[axis] != tokens:
-                        raise PackingError(
-                            f"{self.where}: expected {tokens} tokens along axis {axis} of {spelled(path)}, "
-                            f"got shape {list(leaf.shape)}"
-                        )
-                is_float = leaf.is_floating_point()  # in half precision, far steps are uneven
-                if path in self.counting and not is_float and not counts(leaf, self.of(path, leaf)):
+            self.of(path, leaf)
+
+    def check_row(self, value: Any, tokens: int) -> None:
+        """Raise PackingError for a tensor whose axes of tokens have another size, or that no longer counts tokens."""
+        for path, leaf in leaves(value):
+            if not isinstance(leaf, Tensor):
+                continue
+            axes = self.of(path, leaf)
+            for axis in axes:
+                if leaf.shape[axis] != tokens:
                     raise PackingError(
-                        f"{self.where}: expected positions that count the tokens of a row in {spelled(path)}; is there "
-                        "a padding token in a document?"
+                        f"{self.where}: expected {tokens} tokens along axis {axis} of {_dotted(path)}, "
+                        f"got shape {list(leaf.shape)}"
                     )
+            is_float = leaf.is_floating_point()  # in half precision, the steps of large values are uneven
+            if path in self._counting and not is_float and not counts_along(leaf, axes):
+                raise PackingError(
+                    f"{self.where}: expected positions that count the tokens of a row in {_dotted(path)}; is there "
+                    "a padding token in a document?"
+                )
 
 
-def counts(leaf: Tensor, along: tuple[int, ...]) -> bool:
-    """Whether values go up in equal steps from token to token: positions, or the bias of ALiBi that begins at 0."""
-    if leaf.dtype == torch.bool or not along or leaf.shape[along[0]] < 2:
+def _key(path: Path, leaf: Any) -> tuple[Path, int] | None:
+    """Return the key of a leaf that may have tokens, or None."""
+    if isinstance(leaf, Tensor):
+        return path, leaf.ndim
+    return (path, -1) if _is_integer(leaf) else None
+
+
+def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
+    """Return whether values rise in equal steps from token to token: positions, or a bias of ALiBi that starts at 0."""
+    if leaf.dtype == torch.bool or not axes or leaf.shape[axes[0]] < 2:
         return False
-    if len(along) == 2 and leaf.is_floating_point():
-        return grows_along_the_diagonal(leaf.detach().movedim(along, (-2, -1)).double())
-    if len(along) > 1:
+    if len(axes) == 2 and leaf.is_floating_point():
+        return _grows_along_diagonal(leaf.detach().movedim(axes, (-2, -1)).double())
+    if len(axes) > 1:
         return False
-    tokens = leaf.shape[along[0]]
-    by_token = leaf.detach().movedim(along[0], -1).reshape(-1, tokens)
+    tokens = leaf.shape[axes[0]]
+    by_token = leaf.detach().movedim(axes[0], -1).reshape(-1, tokens)
     if not leaf.is_floating_point():
         return bool((by_token.diff() == 1).all()) and bool((by_token == by_token[:1]).all())
     last = by_token[:, -1:].double()
     line = torch.arange(tokens, device=leaf.device) * last / (tokens - 1)
-    return bool(last.any()) and bool(((by_token - line).abs() <= UNEVEN * last.abs()).all())
+    return bool(last.any()) and bool(((by_token - line).abs() <= _LINE_TOLERANCE * last.abs()).all())
 
 
-def grows_along_the_diagonal(mask: Tensor) -> bool:
-    """Whether a mask hides the same in every block along its diagonal, and adds a number to one that grows: ALiBi."""
+def _grows_along_diagonal(mask: Tensor) -> bool:
+    """Return whether a mask hides the same in every block on its diagonal, plus a number that grows, as with ALiBi."""
     size = mask.shape[-1] // 2
     first, last = mask[..., :size, :size], mask[..., -size:, -size:]
-    seen = first.abs() < LARGEST
-    if not torch.equal(seen, last.abs() < LARGEST):
+    visible = first.abs() < LARGEST_FINITE
+    if not torch.equal(visible, last.abs() < LARGEST_FINITE):
         return False
-    added = torch.where(seen, last - first, 0)
+    added = torch.where(visible, last - first, 0)
     most = added.abs().amax((-2, -1), keepdim=True)
-    return bool(most.any()) and bool((torch.where(seen, added.abs() - most, 0).abs() <= UNEVEN * most).all())
+    return bool(most.any()) and bool(
+        (torch.where(visible, added.abs() - most, 0).abs() <= _LINE_TOLERANCE * most).all()
+    )
 
 
 def cut(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:
-    """Arguments for a call with these slices of a row alone, each a row of the batch, padded on the right with zeros.
+    """Cut slices out of a row's arguments, and stack them as the rows of a batch, padded on the right.
 
     Args:
         value: arguments for the row.
         axes: where their tokens are.
-        slices: (start, end) of each.
-        fill: makes the padding, from a tensor and the padding's shape, where it is not zeros.
+        slices: (start, end) of each slice.
+        fill: makes the padding; zeros by default.
 
     Raises:
         PackingError: several slices of a tensor that has no axis for rows before its tokens.
     """
     longest = max(end - start for start, end in slices)
 
-    def slices_of(path: Path, leaf: Any) -> Any:
+    def cut_leaf(path: Path, leaf: Any) -> Any:
         along = axes.of(path, leaf)
         if not along:
             return leaf
         if not isinstance(leaf, Tensor):
             return longest
         if along[0] == 0 and len(slices) > 1:
-            raise PackingError(f"{axes.where}: its {spelled(path)} has no axis for rows")
+            raise PackingError(f"{axes.where}: its {_dotted(path)} has no axis for rows")
         parts = []
         for start, end in slices:
             part = leaf
             for axis in along:
-                part = part.narrow(axis, 0 if path in axes.counting else start, end - start)
+                part = part.narrow(axis, 0 if axes.is_counting(path) else start, end - start)
             if end - start < longest:
                 for axis in along:
-                    part = padded(part, axis, longest - (end - start), fill)
+                    part = _pad(part, axis, longest - (end - start), fill)
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    return rebuild(value, slices_of)
+    return map_leaves(value, cut_leaf)
 
 
-def padded(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
+def _pad(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
     if fill is None:
         return F.pad(tensor, [0, 0] * (tensor.ndim - axis - 1) + [0, missing])
     return torch.cat([tensor, fill(tensor, (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :]))], dim=axis)
 
 
-def apart(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
-    """What a call with several slices returned, as what each slice alone would have returned."""
+def split(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
+    """Split what a call with several slices returned into what each slice would have returned alone.
+
+    Returns:
+        For each slice, its leaves by path, without padding.
+    """
     parts: list[dict[Path, Any]] = [{} for _ in lengths]
     for path, leaf in leaves(value):
         along = axes.of(path, leaf)
@@ -216,47 +267,47 @@ def apart(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path
     return parts
 
 
-def joined(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
-    """One nest like `value`, with the tokens of all parts in a row.
+def join(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
+    """Join the parts of all segments into one nest like `value`.
 
-    A tensor with two token axes, such as attention weights, has zeros between parts. Of what has no token axis, such as
-    a last state, the last is taken, but for single numbers, which have to be the same in all.
+    A tensor with two token axes, such as attention weights, gets zeros between segments. Of a leaf without tokens, such
+    as a last state, the last part is taken. Single numbers must be the same in all parts.
     """
 
-    def join(path: Path, _: Any) -> Any:
+    def join_leaf(path: Path, _: Any) -> Any:
         each = [part[path] for part in parts]
         along = axes.of(path, each[0])
         if not isinstance(each[0], Tensor):
             return sum(each) if along else each[-1]
         if not along:
-            refuse_numbers_that_differ(each, axes.where)
+            _check_equal_numbers(each, axes.where)
             return each[-1]
         if len(along) == 1:
             return torch.cat(each, dim=along[0])
         if len(along) > 2:
-            raise PackingError(f"{axes.where}: it returns a tensor with {len(along)} token axes")
-        return along_the_diagonal(each, *along)
+            raise PackingError(f"{axes.where}: it returns a tensor with {len(along)} axes of tokens")
+        return _block_diagonal(each, *along)
 
-    return rebuild(value, join)
+    return map_leaves(value, join_leaf)
 
 
-def refuse_numbers_that_differ(each: Sequence[Tensor], where: str) -> None:
-    """Raise PackingError for single numbers that differ between parts: those of the last would stand for all."""
+def _check_equal_numbers(each: Sequence[Tensor], where: str) -> None:
+    """Raise PackingError for single numbers that differ between parts, since no number of theirs stands for the row."""
     if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
         raise PackingError(
-            f"{where}: it returns a number made of all tokens that it is given, such as the loss of a router, which "
-            "cannot be made of those of the segments"
+            f"{where}: it returns a number computed from all its tokens, such as the loss of a router, which cannot be "
+            "computed from those of the segments"
         )
 
 
-def along_the_diagonal(blocks: Sequence[Tensor], rows: int, columns: int) -> Tensor:
-    width = sum(block.shape[columns] for block in blocks)
+def _block_diagonal(blocks: Sequence[Tensor], row_axis: int, column_axis: int) -> Tensor:
+    width = sum(block.shape[column_axis] for block in blocks)
     before = 0
     padded = []
     for block in blocks:
-        after = width - before - block.shape[columns]
+        after = width - before - block.shape[column_axis]
         padding = [0] * (2 * block.ndim)
-        padding[2 * (block.ndim - columns) - 2 : 2 * (block.ndim - columns)] = [before, after]
+        padding[2 * (block.ndim - column_axis) - 2 : 2 * (block.ndim - column_axis)] = [before, after]
         padded.append(F.pad(block, padding))
-        before += block.shape[columns]
-    return torch.cat(padded, dim=rows)
+        before += block.shape[column_axis]
+    return torch.cat(padded, dim=row_axis)

@@ -1,4 +1,4 @@
-"""Logits of any model, and how far apart two of them are."""
+"""Compare the logits of a model, and tell differences that rounding explains from differences that are faults."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,32 +11,35 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_packing.attention.token_axes import LARGEST
+from hf_packing.attention.token_axes import LARGEST_FINITE
 from hf_packing.errors import ModelNotSupportedError
-
-SUPPORTED = (
-    "causal and masked language models are supported, as AutoModelForCausalLM and AutoModelForMaskedLM load them; "
-    "train others, such as classifiers and reward models, on padded batches without hf_packing"
-)
-"""What to do with other models."""
 
 
 class NoLanguageModelError(ModelNotSupportedError):
-    """A model whose output is not about tokens."""
+    """A model that has no logits for each token."""
+
+    SUPPORTED = (
+        "causal and masked language models are supported, as AutoModelForCausalLM and AutoModelForMaskedLM load them; "
+        "train others, such as classifiers and reward models, on padded batches without hf_packing"
+    )
+    """The end of a message that refuses a model."""
 
 
 def what_is_missing(model: PreTrainedModel) -> str:
-    """Why a model that cannot be called with tokens alone may be none that is supported; empty where it may be one."""
+    """Return the end of a message about a model that cannot be called with input_ids alone: why it may not be a
+    supported model, or nothing."""
     if model.config.is_encoder_decoder:
-        return f"; {type(model).__name__} is an encoder-decoder, which takes two texts: {SUPPORTED}"
-    with suppress(Exception):  # of a stranger's model
+        return (
+            f"; {type(model).__name__} is an encoder-decoder, which takes two texts: {NoLanguageModelError.SUPPORTED}"
+        )
+    with suppress(Exception):  # the model may be anybody's
         if model.get_output_embeddings() is None:
-            return f"; {type(model).__name__} has no head for a vocabulary: {SUPPORTED}"
+            return f"; {type(model).__name__} has no head for a vocabulary: {NoLanguageModelError.SUPPORTED}"
     return ""
 
 
 def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
-    """[rows, tokens, vocabulary], at least float32.
+    """Return the logits in a model's output, [rows, tokens, vocabulary], as float32 or float64.
 
     Raises:
         NoLanguageModelError: there are none.
@@ -48,18 +51,19 @@ def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
         found = f"those of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "none"
         name = type(model).__name__
         raise NoLanguageModelError(
-            f"model: expected logits of shape [rows, tokens, vocabulary], {name} has {found}; {SUPPORTED}"
+            f"model: expected logits of shape [rows, tokens, vocabulary], {name} has {found}; "
+            f"{NoLanguageModelError.SUPPORTED}"
         )
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def comparable(logits: Tensor) -> Tensor:
-    """bool: which logits are numbers, and no stand-in for minus infinity."""
-    return logits.abs() < LARGEST
+    """Return a boolean mask of the logits that are finite, and not a stand-in for minus infinity."""
+    return logits.abs() < LARGEST_FINITE
 
 
 def largest_difference(left: Tensor, right: Tensor) -> float:
-    """Over all comparable logits; infinity where one is comparable and the other is not."""
+    """Return the largest difference of comparable logits; infinity if a logit is comparable on one side only."""
     both = comparable(left) & comparable(right)
     if not torch.equal(comparable(left), comparable(right)):
         return math.inf
@@ -67,95 +71,96 @@ def largest_difference(left: Tensor, right: Tensor) -> float:
 
 
 def spread(logits: Tensor) -> float:
-    """Standard deviation of the comparable logits."""
+    """Return the standard deviation of the comparable logits."""
     return float(logits[comparable(logits)].std())
 
 
-TIMES = 4
-"""Packed documents may be this many times further apart than rounding was seen to move them. On 210 tiny architectures
-and on small models of large ones, they were apart by up to twice of it."""
+ROUNDING_FACTOR = 4
+"""Packed documents may differ from documents alone by this many times the measured effect of rounding. On 210 tiny
+architectures, and on small copies of large models, they differed by up to twice that effect."""
 
-LEAST = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""What is always allowed between packed and alone, in standard deviations of the logits: kernels see other shapes, and
-parts of most models compute in float32 whatever the model's dtype."""
+ALWAYS_ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
+"""Difference between packed and alone that is always allowed, in standard deviations of the logits: kernels get other
+shapes, and parts of most models compute in float32 whatever the model's dtype is."""
 
-MOST = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""What is never allowed, however far rounding moves a model: a fault in its attention could not be told from it."""
+NEVER_ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Difference that is never allowed, however large the effect of rounding is: it could also be a fault in attention."""
 
-LEAST_LEAK = 1e-6
-"""What is always allowed in a document that was not changed. Shapes stay the same there, so dense models give no
-difference at all; with experts, other tokens make other shapes."""
+_LEAST_LEAK = 1e-6
+"""Change of an unchanged document that is always allowed. Its shapes stay the same, so dense models show no change at
+all; with experts, other tokens lead to other shapes."""
 
-HALF_LEAK, ROUTED_HALF_LEAK = 1e-3, 2e-2
+_HALF_LEAK, _HALF_LEAK_WITH_EXPERTS = 1e-3, 2e-2
 """The same in half precision, without and with experts."""
 
-HALF_MAX, HALF_RMS, ROUTED_HALF_MEDIAN = 0.2, 0.05, 0.05
-"""Half precision: the largest or the root mean square difference has to be below its limit; in a model with experts,
-where rounding sends single tokens to another expert, the median may be instead. Measured on tiny bfloat16 models of 2
-to 12 layers: rounding 0 to 0.25, 0 to 0.04, 0 to 0.05; a lost window, scale or sink from 0.4, 0.07, 0.07 up."""
+_HALF_MAX, _HALF_RMS, _HALF_MEDIAN_WITH_EXPERTS = 0.2, 0.05, 0.05
+"""In half precision, the largest or the root mean square difference must be below its limit. With experts, the median
+is enough, since rounding sends single tokens to another expert. On tiny bfloat16 models of 2 to 12 layers, the effect
+of rounding was 0 to 0.25, 0 to 0.04 and 0 to 0.05; that of a lost window, scale or sink 0.4, 0.07, 0.07 and more."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding explains in a model's logits; in standard deviations of theirs."""
+    """The largest differences that rounding explains, in standard deviations of a model's logits."""
 
     dtype: torch.dtype
-    """That the model computes in."""
-    routed: bool
-    """Whether it has experts."""
+    """Of the computation."""
+    has_experts: bool
     rounding: float | None = None
-    """How far rounding was seen to move a logit; None where that could not be measured."""
+    """Measured effect of rounding on a logit; None if it could not be measured."""
 
     @property
     def is_measured(self) -> bool:
-        """Half precision has limits of its own: there a rounding is as large as some faults."""
-        return self.dtype in LEAST
+        """Whether limits follow from the measured effect. In half precision it is as large as that of some faults, so
+        that limits are fixed."""
+        return self.dtype in ALWAYS_ALLOWED
 
     @property
-    def apart(self) -> float:
-        """Between a document packed and alone, in single or double precision."""
-        return min(max(LEAST[self.dtype], TIMES * (self.rounding or 0.0)), MOST[self.dtype])
+    def difference(self) -> float:
+        """Largest difference between a document packed and alone, in single or double precision."""
+        least, most = ALWAYS_ALLOWED[self.dtype], NEVER_ALLOWED[self.dtype]
+        return min(max(least, ROUNDING_FACTOR * (self.rounding or 0.0)), most)
 
     @property
     def leak(self) -> float:
-        """In a document that was not changed when another one was."""
+        """Largest change of a document when another one was changed."""
         if not self.is_measured:
-            return ROUTED_HALF_LEAK if self.routed else HALF_LEAK
+            return _HALF_LEAK_WITH_EXPERTS if self.has_experts else _HALF_LEAK
         if self.rounding is None:
-            return LEAST[self.dtype]
-        most = (MOST if self.routed else LEAST)[self.dtype]
-        return min(max(LEAST_LEAK, TIMES * self.rounding), most)
+            return ALWAYS_ALLOWED[self.dtype]
+        most = (NEVER_ALLOWED if self.has_experts else ALWAYS_ALLOWED)[self.dtype]
+        return min(max(_LEAST_LEAK, ROUNDING_FACTOR * self.rounding), most)
 
-    def limits(self) -> str:
-        """For a message: why rounding is no explanation, where it moves the model so far that nothing can be told."""
-        if not self.is_measured or not self.rounding or TIMES * self.rounding <= MOST[self.dtype]:
+    def note(self) -> str:
+        """Return the end of a message about a difference: that rounding has too large an effect to tell, or nothing."""
+        if not self.is_measured or not self.rounding or ROUNDING_FACTOR * self.rounding <= NEVER_ALLOWED[self.dtype]:
             return ""
         return (
-            f"; rounding alone moves its logits by {self.rounding:.2g} standard deviations in {self.dtype}, so a fault "
-            "cannot be told from it: load the model in float64 to have it proven"
+            f"; rounding alone changes its logits by {self.rounding:.2g} standard deviations in {self.dtype}, so a "
+            "fault cannot be told from it: load the model in float64 to have it proven"
         )
 
     def unexplained(self, packed: Sequence[Tensor], alone: Sequence[Tensor], lenience: float = 1) -> float:
-        """Largest difference of documents packed and alone; 0 where it is no more than rounding explains.
+        """Return the largest difference between documents packed and alone, or 0 if rounding explains it.
 
         Args:
-            packed: logits of each document, [tokens, vocabulary], at least float32.
+            packed: logits of each document, [tokens, vocabulary], float32 or float64.
             alone: the same.
-            lenience: how many times further apart they may be.
+            lenience: factor on the allowed difference.
         """
         return max(
-            0.0, *(self.unexplained_in_one(left, right, lenience) for left, right in zip(packed, alone, strict=True))
+            0.0, *(self._unexplained_in_one(left, right, lenience) for left, right in zip(packed, alone, strict=True))
         )
 
-    def unexplained_in_one(self, packed: Tensor, alone: Tensor, lenience: float) -> float:
+    def _unexplained_in_one(self, packed: Tensor, alone: Tensor, lenience: float) -> float:
         largest, unit = largest_difference(packed, alone), spread(alone)
         if not math.isfinite(largest):
             return largest
         if self.is_measured:
-            return 0.0 if largest <= self.apart * unit * lenience else largest
+            return 0.0 if largest <= self.difference * unit * lenience else largest
         apart = (packed - alone)[comparable(packed)].abs() / unit
-        equal = largest <= HALF_MAX * unit or float(apart.pow(2).mean().sqrt()) <= HALF_RMS * lenience
-        equal |= self.routed and float(apart.median()) <= ROUTED_HALF_MEDIAN * lenience
+        equal = largest <= _HALF_MAX * unit or float(apart.pow(2).mean().sqrt()) <= _HALF_RMS * lenience
+        equal |= self.has_experts and float(apart.median()) <= _HALF_MEDIAN_WITH_EXPERTS * lenience
         return 0.0 if equal else largest
 
 
@@ -165,41 +170,42 @@ def measure_rounding(
     documents: Sequence[Sequence[int]],
     alone: Sequence[Tensor],
 ) -> float | None:
-    """How far rounding moves a logit: each document again, its embeddings off by one rounding, in a batch of two.
+    """Measure the effect of rounding on a logit.
 
-    The one shows how far roundings grow on their way through the model, the other what kernels make of other shapes;
-    neither changes what the model is asked.
+    Each document is run again, in a batch of two copies, with every entry of its embeddings off by one rounding. The
+    perturbation shows how rounding grows on its way through the model; the batch shows what kernels make of other
+    shapes. Neither changes what the model is asked.
 
     Args:
         model: of transformers.
-        logits: of tokens [rows, tokens], each row a document; [rows * tokens, vocabulary].
+        logits: maps tokens [rows, tokens], each row a document, to logits [rows * tokens, vocabulary].
         documents: tokens of each.
         alone: logits of each, [tokens, vocabulary].
 
     Returns:
-        The largest difference in standard deviations of the logits; None where the model takes no such batch.
+        The largest difference in standard deviations of the logits; None if the model takes no such batch.
     """
     found = 0.0
     try:
-        with off_by_one_rounding(model):
+        with _perturbed_embeddings(model):
             for tokens, expected in zip(documents, alone, strict=True):
                 copies = torch.split(logits(torch.tensor([list(tokens)] * 2)), len(tokens))
                 found = max(found, *(largest_difference(copy, expected) / spread(expected) for copy in copies))
-    except Exception:  # whatever a stranger's model raises
+    except Exception:  # the model may be anybody's
         return None
     return found if math.isfinite(found) else None
 
 
 @contextmanager
-def off_by_one_rounding(model: PreTrainedModel) -> Iterator[None]:
-    """Every entry of the embeddings is off by the precision that the model computes in, up or down at random."""
+def _perturbed_embeddings(model: PreTrainedModel) -> Iterator[None]:
+    """Move every entry of the embeddings up or down, at random, by the precision in which the model computes."""
     generator = torch.Generator().manual_seed(0)
 
     def move(_: nn.Module, __: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output
-        ups = torch.randint(2, first.shape, generator=generator).to(first) * 2 - 1
-        precision = torch.finfo(dtype_of_computation(model, first.device)).eps
-        moved = first * (1 + ups * max(precision, torch.finfo(first.dtype).eps))
+        signs = torch.randint(2, first.shape, generator=generator).to(first) * 2 - 1
+        precision = torch.finfo(computation_dtype(model, first.device)).eps
+        moved = first * (1 + signs * max(precision, torch.finfo(first.dtype).eps))
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
     hook = model.get_input_embeddings().register_forward_hook(move)
@@ -209,25 +215,26 @@ def off_by_one_rounding(model: PreTrainedModel) -> Iterator[None]:
         hook.remove()
 
 
-def dtype_of_computation(model: PreTrainedModel, device: torch.device) -> torch.dtype:
+def computation_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
+    """Return the dtype of autocast, or else of the model."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
 
 
-class DtypeOfProducts(TorchFunctionMode):
-    """Notices the coarsest dtype of what is multiplied: quantised layers compute in half precision whatever they are
-    given, and what they return."""
+class MatmulDtype(TorchFunctionMode):
+    """Inside the block, note whether matrix products are computed in half precision. Quantized layers do that whatever
+    the dtype of their input and output is."""
 
-    NAMES = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm")
+    _NAMES = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm")
 
     def __init__(self) -> None:
         super().__init__()
-        self.coarsest: torch.dtype | None = None
+        self.half: torch.dtype | None = None
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in self.NAMES:
+        if getattr(function, "__name__", "") in self._NAMES:
             for tensor in args:
                 if isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16):
-                    self.coarsest = tensor.dtype
+                    self.half = tensor.dtype
         return function(*args, **(kwargs or {}))
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_packing.attention.inspect_model import inner_model
-from hf_packing.attention.patch import unpatch_model
-from hf_packing.attention.patched_forward import is_patched
+from hf_packing.attention import inner_model, is_patched, unpatch_model
 from hf_packing.errors import PackingError
 from hf_packing.sampling.batching import Batching, check_batching
 from hf_packing.sampling.token_budget import TokenBudget

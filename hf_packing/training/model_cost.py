@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_packing.attention.inspect_model import inner_model
+from hf_packing.attention import inner_model
 from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.level import LINEAR_COST
 from hf_packing.sampling.token_budget import TokenBudget

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_packing.arrow.columns import TOKEN_TYPE_IDS
-from hf_packing.attention.inspect_model import inner_model
+from hf_packing.attention import inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.sampling.rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler

@@ -10,11 +10,11 @@ from training_by_hand import batch_of
 import hf_packing as hfp
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.packed_row import PackedRow
-from hf_packing.attention.patch import with_weights_everywhere
-from hf_packing.attention.route import Feed
-from hf_packing.attention.snapshot import as_it_was
+from hf_packing.attention.patch import random_where_zero
+from hf_packing.attention.route import InputFormat
+from hf_packing.attention.snapshot import restored
 from hf_packing.attention.survey.tiny import tiny_model
-from hf_packing.attention.token_axes import TokenAxes, counts
+from hf_packing.attention.token_axes import TokenAxes, counts_along
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -77,9 +77,9 @@ def test_an_argument_that_nobody_knows_is_passed_on():
         def forward(self, input_ids):
             return input_ids
 
-    row = PackedRow.of([2, 3])
+    row = PackedRow.from_lengths([2, 3])
     given = {"input_ids": torch.arange(5)[None], "position_ids": row.position_ids, "labls": 1}
-    assert Feed()(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
+    assert InputFormat().build(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
 
 
 def difference(model, documents):
@@ -260,7 +260,10 @@ def test_a_forward_called_by_name():
 def test_a_module_that_was_exchanged():
     model = hfp.patch_model(tiny_model("mamba", "causal"))
     model.backbone.layers[0].mixer = torch.nn.Identity()
-    with pytest.raises(hfp.PackingError, match="backbone.layers.0.mixer: expected the MambaMixer .* Identity there"):
+    with pytest.raises(
+        hfp.PackingError,
+        match="backbone.layers.0.mixer: expected the MambaMixer .* got another Identity, which",
+    ):
         packed_logits(model, documents_of([3, 4]))
 
 
@@ -271,7 +274,7 @@ def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
     model.set_submodule(name, fresh)
-    with pytest.raises(hfp.PackingError, match="somebody has put another"):
+    with pytest.raises(hfp.PackingError, match="which was put there later"):
         packed_logits(model, documents_of([3, 4]))
 
 
@@ -294,7 +297,7 @@ class TestAsItWas:
         module.scale, module.inner = 1, torch.nn.Identity()
         module.register_buffer("table", torch.zeros(2))
         inner, table = module.inner, module.table
-        with as_it_was(module):
+        with restored(module):
             module.scale, module.grown, module.inner = 2, 3, torch.nn.ReLU()
             module.register_buffer("table", torch.ones(3))
             module.register_buffer("more", torch.ones(3))
@@ -306,7 +309,7 @@ class TestAsItWas:
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
         torch.nn.init.zeros_(model[0].weight)
         known = model[1].weight.detach().clone()
-        with with_weights_everywhere(model):
+        with random_where_zero(model):
             assert model[0].weight.all()
         assert not model[0].weight.any()
         assert torch.equal(model[1].weight, known)
@@ -315,25 +318,27 @@ class TestAsItWas:
 def test_what_counts_along_a_row():
     positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
     causal = torch.full((41, 41), -torch.inf).triu(1)
-    assert counts(positions, (0,))
-    assert counts(positions[None].expand(3, -1) + 2, (1,))
-    assert counts((slopes * positions).to(torch.bfloat16), (2,))
-    assert counts((causal + slopes * positions).to(torch.bfloat16), (1, 2))
-    assert not counts(torch.zeros(41), (0,))
-    assert not counts(torch.cat([positions[:20], positions[:21]]), (0,))
-    assert not counts(torch.randn(2, 41), (1,))
-    assert not counts(causal, (0, 1))
-    assert not counts(torch.randn(41, 41), (0, 1))
+    assert counts_along(positions, (0,))
+    assert counts_along(positions[None].expand(3, -1) + 2, (1,))
+    assert counts_along((slopes * positions).to(torch.bfloat16), (2,))
+    assert counts_along((causal + slopes * positions).to(torch.bfloat16), (1, 2))
+    assert not counts_along(torch.zeros(41), (0,))
+    assert not counts_along(torch.cat([positions[:20], positions[:21]]), (0,))
+    assert not counts_along(torch.randn(2, 41), (1,))
+    assert not counts_along(causal, (0, 1))
+    assert not counts_along(torch.randn(41, 41), (0, 1))
 
 
 def test_axes_of_tokens_are_not_guessed():
     axes = TokenAxes("Module (name)", 41)
+    axes.record({"hidden": torch.zeros(1, 41, 8)})
     assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
-    axes.row = None
+    axes.freeze()
     assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
     counted = TokenAxes("Module (name)", 41)
+    counted.record({"positions": torch.arange(41)})
     assert counted.of(("positions",), torch.arange(41)) == (0,)
     with pytest.raises(hfp.PackingError, match="is there a padding token in a document"):
-        counted.check({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
-    with pytest.raises(hfp.PackingError, match=r"Module \(name\): it has not been seen with other of shape \[1, 41\]"):
+        counted.check_row({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
+    with pytest.raises(hfp.PackingError, match=r"Module \(name\): other of shape \[1, 41\] was not seen when"):
         axes.of(("other",), torch.zeros(1, 41))

@@ -13,10 +13,10 @@ from hf_packing.attention.packed_row import (
     CALL_OVERHEAD,
     MAX_PADDING,
     PackedRow,
-    current,
-    share_if_equal,
-    share_if_similar,
-    working_on,
+    current_row,
+    group_equal_lengths,
+    group_similar_lengths,
+    use_row,
 )
 from hf_packing.attention.survey.architectures import VARIANTS
 from hf_packing.attention.survey.tiny import tiny_model
@@ -213,7 +213,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 def test_a_cache_is_refused():
     model = hfp.patch_model(model_of("attention and a state")[0])
     with pytest.raises(
-        hfp.PackingError, match="past_key_values: expected none on a model that is given packed rows end to end"
+        hfp.PackingError, match="past_key_values: expected none on a model that runs modules by segment"
     ):
         model(
             **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
@@ -226,8 +226,8 @@ def test_an_argument_that_was_not_there_when_it_was_patched():
     name = hfp.check_isolation(model).route.by_segment[0].name
     mixer = model.get_submodule(name)
     with (
-        working_on(PackedRow.of([2, 3])),
-        pytest.raises(hfp.PackingError, match=f"{name}.*has not been seen with 1.gate of shape"),
+        use_row(PackedRow.from_lengths([2, 3])),
+        pytest.raises(hfp.PackingError, match=f"{name}.*: 1.gate of shape .* was not seen when the model was patched"),
     ):
         mixer(hidden_states=torch.zeros(1, 5, 64), gate=torch.zeros(1, 5))
 
@@ -246,7 +246,7 @@ def test_the_route_is_found_once():
 
 class TestSharing:
     def test_equal(self):
-        assert share_if_equal([3, 5, 3, 3, 2]) == [[0, 2, 3], [1], [4]]
+        assert group_equal_lengths([3, 5, 3, 3, 2]) == [[0, 2, 3], [1], [4]]
 
     def test_similar_segments_share_and_no_segment_is_lost(self):
         generator = torch.Generator().manual_seed(0)
@@ -254,7 +254,7 @@ class TestSharing:
             lengths = torch.randint(
                 1, 500, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
             ).tolist()
-            calls = share_if_similar(lengths)
+            calls = group_similar_lengths(lengths)
             assert sorted(number for call in calls for number in call) == list(range(len(lengths)))
             for call in calls:
                 assert max(lengths[i] for i in call) <= 4 * min(lengths[i] for i in call)
@@ -276,13 +276,13 @@ class TestSharing:
             for end in range(1, len(rest)):
                 yield from ([rest[:end], *others] for others in cuts(rest[end:]))
 
-        found = [[lengths[segment] for segment in call] for call in share_if_similar(lengths)]
+        found = [[lengths[segment] for segment in call] for call in group_similar_lengths(lengths)]
         assert cost(found) == min(map(cost, cuts(sorted(lengths))))
 
     def test_a_row_is_what_runs_inside(self):
-        row = PackedRow.of([2, 3])
+        row = PackedRow.from_lengths([2, 3])
         assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
         assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
-        with working_on(row):
-            assert current.get() is row
-        assert current.get() is None
+        with use_row(row):
+            assert current_row.get() is row
+        assert current_row.get() is None

@@ -7,7 +7,7 @@ from transformers.masking_utils import causal_mask_function, or_masks
 import hf_packing as hfp
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.packed_row import borders_from_positions, borders_from_seq_idx, read_row
-from hf_packing.attention.route import Feed
+from hf_packing.attention.route import InputFormat
 from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
 
 
@@ -49,20 +49,20 @@ def test_several_rows_are_laid_end_to_end():
     [
         (
             {"attention_mask": torch.ones(1, 12)},
-            r"attention_mask: packed_varlen takes none, Attention gave one of shape \[1, 12\]",
+            r"attention_mask: packed_varlen takes none, Attention passed one of shape \[1, 12\]",
         ),
-        ({"position_bias": torch.ones(1)}, "position_bias: packed_varlen cannot honour this argument of Attention"),
-        ({"indices": torch.ones(1)}, "indices: packed_varlen cannot honour"),
-        ({"something_new": 3}, "something_new: packed_varlen cannot honour"),
+        ({"position_bias": torch.ones(1)}, "position_bias: packed_varlen cannot honor this argument of Attention"),
+        ({"indices": torch.ones(1)}, "indices: packed_varlen cannot honor"),
+        ({"something_new": 3}, "something_new: packed_varlen cannot honor"),
         ({"output_attentions": True}, "output_attentions: packed_varlen keeps no attention weights"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 5, 11])},
-            r"cu_seq_lens_q: expected lengths summed from 0, rising to 12 tokens, got \[0, 5, 11\]",
+            r"cu_seq_lens_q: expected cumulative lengths that rise from 0 to 12 tokens, got \[0, 5, 11\]",
         ),
-        ({"cu_seq_lens_q": torch.tensor([0, 8, 5, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
-        ({"cu_seq_lens_q": torch.tensor([1, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
-        ({}, "Attention was given no cu_seq_lens_q and no position_ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8, 5, 12])}, "cu_seq_lens_q: expected cumulative lengths that rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 12])}, "cu_seq_lens_q: expected cumulative lengths that rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([1, 12])}, "cu_seq_lens_q: expected cumulative lengths that rise from 0"),
+        ({}, "Attention was given neither cu_seq_lens_q nor position_ids"),
     ],
 )
 def test_refused(arguments, message):
@@ -101,13 +101,13 @@ def test_harmless_arguments_pass():
 
 def test_a_mask_of_blocks():
     overlaid = or_masks(causal_mask_function, causal_mask_function)
-    with pytest.raises(hfp.PackingError, match="cannot honour a mask made of custom functions"):
+    with pytest.raises(hfp.PackingError, match="cannot honor a mask made of custom functions"):
         packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, mask_function=overlaid)
     assert packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, mask_function=causal_mask_function) is None
 
 
 def test_a_mask_of_custom_functions():
-    with pytest.raises(hfp.PackingError, match="cannot honour a mask made of custom functions"):
+    with pytest.raises(hfp.PackingError, match="cannot honor a mask made of custom functions"):
         packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, use_vmap=True)
 
 
@@ -118,7 +118,7 @@ class Anything(torch.nn.Module):
 
 def told(**inputs):
     """What a model that takes everything is given."""
-    return Feed()(Signature(Anything()), *read_row(inputs))
+    return InputFormat().build(Signature(Anything()), *read_row(inputs))
 
 
 class TestBorders:
@@ -167,7 +167,7 @@ class TestBorders:
                 r"attention_mask: expected none, or all ones, .* got one of shape \[1, 1, 3, 3\]",
             ),
             ({"attention_mask": {"full": None}}, "attention_mask: expected none, or all ones, .* got dict"),
-            ({"cu_seq_lens_q": torch.tensor([0, 4])}, "rising to 3 tokens, got \\[0, 4\\]"),
+            ({"cu_seq_lens_q": torch.tensor([0, 4])}, "rise from 0 to 3 tokens, got \\[0, 4\\]"),
             ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q: expected an int32 tensor, got list"),
             ({"position_ids": torch.arange(3)}, r"position_ids: expected shape \[rows, tokens\], .* got \[3\]"),
             (

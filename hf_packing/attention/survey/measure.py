@@ -107,9 +107,9 @@ def explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], al
     """What rounding explains of a difference of a logit."""
     probe = Probe(model)
     probe.documents = documents
-    with probe.quiet():
+    with probe.undisturbed():
         probe.measure_rounding(list(torch.split(alone, [len(each) for each in documents])), use_cache=False)
-    return probe.tolerance.apart * spread(alone)
+    return probe.tolerance.difference * spread(alone)
 
 
 def differences(
