@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from hf_packing.attention.inspect_model import GATHERED, is_fsdp
 from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing, current_row, use_row
 from hf_packing.attention.snapshot import restored
-from hf_packing.attention.token_axes import Fill, Path, TokenAxes, cut, join, leaves, map_leaves, split
+from hf_packing.attention.token_axes import (
+    Fill,
+    Path,
+    TokenAxes,
+    cut_inputs,
+    join_outputs,
+    leaves,
+    map_leaves,
+    split_outputs,
+)
 from hf_packing.errors import PackingError
 
 _CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
 
-_one_thread = threading.RLock()
+_results_lock = threading.RLock()
 """Held while modules inside return what they have already computed for the row, which other threads must not get."""
 
 
@@ -153,7 +162,7 @@ class SegmentedForward(ReplacedForward):
                 f"{plan.inputs.where} was called outside its model's forward, so the borders of segments are not "
                 "known; call the model that was passed to patch_model"
             )
-        with _one_thread if plan.packed_modules() else nullcontext():
+        with _results_lock if plan.packed_modules() else nullcontext():
             return self._run(row, args, kwargs)
 
     def _run(self, row: PackedRow, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -188,18 +197,20 @@ class SegmentedForward(ReplacedForward):
         output = None
         ahead = self._run_ahead(inputs)
         for call in calls:
-            args, kwargs = cut(inputs, self.plan.inputs, call.slices, fill)
-            with use_row(call.batch), self._with_results(cut(ahead, self.plan.between, call.slices, fill)):
+            args, kwargs = cut_inputs(inputs, self.plan.inputs, call.slices, fill)
+            with use_row(call.batch), self._with_results(cut_inputs(ahead, self.plan.between, call.slices, fill)):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
             if self.plan.is_recording:
                 self.plan.outputs.record(output)
-            for segment, part in zip(call.segments, split(output, self.plan.outputs, call.lengths), strict=True):
+            for segment, part in zip(
+                call.segments, split_outputs(output, self.plan.outputs, call.lengths), strict=True
+            ):
                 parts[segment] = part
         return output, parts
 
     def join(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
         """Join the segments' outputs, and run the last module on the whole row, if it is to stay packed."""
-        whole = join(output, self.plan.outputs, parts)
+        whole = join_outputs(output, self.plan.outputs, parts)
         if (after := self.plan.after) is None:
             return whole
         last = self.module.get_submodule(after.name)

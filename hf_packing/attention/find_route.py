@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.inspect_model import Signature, configurations, pad_token_of
 from hf_packing.attention.patched_forward import attention_of, install, remove, restore_attention
-from hf_packing.attention.probe import Documents, Probe, pack_in_one_row
+from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.proof import (
     Exam,
     model_sees_labels,
@@ -28,7 +28,7 @@ from hf_packing.errors import ModelNotSupportedError
 _SHARING_LENGTHS = (9, 14, 9, 14)
 """Tokens of the documents of a second proof, some of which share a call if they may."""
 
-Before = list[tuple[PreTrainedConfig, Any]]
+_Attention = list[tuple[PreTrainedConfig, Any]]
 """The attention of an unpatched model, as `attention_of` returns it."""
 
 known_routes: dict[Any, Route] = {}
@@ -83,7 +83,7 @@ def _in_two_rows(exam: Exam) -> Exam:
     return replace(exam, probe=probe, rows=2)
 
 
-def _pack_in_two_rows(documents: Documents) -> dict[str, Any]:
+def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
     """Pack documents whose first and second half have equally many tokens."""
     half = len(documents) // 2
     rows = [pack_in_one_row(each) for each in (documents[:half], documents[half:])]
@@ -119,7 +119,7 @@ def _settings_of(config: PreTrainedConfig) -> str:
     return repr(sorted(settings.items(), key=str))
 
 
-def _install_proven_route(model: PreTrainedModel, before: Before, exams: list[Exam]) -> Route:
+def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: list[Exam]) -> Route:
     key = route_key(model)
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
@@ -159,7 +159,7 @@ def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
 
 
 def _search_and_prove(
-    model: PreTrainedModel, method: Method, before: Before, exams: list[Exam], tried: tuple[str, ...]
+    model: PreTrainedModel, method: Method, before: _Attention, exams: list[Exam], tried: tuple[str, ...]
 ) -> Route:
     """Search for the modules that have to run by segment with this method, and install and prove the route.
 
@@ -204,7 +204,7 @@ def _check_observed(method: Method, observed: Observed) -> None:
         raise _LocalMaskError(f"{' and '.join(sorted(map(str, lost)))} is only in its attention mask")
 
 
-def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: Before, exams: list[Exam]) -> Route:
+def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
     """As `_prove`. If only a single row keeps documents apart, several rows are laid end to end."""
     try:
         return _prove(model, route, before, exams)
@@ -215,7 +215,7 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: Before
         return _prove(model, replace(route, method=method), before, exams)
 
 
-def _prove(model: PreTrainedModel, route: Route, before: Before, exams: list[Exam]) -> Route:
+def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
     """Install a route, and leave it installed only if it is proven. Return it, with what could not be proven."""
     unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)

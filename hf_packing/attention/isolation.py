@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.attention.inspect_model import inner_model
-from hf_packing.attention.probe import Documents, Probe, distinctive_lengths
+from hf_packing.attention.probe import DocumentTokens, Probe, distinctive_lengths
 from hf_packing.attention.proof import LARGEST_GRADIENT_LEAK, RANDOM, VARYING, largest_gradient_leak, through
 from hf_packing.attention.route import Route, route_of
 from hf_packing.attention.tolerance import what_is_missing
@@ -168,7 +168,7 @@ def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: i
     """Return a probe with three documents in each row. Each row starts with another of them, and all are as long."""
     lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
 
-    def make_batch(documents: Documents) -> Mapping[str, Any]:
+    def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
         packed = [_pack(documents[start : start + 3]) for start in range(0, len(documents), 3)]
         try:
             return (collator or PackingCollator())(packed)
@@ -184,7 +184,7 @@ def _rotated(lengths: list[int], by: int) -> list[int]:
     return lengths[by % len(lengths) :] + lengths[: by % len(lengths)]
 
 
-def _pack(documents: Documents) -> dict[str, list[int]]:
+def _pack(documents: DocumentTokens) -> dict[str, list[int]]:
     """Return a row as `pack` makes it."""
     tokens = [token for document in documents for token in document]
     labels = [label for document in documents for label in (IGNORED_LABEL, *document[1:])]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_DTYPES = (torch.float16, torch.bfloat16)
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 _MAX_HEAD_DIM = 256
 
@@ -67,7 +67,7 @@ def has_kernel(
 ) -> bool:
     """Return whether a kernel supports this call. None has sinks, torch's no soft caps, only flash-attn 2 dropout."""
     head_dims = query.shape[-1], value.shape[-1]
-    if query.dtype not in _DTYPES or sinks is not None or not runs_flash(query.device):
+    if query.dtype not in _KERNEL_DTYPES or sinks is not None or not runs_flash(query.device):
         return False
     if max(head_dims) > _MAX_HEAD_DIM or any(size % _HEAD_DIM_STEP for size in head_dims):
         return False

@@ -36,18 +36,18 @@ from hf_packing.attention.tolerance import (
 )
 from hf_packing.errors import PackingError
 
-Documents = list[list[int]]
-"""Tokens of each document."""
+DocumentTokens = list[list[int]]
+"""Token ids of each document."""
 
 _LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
 """Tokens of the three documents: all different, and longer than the kernels of convolutions. The sums are primes, which
 axes of models seldom have as their size; the first sum that the model does not have is taken."""
 
-_one_thread = threading.RLock()
+_random_state_lock = threading.RLock()
 """Held while the random state, which all threads share, is changed."""
 
 
-def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[Documents, Documents]:
+def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[DocumentTokens, DocumentTokens]:
     """Return random documents, and a replacement for each.
 
     No token but that of a mask is in two documents, and a document and its replacement differ in every token.
@@ -93,7 +93,7 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
     raise PackingError(f"model: expected one without axes of the sizes {sums}, it has them all")
 
 
-def pack_in_one_row(documents: Documents) -> dict[str, Any]:
+def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
     """Return the inputs for documents packed in one row, as PackingCollator makes them, without labels."""
     row = PackedRow.from_lengths([len(tokens) for tokens in documents])
     return {
@@ -107,7 +107,7 @@ def pack_in_one_row(documents: Documents) -> dict[str, Any]:
     }
 
 
-def _find_documents(documents: Documents, input_ids: Tensor) -> list[slice]:
+def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
     """Return where documents are in the rows of a batch, laid end to end."""
     ids = input_ids.flatten()
     places = []
@@ -138,7 +138,7 @@ class Probe:
         model: PreTrainedModel,
         seed: int = 0,
         lengths: Sequence[int] | None = None,
-        make_batch: Callable[[Documents], Mapping[str, Any]] | None = None,
+        make_batch: Callable[[DocumentTokens], Mapping[str, Any]] | None = None,
         training: bool = False,
     ) -> None:
         self.model = model
@@ -182,7 +182,7 @@ class Probe:
         """Inside the block, no gradients are recorded and nothing is random. Afterwards the modules' modes, the weights
         and the random state are restored."""
         try:
-            with _one_thread, restored_random_state(self.device), restored_modes(self.model), torch.no_grad():
+            with _random_state_lock, restored_random_state(self.device), restored_modes(self.model), torch.no_grad():
                 self.model.train(self.training)
                 with without_randomness(self.model) if self.training else nullcontext():
                     yield
@@ -227,7 +227,7 @@ class Probe:
         self._weights.restore()
         return nullcontext()
 
-    def packed(self, documents: Documents, embedded: bool = False, **options: Any) -> list[Tensor]:
+    def packed(self, documents: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
         """Return the logits of each document, all in one batch, given as tokens or as their embeddings."""
         batch = self._batch(documents)
         places = _find_documents(documents, batch["input_ids"])
@@ -236,7 +236,7 @@ class Probe:
         logits = self.logits(**batch, **options)
         return [logits[place] for place in places]
 
-    def _batch(self, documents: Documents) -> dict[str, Any]:
+    def _batch(self, documents: DocumentTokens) -> dict[str, Any]:
         return {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
 
     def alone(self, **options: Any) -> list[Tensor]:
@@ -273,7 +273,7 @@ class Probe:
                 f"model: expected the same logits for the same tokens, {name} is nondeterministic with dropout off"
             )
 
-    def with_other(self, changed: int) -> Documents:
+    def with_other(self, changed: int) -> DocumentTokens:
         """Return the documents, with this one replaced."""
         return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_packing.arrow.loss_masks import IGNORED_LABEL
 from hf_packing.attention.inspect_model import record_embeddings
-from hf_packing.attention.probe import Documents, Probe, pack_in_one_row
+from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.tolerance import NoLanguageModelError, largest_difference, spread, what_is_missing
 from hf_packing.errors import ModelNotSupportedError
 
@@ -153,7 +153,7 @@ def can_detect_leaks(probe: Probe) -> bool:
     return largest_difference(before, after) > probe.tolerance.leak * spread(before)
 
 
-def _second_of_one_document(probe: Probe, documents: Documents) -> Tensor:
+def _second_of_one_document(probe: Probe, documents: DocumentTokens) -> Tensor:
     """Return the logits of the second document's tokens, if all tokens are a single document."""
     logits = probe.logits(**pack_in_one_row([[token for tokens in documents for token in tokens]]))
     return torch.split(logits, probe.lengths)[1]

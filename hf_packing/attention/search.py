@@ -37,33 +37,33 @@ too."""
 
 
 @dataclass
-class ModuleCall:
+class _Call:
     """A call of a module, inside the forward that the search watches."""
 
     inputs: tuple[Any, Any]
     """args and kwargs."""
     inputs_copy: tuple[Any, Any]
     """A copy, since a module may change its arguments in place."""
-    inner: list["ModuleCall"] = field(default_factory=list)
+    inner: list["_Call"] = field(default_factory=list)
     """Calls inside, in order."""
     name: str = ""
     output: Any = None
 
 
 @dataclass(frozen=True)
-class Local:
+class _Local:
     """The module is segment-local, or its input or output has no tokens. It stays packed."""
 
 
 @dataclass(frozen=True)
-class Unsliceable:
+class _Unsliceable:
     """The module cannot be called on segments. It stays packed for now, and the module around it is tried next."""
 
     error: str
 
 
 @dataclass(frozen=True)
-class BySegment:
+class _BySegment:
     """The module has to run by segment."""
 
     forward: SegmentedForward
@@ -92,7 +92,7 @@ class Search:
         self.unsliceable: dict[str, str] = {}
         """Modules that could not be called on segments, and the error."""
         self._is_classifying = False
-        self._open_calls: list[ModuleCall] = []
+        self._open_calls: list[_Call] = []
 
     def run(self, forward: Callable[..., Any]) -> list[ModulePlan]:
         """Search, and return the plans of the modules that have to run by segment.
@@ -135,7 +135,7 @@ class Search:
         if not self._is_classifying:
             has_tokens = any(self.row.tokens in tensor.shape for tensor in tensors_in((args, kwargs)))
             inputs = args, kwargs
-            self._open_calls.append(ModuleCall(inputs, detached_copy(inputs) if has_tokens else inputs))
+            self._open_calls.append(_Call(inputs, detached_copy(inputs) if has_tokens else inputs))
 
     def _after_call(self, name: str) -> Callable[..., Any]:
         def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
@@ -148,9 +148,9 @@ class Search:
             self._is_classifying = True
             try:
                 finding = self._classify(call, module)
-                if isinstance(finding, Unsliceable):
+                if isinstance(finding, _Unsliceable):
                     self.unsliceable[name] = finding.error
-                if not isinstance(finding, BySegment):
+                if not isinstance(finding, _BySegment):
                     return None
                 self._run_by_segment_from_now_on(call, finding)
             finally:
@@ -160,14 +160,14 @@ class Search:
 
         return classify_and_apply
 
-    def _classify(self, call: ModuleCall, module: nn.Module) -> Local | Unsliceable | BySegment:
+    def _classify(self, call: _Call, module: nn.Module) -> _Local | _Unsliceable | _BySegment:
         """Find out whether a module is segment-local, from one call of it. Nothing is changed."""
         inputs, row = call.inputs_copy, self.row
         plan = ModulePlan.record(call.name, module, row.tokens)
         plan.inputs.record(inputs)
         plan.outputs.record(call.output)
         if not plan.inputs.any_in(inputs) or not plan.outputs.most_in_one_tensor(call.output):
-            return Local()
+            return _Local()
         forward = SegmentedForward(module, plan)
         depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
         try:
@@ -180,16 +180,16 @@ class Search:
                 output = run_one_by_one(forward, inputs, row)
             refuse_row_outputs(call.output, output, plan.outputs)
         except Exception as error:  # whatever a module raises that was not made for segments
-            return Unsliceable(f"{type(error).__name__}: {error}")
+            return _Unsliceable(f"{type(error).__name__}: {error}")
         if (
             depends_on_others
             or outputs_differ(call.output, output, plan.outputs, row.slices)
             or differs_on_other_rows(forward, inputs, row, self.embedding)
         ):
-            return BySegment(forward, output)
-        return Local()
+            return _BySegment(forward, output)
+        return _Local()
 
-    def _run_by_segment_from_now_on(self, call: ModuleCall, finding: BySegment) -> None:
+    def _run_by_segment_from_now_on(self, call: _Call, finding: _BySegment) -> None:
         """Install the module's forward, in place of those of modules inside it, with as much packed as possible."""
         for name in [name for name in self.found if _is_in(name, call.name)]:
             self.found.pop(name).remove()
@@ -201,7 +201,7 @@ class Search:
         forward.install()
         self.found[call.name] = forward
 
-    def _agrees(self, forward: SegmentedForward, call: ModuleCall, expected: Any) -> bool:
+    def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
         """Return whether a module returns the same with modules inside it packed."""
         try:
             output = run_one_by_one(forward, call.inputs_copy, self.row)
@@ -209,7 +209,7 @@ class Search:
         except Exception:  # what is done with their outputs is not segment by segment
             return False
 
-    def _projections(self, call: ModuleCall, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
+    def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
         """Return the projections of a module's input, and the one that makes its output; they may stay packed."""
         known: dict[int, Path | str] = {
             id(leaf): path
@@ -237,7 +237,7 @@ class Search:
             return ahead, None
         return ahead, RunAfter(last.name.removeprefix(f"{call.name}."), path)
 
-    def _is_projection(self, call: ModuleCall, outer: str) -> bool:
+    def _is_projection(self, call: _Call, outer: str) -> bool:
         """Return whether a call inside a module has weights, one tensor of tokens as input, and is segment-local."""
         args, kwargs = call.inputs
         if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):

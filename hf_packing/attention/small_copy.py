@@ -37,7 +37,7 @@ _LARGEST_TOKEN = 7
 _MOST_PER_KIND = 8
 """Largest value in a setting that maps each kind of layer to an integer, such as its window."""
 
-_DTYPES = (torch.float64, torch.float32)
+_COPY_DTYPES = (torch.float64, torch.float32)
 """To be tried in turn. With large random weights rounding grows from layer to layer, which float64 avoids; some kernels
 do not take it."""
 
@@ -52,7 +52,7 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
         ModelNotSupportedError: no copy can be built, or no route of it can be proven.
     """
     failures: list[str] = []
-    for dtype in _DTYPES:
+    for dtype in _COPY_DTYPES:
         try:
             copy = small_copy_of(model, dtype)
         except Exception as error:  # a configuration may be rejected for many reasons

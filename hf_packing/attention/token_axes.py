@@ -200,7 +200,7 @@ def _grows_along_diagonal(mask: Tensor) -> bool:
     )
 
 
-def cut(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:
+def cut_inputs(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:
     """Cut slices out of a row's arguments, and stack them as the rows of a batch, padded on the right.
 
     Args:
@@ -242,7 +242,7 @@ def _pad(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
     return torch.cat([tensor, fill(tensor, (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :]))], dim=axis)
 
 
-def split(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
+def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
     """Split what a call with several slices returned into what each slice would have returned alone.
 
     Returns:
@@ -267,7 +267,7 @@ def split(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path
     return parts
 
 
-def join(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
+def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
     """Join the parts of all segments into one nest like `value`.
 
     A tensor with two token axes, such as attention weights, gets zeros between segments. Of a leaf without tokens, such

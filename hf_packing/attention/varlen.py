@@ -124,7 +124,7 @@ def packed_varlen(
     if chunk is not None:
         borders, lengths, max_length_q = _cut_into_chunks(borders, chunk)
     query, key, value = _to_one_dtype(query, key, value)
-    q, k, v = (_lay_end_to_end(tensor) for tensor in (query, key, value))
+    q, k, v = (_merge_rows(tensor) for tensor in (query, key, value))
     options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "is_causal": is_causal,
@@ -208,7 +208,7 @@ def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _lay_end_to_end(tensor: Tensor) -> Tensor:
+def _merge_rows(tensor: Tensor) -> Tensor:
     """Reshape [rows, heads, tokens, dim] to [1, heads, rows * tokens, dim]."""
     if tensor.shape[0] == 1:
         return tensor
