@@ -10,11 +10,8 @@ from training_by_hand import batch_of
 import hf_packing as hfp
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.packed_row import PackedRow
-from hf_packing.attention.patch import random_where_zero
 from hf_packing.attention.route import InputFormat
-from hf_packing.attention.snapshot import restored
 from hf_packing.attention.survey.tiny import tiny_model
-from hf_packing.attention.token_axes import TokenAxes, counts_along
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -289,56 +286,3 @@ def test_a_mask_of_another_length():
     model = hfp.patch_model(tiny_model("llama", "causal"))
     with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
         model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 9))
-
-
-class TestAsItWas:
-    def test_attributes_buffers_and_modules(self):
-        module = torch.nn.Module()
-        module.scale, module.inner = 1, torch.nn.Identity()
-        module.register_buffer("table", torch.zeros(2))
-        inner, table = module.inner, module.table
-        with restored(module):
-            module.scale, module.grown, module.inner = 2, 3, torch.nn.ReLU()
-            module.register_buffer("table", torch.ones(3))
-            module.register_buffer("more", torch.ones(3))
-        assert (module.scale, module.inner, module.table) == (1, inner, table)
-        assert not hasattr(module, "grown")
-        assert not hasattr(module, "more")
-
-    def test_weights_of_zero_are_zero_again(self):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-        torch.nn.init.zeros_(model[0].weight)
-        known = model[1].weight.detach().clone()
-        with random_where_zero(model):
-            assert model[0].weight.all()
-        assert not model[0].weight.any()
-        assert torch.equal(model[1].weight, known)
-
-
-def test_what_counts_along_a_row():
-    positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
-    causal = torch.full((41, 41), -torch.inf).triu(1)
-    assert counts_along(positions, (0,))
-    assert counts_along(positions[None].expand(3, -1) + 2, (1,))
-    assert counts_along((slopes * positions).to(torch.bfloat16), (2,))
-    assert counts_along((causal + slopes * positions).to(torch.bfloat16), (1, 2))
-    assert not counts_along(torch.zeros(41), (0,))
-    assert not counts_along(torch.cat([positions[:20], positions[:21]]), (0,))
-    assert not counts_along(torch.randn(2, 41), (1,))
-    assert not counts_along(causal, (0, 1))
-    assert not counts_along(torch.randn(41, 41), (0, 1))
-
-
-def test_axes_of_tokens_are_not_guessed():
-    axes = TokenAxes("Module (name)", 41)
-    axes.record({"hidden": torch.zeros(1, 41, 8)})
-    assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
-    axes.freeze()
-    assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
-    counted = TokenAxes("Module (name)", 41)
-    counted.record({"positions": torch.arange(41)})
-    assert counted.of(("positions",), torch.arange(41)) == (0,)
-    with pytest.raises(hfp.PackingError, match="is there a padding token in a document"):
-        counted.check_row({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
-    with pytest.raises(hfp.PackingError, match=r"Module \(name\): other of shape \[1, 41\] was not seen when"):
-        axes.of(("other",), torch.zeros(1, 41))

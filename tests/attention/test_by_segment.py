@@ -10,12 +10,7 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
 from hf_packing.attention.packed_row import (
-    CALL_OVERHEAD,
-    MAX_PADDING,
     PackedRow,
-    current_row,
-    group_equal_lengths,
-    group_similar_lengths,
     use_row,
 )
 from hf_packing.attention.survey.architectures import VARIANTS
@@ -242,47 +237,3 @@ def test_the_route_is_found_once():
     first = hfp.check_isolation(hfp.patch_model(model_of("attention and a state")[0])).route
     second = hfp.check_isolation(hfp.patch_model(model_of("attention and a state")[0])).route
     assert second is first
-
-
-class TestSharing:
-    def test_equal(self):
-        assert group_equal_lengths([3, 5, 3, 3, 2]) == [[0, 2, 3], [1], [4]]
-
-    def test_similar_segments_share_and_no_segment_is_lost(self):
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(200):
-            lengths = torch.randint(
-                1, 500, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
-            ).tolist()
-            calls = group_similar_lengths(lengths)
-            assert sorted(number for call in calls for number in call) == list(range(len(lengths)))
-            for call in calls:
-                assert max(lengths[i] for i in call) <= 4 * min(lengths[i] for i in call)
-
-    @pytest.mark.parametrize("seed", range(60))
-    def test_segments_of_similar_length_share_calls_at_the_least_cost(self, seed):
-        """Against all ways to cut up to seven sorted segments."""
-        generator = torch.Generator().manual_seed(seed)
-        number = int(torch.randint(1, 8, (), generator=generator))
-        lengths = torch.randint(1, 10 ** (1 + seed % 3), (number,), generator=generator).tolist()
-
-        def cost(calls):
-            if any(max(call) > MAX_PADDING * min(call) for call in calls):
-                return float("inf")
-            return sum(max(call) * (CALL_OVERHEAD + len(call)) for call in calls)
-
-        def cuts(rest):
-            yield [rest]
-            for end in range(1, len(rest)):
-                yield from ([rest[:end], *others] for others in cuts(rest[end:]))
-
-        found = [[lengths[segment] for segment in call] for call in group_similar_lengths(lengths)]
-        assert cost(found) == min(map(cost, cuts(sorted(lengths))))
-
-    def test_a_row_is_what_runs_inside(self):
-        row = PackedRow.from_lengths([2, 3])
-        assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
-        assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
-        with use_row(row):
-            assert current_row.get() is row
-        assert current_row.get() is None

@@ -61,13 +61,13 @@ def losses_alone(model):
 
 
 @pytest.mark.parametrize(
-    ("honouring", "by_segment"),
+    ("honoring", "by_segment"),
     [((CONVOLUTION, RULE), {}), ((CONVOLUTION,), {"Qwen3NextGatedDeltaNet": 2}), ((), {"Qwen3NextGatedDeltaNet": 2})],
 )
-def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch, honouring, by_segment):
+def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch, honoring, by_segment):
     model = tiny_model("qwen3_next", "causal")
     expected, gradients = losses_alone(model)
-    kernels = [Kernel(monkeypatch, name) for name in honouring]
+    kernels = [Kernel(monkeypatch, name) for name in honoring]
     route = hfp.check_isolation(hfp.patch_model(model)).route
     assert (route.way.attention, route.modules) == ("packed_varlen", by_segment)
     for kernel in kernels:

@@ -6,8 +6,8 @@ from tiny_models import build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import proof, varlen
-from hf_packing.attention.patched_forward import attention_of, is_patched
+from hf_packing.attention import is_patched, proof, varlen
+from hf_packing.attention.patched_forward import attention_of
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
 from hf_packing.attention.survey.tiny import tiny_model
