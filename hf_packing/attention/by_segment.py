@@ -50,7 +50,7 @@ class ReplacedForward:
         self.installed = True
 
     def remove(self) -> None:
-        """Restore the forward. If somebody has wrapped this object since, it stays, and only passes calls on."""
+        """Restore the forward. If this object has been wrapped by others since, it stays, and only passes calls on."""
         self.installed = False
         if vars(self.module).get("forward") is self:
             del self.module.forward

@@ -1,6 +1,7 @@
 """Exact attention by segment in plain torch, on any device; and the same as one custom op, for torch.compile.
 
-torch.compile cannot read lengths from a tensor of borders, so it calls a custom op with a backward of its own."""
+torch.compile cannot read lengths from a tensor of borders, so it calls a custom op with a backward of its own.
+"""
 
 from collections import defaultdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""The proof of patch_model: packed documents do not affect each other, and each is as it is alone.
+"""The proof of patch_model: packed documents do not affect each other, and have the outputs that they have alone.
 
 Also measured here: whether a model sees the tokens that its labels ask for.
 """

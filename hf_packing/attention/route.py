@@ -181,7 +181,7 @@ class Route:
         return dict(Counter(plan.kind for plan in self.by_segment))
 
     def describe(self) -> str:
-        """Return a few lines for people."""
+        """Return a few lines: the name, the share that stays packed, what runs by segment, what is not proven."""
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
         lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
         return "\n".join(lines + ([f"training mode not proven: {self.unproven}"] if self.unproven else []))

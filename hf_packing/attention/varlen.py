@@ -69,7 +69,7 @@ def observe() -> Iterator[Observed]:
 
 
 def _observer() -> Observed | None:
-    """Return who observes. While torch.compile traces nobody does, since that would break the graph in every layer."""
+    """Return the observer. While torch.compile traces there is none, since it would break the graph in every layer."""
     return None if torch.compiler.is_compiling() else _observed.get()
 
 
