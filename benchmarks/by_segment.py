@@ -104,7 +104,7 @@ def main() -> None:
         real = sum(map(len, rows))
         slots = sum(len(documents) * max(map(len, documents)) for documents in steps)
         route = hfp.check_isolation(sides["packed"].model).route
-        print(f"\n{name}: {'; '.join(route.lines())}")
+        print(f"\n{name}: {'; '.join(route.describe().splitlines())}")
         print(f"{real:,} real tokens in {len(steps)} steps, {1 - real / slots:.0%} padding")
         for side, run in sides.items():
             figure(model=name, side=side, real_tokens=real, seconds=seconds[side], losses=run.losses)

@@ -20,7 +20,7 @@ HOME_OF = {
     "EpochSummary": "training.summary",
     "FirstCome": "strategies.sequential",
     "FixedLength": "strategies.sequential",
-    "IsolationReport": "attention.isolation",
+    "IsolationReport": "attention",
     "MissingDependencyError": "errors",
     "ModelNotSupportedError": "errors",
     "Multipack": "strategies.sequential",
@@ -36,24 +36,23 @@ HOME_OF = {
     "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
     "attach": "training.attach",
-    "check_isolation": "attention.isolation",
+    "check_isolation": "attention",
     "compare": "strategies.compare",
     "compute_loss": "training.compute_loss",
     "evaluation_loss": "training.evaluation",
     "pack": "data.pack",
     "packing_report": "report.report",
-    "patch_model": "attention.patch",
-    "patched": "attention.patch",
+    "patch_model": "attention",
+    "patched": "attention",
     "plan_counts": "strategies.base",
     "plan_packing": "strategies.base",
     "prepare_dataloader": "training.loop",
     "unpack": "data.pack",
-    "unpatch_model": "attention.patch",
+    "unpatch_model": "attention",
 }
 
 if TYPE_CHECKING:
-    from hf_packing.attention.isolation import IsolationReport, check_isolation
-    from hf_packing.attention.patch import patch_model, patched, unpatch_model
+    from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
     from hf_packing.data.pack import pack, unpack
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError

@@ -7,9 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.patch import unpatch_model
+from hf_packing.attention import inner_model, is_patched, unpatch_model
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.token_budget import TokenBudget

@@ -10,7 +10,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention import inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.bucket_batches import BucketBatches

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention import inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.sampling.sampled_rows import SampledRows

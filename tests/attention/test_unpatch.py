@@ -10,8 +10,7 @@ from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_packing as hfp
-from hf_packing.attention import as_it_was
-from hf_packing.attention.installed import attention_of
+from hf_packing.attention.patched_forward import attention_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import NAME
 
@@ -101,7 +100,7 @@ class TestUndone:
 REFUSED = {
     "hashing that is random": (
         ("reformer", "causal"),
-        "ReformerModelWithLMHead: .* expected the same logits for the same tokens, .* has others each time",
+        "ReformerModelWithLMHead: .* expected the same logits for the same tokens, .* is nondeterministic",
     ),
     "streams of the row's length": (
         ("prophetnet", "causal"),
@@ -110,7 +109,7 @@ REFUSED = {
     ),
     "an attention whose kernel is absent": (
         ("mra", "masked"),
-        "MraForMaskedLM: .* no leak can be seen even with the borders taken away, so nothing is proven",
+        "MraForMaskedLM: .* no leak can be detected even without borders, so nothing is proven",
     ),
 }
 
@@ -137,7 +136,7 @@ def test_a_forward_that_takes_no_borders():
     torch.manual_seed(0)
     model = hfp.patch_model(Narrow(LlamaConfig(**SIZES)))
     assert hfp.check_isolation(model).isolated
-    assert not hfp.check_isolation(model).route.way.feed.borders
+    assert not hfp.check_isolation(model).route.method.inputs.borders
 
 
 def test_a_model_that_fails_without_a_mask():
@@ -168,30 +167,3 @@ def test_weights_that_a_forward_rescales_are_put_back(rescale_every, training):
     model.eval()(torch.tensor([[5, 6, 7]]))
     rescaled = any(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert rescaled is (rescale_every > 0)
-
-
-@pytest.mark.parametrize("write", ["div_", "__idiv__", "__itruediv__", "__setitem__", "__set__", "copy_", "mul_"])
-def test_names_of_functions_that_write(write):
-    assert as_it_was.writes(write)
-    assert not as_it_was.writes(write.strip("_").replace("set", "get"))
-    assert not as_it_was.writes("__getitem__")
-
-
-def test_every_way_to_write_to_a_weight_is_seen():
-    ways = (
-        lambda weight: weight.mul_(2),
-        lambda weight: weight.data.mul_(2),
-        lambda weight: weight.__setitem__(0, 0.0),
-        lambda weight: weight[0].fill_(0.0),
-        lambda weight: weight.detach().t().__imul__(2),
-        lambda weight: setattr(weight, "data", weight.data * 2),
-        lambda weight: torch.nn.init.zeros_(weight),
-    )
-    for write in ways:
-        module = torch.nn.Linear(3, 3)
-        before = module.weight.detach().clone()
-        with torch.no_grad(), as_it_was.KeptWeights(module) as kept:
-            write(module.weight)
-        assert not torch.equal(module.weight, before)
-        kept.put_back()
-        assert torch.equal(module.weight, before)

@@ -8,9 +8,9 @@ from tiny_models import build
 
 import hf_packing as hfp
 from hf_packing.attention import probe, varlen
-from hf_packing.attention.feed import Feed
 from hf_packing.attention.probe import Probe
-from hf_packing.attention.rounding import LEAST, MOST, TIMES, Tolerance, measure_rounding
+from hf_packing.attention.route import InputFormat
+from hf_packing.attention.tolerance import ALWAYS_ALLOWED, NEVER_ALLOWED, ROUNDING_FACTOR, Tolerance, measure_rounding
 
 
 def model_in_which_roundings_grow(**changes):
@@ -24,14 +24,14 @@ def model_in_which_roundings_grow(**changes):
 
 def rounding_of(model):
     run = Probe(model)
-    with run.quiet():
+    with run.undisturbed():
         run.measure_rounding(run.alone(use_cache=False), use_cache=False)
     return run.rounding
 
 
 def test_rounding_is_measured_on_the_model():
-    assert 0 < rounding_of(build("Mistral")) < LEAST[torch.float32] / TIMES
-    assert LEAST[torch.float32] / TIMES < rounding_of(model_in_which_roundings_grow())
+    assert 0 < rounding_of(build("Mistral")) < ALWAYS_ALLOWED[torch.float32] / ROUNDING_FACTOR
+    assert ALWAYS_ALLOWED[torch.float32] / ROUNDING_FACTOR < rounding_of(model_in_which_roundings_grow())
     assert rounding_of(model_in_which_roundings_grow().double()) < 1e-10
 
 
@@ -46,7 +46,7 @@ def test_other_roundings_are_no_fault(monkeypatch, measured):
         return exact(query * (1 + ups * torch.finfo(query.dtype).eps), *args, **options)
 
     monkeypatch.setattr(varlen, "attend_by_segment", rounded)
-    monkeypatch.setitem(LEAST, torch.float32, 1e-7)
+    monkeypatch.setitem(ALWAYS_ALLOWED, torch.float32, 1e-7)
     if not measured:
         monkeypatch.setattr(probe, "measure_rounding", lambda *_: 0.0)
     taken = ""
@@ -99,7 +99,7 @@ def test_a_fault_in_the_attention_is_found_in_float32(monkeypatch, build_model, 
 
 @in_both
 def test_one_wrong_position_is_found_in_float32(monkeypatch, build_model):
-    exact = Feed.__call__
+    exact = InputFormat.build
 
     def one_off(*args):
         inputs = exact(*args)
@@ -108,22 +108,22 @@ def test_one_wrong_position_is_found_in_float32(monkeypatch, build_model):
             inputs["position_ids"][0, -1] += 1
         return inputs
 
-    monkeypatch.setattr(Feed, "__call__", one_off)
+    monkeypatch.setattr(InputFormat, "build", one_off)
     route = hfp.check_isolation(hfp.patch_model(build_model())).route
-    assert not route.way.feed.positions
+    assert not route.method.inputs.positions
     assert "a document's logits differ by" in route.tried[0]
 
 
 def test_what_is_allowed():
     usual = Tolerance(torch.float32, False, 1e-6)
-    assert (usual.apart, usual.leak) == (LEAST[torch.float32], TIMES * 1e-6)
-    assert Tolerance(torch.float32, False, 1e-4).apart == TIMES * 1e-4
+    assert (usual.difference, usual.leak) == (ALWAYS_ALLOWED[torch.float32], ROUNDING_FACTOR * 1e-6)
+    assert Tolerance(torch.float32, False, 1e-4).difference == ROUNDING_FACTOR * 1e-4
     chaos = Tolerance(torch.float32, False, 0.1)
-    assert (chaos.apart, chaos.leak) == (MOST[torch.float32], LEAST[torch.float32])
-    assert Tolerance(torch.float32, True, 0.1).leak == MOST[torch.float32]
-    assert "load the model in float64" in chaos.limits()
-    assert not usual.limits()
-    assert Tolerance(torch.float32, False, None).leak == LEAST[torch.float32]
+    assert (chaos.difference, chaos.leak) == (NEVER_ALLOWED[torch.float32], ALWAYS_ALLOWED[torch.float32])
+    assert Tolerance(torch.float32, True, 0.1).leak == NEVER_ALLOWED[torch.float32]
+    assert "load the model in float64" in chaos.note()
+    assert not usual.note()
+    assert Tolerance(torch.float32, False, None).leak == ALWAYS_ALLOWED[torch.float32]
     logits = torch.randn(5, 7)
     assert usual.unexplained([logits, logits + 5e-5], [logits, logits]) == 0
     assert usual.unexplained([logits, logits + 5e-4], [logits, logits]) == pytest.approx(5e-4, rel=0.01)
@@ -157,11 +157,11 @@ def test_layers_that_compute_in_half_precision_in_a_model_that_does_not(dtype):
                 if isinstance(linear, torch.nn.Linear):
                     setattr(part, name, Quantised(linear, dtype))
     run = Probe(model)
-    with run.quiet():
+    with run.undisturbed():
         run.alone(use_cache=False)
     assert run.tolerance == Tolerance(dtype, False)
     assert hfp.check_isolation(hfp.patch_model(model)).isolated
     usual = Probe(build("Llama"))
-    with usual.quiet():
+    with usual.undisturbed():
         usual.alone(use_cache=False)
     assert usual.tolerance.dtype == torch.float32

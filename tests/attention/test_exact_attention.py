@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_packing.attention import kernels
-from hf_packing.attention.segments import attend_by_segment
+from hf_packing.attention.exact_attention import attend_by_segment
 
 
 def dense(query, key, value, lengths, *, scale, is_causal, window=None, softcap=None, sinks=None):
