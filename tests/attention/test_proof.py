@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import fast_only
 from tiny_models import build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -120,11 +121,11 @@ def stop(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [(Probe, "alone"), (Probe, "gradients_alone"), (Search, "run"), (Probe, "sees_leaks"), (Probe, "packed_gradients")],
-)
-@pytest.mark.parametrize("architecture", ["llama", "jamba"])
+WHERE = [*((Probe, name) for name in ("alone", "gradients_alone", "sees_leaks", "packed_gradients")), (Search, "run")]
+
+
+@pytest.mark.parametrize(("where", "name"), fast_only(WHERE, WHERE[0], WHERE[-1]))
+@pytest.mark.parametrize("architecture", fast_only(["llama", "jamba"], "llama"))
 def test_an_interruption_leaves_the_model_as_it_was(monkeypatch, where, name, architecture):
     model = tiny_model(architecture, "causal")
     before, hooks = attention_of(model), [dict(vars(module)) for module in model.modules()]
