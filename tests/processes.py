@@ -1,4 +1,4 @@
-"""Running training_process.py on one or more processes, and reading what they wrote."""
+"""Running training_process.py on one or more processes, reading what they wrote, and what they should have written."""
 
 import json
 import os
@@ -7,17 +7,25 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import training_process
+import torch
+from tiny_models import build
+from training_process import NUMBER, documents
+
+HANGS = 1800
+"""Seconds after which processes wait for each other in vain, however busy the machine is."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
 
 
 def run(folder, ranks=1, fails=False, **settings):
-    """Train in processes of their own; the folder is made where it does not exist."""
-    unknown = settings.keys() - training_process.SETTINGS.keys()
-    assert not unknown, unknown
-    return launch("training_process.py", folder, json.dumps(settings), ranks=ranks, fails=fails)
+    """One run of training_process.py in processes of its own, which write into the folder."""
+    return run_all(folder.parent, {folder.name: settings}, ranks, fails)
+
+
+def run_all(folder, runs, ranks, fails=False):
+    """Several runs in the same processes, each with a folder of its name for its results."""
+    return launch("training_process.py", folder, json.dumps(runs), ranks=ranks, fails=fails)
 
 
 def launch(script, folder, *arguments, ranks, fails=False):
@@ -28,7 +36,7 @@ def launch(script, folder, *arguments, ranks, fails=False):
     known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
     start = [sys.executable, *(TORCHRUN + [str(ranks)] if ranks > 1 else []), *arguments]
-    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=HANGS, check=False)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 
@@ -38,12 +46,16 @@ def read(folder, kind, rank):
 
 
 def losses(folder, rank=0):
-    """By step of the optimiser; the latest where a step was trained twice."""
+    """By step of the optimizer; the latest where a step was trained twice."""
     return {line["step"]: line["loss"] for line in read(folder, "losses", rank)}
 
 
+def evaluated(folder):
+    return [line["loss"] for line in read(folder, "evaluated", 0)]
+
+
 def logged(folder, rank):
-    """Everything that a trainer logs with the loss, by step of the optimiser."""
+    """Everything that a trainer logs with the loss, by step of the optimizer."""
     return {line["step"]: line for line in read(folder, "logged", rank)}
 
 
@@ -61,3 +73,33 @@ def epochs_seen(folder, ranks):
 
 def steps_of(folder, rank):
     return [line["step"] for line in read(folder, "seen", rank)]
+
+
+def gradients_of_a_padded_batch(loss):
+    """All documents in one padded batch, through the stock model and its logits alone."""
+    model = build("Llama", torch.float64)
+    rows = documents(NUMBER)
+    width = max(map(len, rows["input_ids"]))
+    ids, labels, mask = (torch.full((NUMBER, width), fill) for fill in (0, -100, 0))
+    for row, (tokens, wanted) in enumerate(zip(rows["input_ids"], rows["labels"], strict=True)):
+        ids[row, : len(tokens)], labels[row, : len(tokens)], mask[row, : len(tokens)] = (
+            torch.tensor(tokens),
+            torch.tensor(wanted),
+            1,
+        )
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    labels = labels[:, 1:]
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    trained = (labels != -100).sum(1)
+    of_documents = (each.sum(1) / trained.clamp(min=1)).sum() / (trained > 0).sum()
+    total = each.sum() / trained.sum() if loss == "token" else of_documents
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, total.item()
+
+
+def largest_difference(file, expected):
+    """Of the gradients in a file and the expected ones, as a share of the largest."""
+    found = torch.load(file)
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected) / largest

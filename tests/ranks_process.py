@@ -24,7 +24,7 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 
-STATE = PartialState(cpu=True, timeout=timedelta(seconds=120))
+STATE = PartialState(cpu=True, timeout=timedelta(minutes=20))
 RANK, RANKS = STATE.process_index, STATE.num_processes
 DATA = documents(64)
 LAST = RANK == RANKS - 1

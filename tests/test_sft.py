@@ -12,7 +12,7 @@ import sft
 import torch
 import yaml
 from datasets import Dataset
-from processes import TORCHRUN
+from processes import HANGS, TORCHRUN
 from recipe_inputs import chats, exits, prompts, save_tiny_model, write
 from safetensors.torch import load_file
 from sft_documents import CHATML, IGNORED, Trained, tokenise
@@ -21,7 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_packing.errors import PackingError
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default::FutureWarning"),  # TRL uses names that transformers has renamed
+]
 
 QUIET = ["--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1"]
 CPU = ["--use_cpu", "True", "--bf16", "False"]
@@ -80,7 +83,7 @@ def test_a_resumed_run_is_the_unbroken_one(train, tmp_path):
 
 def test_two_processes_and_flags_of_ddp(tiny_model, data, tmp_path):
     flags = {"data": data, "model": tiny_model, "max_tokens": 80, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
-    flags |= {"report_to": "none", "use_cpu": True, "bf16": False, "ddp_timeout": 120, "ddp_backend": "gloo"}
+    flags |= {"report_to": "none", "use_cpu": True, "bf16": False, "ddp_timeout": HANGS, "ddp_backend": "gloo"}
     flags |= {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False, "ddp_bucket_cap_mb": 5}
     flags |= {"full_determinism": True}
 
@@ -88,7 +91,7 @@ def test_two_processes_and_flags_of_ddp(tiny_model, data, tmp_path):
         given = flags | {"output_dir": output} | more
         command = [sys.executable, *TORCHRUN, "2", sft.__file__]
         command += [str(each) for name, value in given.items() for each in (f"--{name}", value)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         return [entry["loss"] for entry in history], weights(output)

@@ -131,6 +131,7 @@ def test_trainer_with_a_model_that_runs_by_segment(packed, tmp_path):
     assert logged_losses(trainer) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default::FutureWarning")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_sft_trainer_with_a_model_that_runs_by_segment(packed, tokenizer, tmp_path, gradient_checkpointing):

@@ -1,11 +1,13 @@
 """One of the processes of the training tests: documents of the seed, trained on with attached or prepared batches.
 
-    torchrun --nproc-per-node 2 training_process.py FOLDER '{"through": "trainer", ...}'
+    torchrun --nproc-per-node 2 training_process.py FOLDER '{"one run": {"through": "trainer", ...}, ...}'
 
-Settings are those of SETTINGS. Every process writes what it saw into FOLDER/seen-RANK.jsonl, one line for each
-micro-batch, and its losses into FOLDER/losses-RANK.jsonl, one line for each step of the optimiser.
+Runs follow each other in the same processes; their settings are those of SETTINGS. Every process writes into the folder
+FOLDER/RUN what it saw, seen-RANK.jsonl, one line for each micro-batch; its losses, losses-RANK.jsonl, one line for each
+step of the optimizer; and the error of a run that was refused, refused-RANK.txt.
 """
 
+import gc
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from tiny_models import build
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
@@ -36,11 +38,18 @@ SETTINGS = {
     "dtype": "float32",
     "resume": False,
     "kill_at": 0,
+    "stop_at": 0,
     "save_steps": 0,
     "optimiser": "adamw_torch",
     "eval_batch_sizes": [],
 }
 LEARNING_RATE = 1e-3
+NUMBER = SETTINGS["documents"]
+
+ONE_STEP = {"match_documents_per_step": NUMBER, "epochs": 1, "dtype": "float64", "optimiser": "sgd"}
+EVALUATED = ONE_STEP | {"documents": 44, "match_documents_per_step": 44, "max_tokens": 2000}
+EVALUATED |= {"eval_batch_sizes": [1, 2, 4]}
+"""Settings of one step over all documents, and of one with evaluations at several batch sizes."""
 
 
 def documents(number):
@@ -88,6 +97,9 @@ class Recorder(TrainerCallback):
     def on_pre_optimizer_step(self, _, state, __, model=None, **___):
         if state.global_step == 0 and self.settings["optimiser"] == "sgd":
             save_gradients(model, self.folder)
+
+    def on_step_end(self, _, state, control, **__):
+        control.should_training_stop |= state.global_step == self.settings["stop_at"]
 
     def on_save(self, _, state, __, **___):
         if state.global_step == self.settings["kill_at"]:
@@ -176,23 +188,42 @@ def through_loop(settings, folder, data, model):
                 accelerator.wait_for_everyone()
                 if step == settings["kill_at"]:
                     os.kill(os.getpid(), signal.SIGKILL)
+                if step == settings["stop_at"]:
+                    return accelerator
     for size in settings["eval_batch_sizes"]:
         loss = hfp.evaluation_loss(accelerator, model, data, rows_per_batch=size)
         log.write("evaluated", rows=size, loss=loss)
     return accelerator
 
 
-def main():
-    torch.set_num_threads(1)
-    folder, settings = Path(sys.argv[1]), SETTINGS | json.loads(sys.argv[2])
+def train(folder, **changes):
+    """One run, in this process."""
+    unknown = changes.keys() - SETTINGS.keys()
+    assert not unknown, unknown
+    settings = SETTINGS | changes
+    folder.mkdir(exist_ok=True)
     data = documents(settings["documents"])
     if settings["packed"]:
         data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
     model = hfp.patch_model(build("Llama", getattr(torch, settings["dtype"])))
     accelerator = (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
-    del model
-    accelerator.free_memory()  # a DDP model that outlives its processes' group can abort the interpreter at its end
-    accelerator.end_training()
+    accelerator.free_memory()
+
+
+def train_or_refuse(folder, settings):
+    try:
+        train(folder, **settings)
+    except hfp.PackingError as error:
+        (folder / f"refused-{PartialState().process_index}.txt").write_text(str(error))
+
+
+def main():
+    torch.set_num_threads(1)
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for name, settings in runs.items():
+        train_or_refuse(folder / name, settings)
+    gc.collect()  # a DDP model that outlives its processes' group can abort the interpreter at its end
+    Accelerator(cpu=True).end_training()
 
 
 if __name__ == "__main__":

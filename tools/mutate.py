@@ -319,7 +319,7 @@ def run_mutations(root: Path, number: int, seed: int, paths: list[str], command:
         copy = Copy(root, Path(folder))
         begin = time.monotonic()
         passes, output = copy.run(words)
-        timeout = 60 + 5 * (time.monotonic() - begin)
+        timeout = 120 + 10 * (time.monotonic() - begin)
         if not passes:
             raise RuntimeError(f"the command fails without a mutation:\n{output[-4000:]}")
         console.print(f"without a mutation: passes in {time.monotonic() - begin:.0f} s")

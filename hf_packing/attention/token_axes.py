@@ -251,8 +251,10 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
     parts: list[dict[Path, Any]] = [{} for _ in lengths]
     for path, leaf in leaves(value):
         along = axes.of(path, leaf)
-        if not isinstance(leaf, Tensor) or not along:
+        if not along:
             each: Sequence[Any] = [leaf] * len(lengths)
+        elif not isinstance(leaf, Tensor):  # a count of tokens
+            each = lengths
         elif len(lengths) == 1:
             each = [leaf]
         else:
@@ -261,7 +263,7 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
             each = leaf.chunk(len(lengths))
         for part, piece, length in zip(parts, each, lengths, strict=True):
             shortened = piece
-            for axis in along if isinstance(piece, Tensor) else ():
+            for axis in along if isinstance(leaf, Tensor) else ():
                 shortened = shortened.narrow(axis, 0, length)
             part[path] = shortened
     return parts

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tiers import fast_only
 from training_by_hand import batch_of
 
 import hf_packing as hfp
@@ -58,7 +59,7 @@ def packed_logits(model, documents):
         return model(**{name: value for name, value in batch_of(documents).items() if name != "labels"}).logits[0]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma4", "mamba", "opt", "gpt_oss"])
+@pytest.mark.parametrize("architecture", fast_only(["llama", "gemma4", "mamba", "opt", "gpt_oss"], "llama", "mamba"))
 def test_what_a_trainer_gives(architecture):
     model = hfp.patch_model(tiny_model(architecture, "causal"))
     documents = documents_of([9, 4, 7])
@@ -86,7 +87,7 @@ def difference(model, documents):
     return float((packed_logits(model, documents) - alone(unpatched, documents)).abs().max())
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "recurrent_gemma", "inkling_text", "bamba"])
+@pytest.mark.parametrize("architecture", fast_only(["lfm2", "recurrent_gemma", "inkling_text", "bamba"], "lfm2"))
 def test_convolutions_that_begin_as_the_identity(architecture):
     model = tiny_model(architecture, "causal")
     kernels = [parameter for name, parameter in model.named_parameters() if "conv" in name and parameter.ndim == 3]
@@ -104,6 +105,7 @@ def test_convolutions_that_begin_as_the_identity(architecture):
     assert difference(model, documents_of([13, 21, 9])) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["minimax", "nemotron_h", "bamba"])
 def test_norms_of_mixers_that_begin_at_zero(architecture):
     model = tiny_model(architecture, "causal")
@@ -134,7 +136,10 @@ def test_a_pad_token_that_a_model_alone_takes_for_padding(model_type, kind):
         packed_logits(model, documents)
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", "causal"), ("roberta", "masked"), ("jamba", "causal")])
+ORDINARY_PADS = [("llama", "causal"), ("roberta", "masked"), ("jamba", "causal")]
+
+
+@pytest.mark.parametrize(("model_type", "kind"), fast_only(ORDINARY_PADS, ("roberta", "masked")))
 def test_a_pad_token_that_is_a_token_like_others(model_type, kind):
     model = hfp.patch_model(tiny_model(model_type, kind))
     documents = documents_of([5, 9, 7])
@@ -143,6 +148,7 @@ def test_a_pad_token_that_is_a_token_like_others(model_type, kind):
     assert difference(model, documents) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [2, 16])
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_a_model_that_changes_itself_for_short_documents(kind, block_size):
@@ -160,6 +166,7 @@ def test_a_scale_of_a_longer_document_is_not_remembered():
         assert difference(model, documents_of([length])) <= 1e-4
 
 
+@pytest.mark.slow
 def test_patching_in_two_threads_leaves_dropout_on():
     dropout = torch.nn.functional.dropout
     models = [tiny_model(architecture, "causal") for architecture in ("llama", "mamba", "llama", "jamba")]
@@ -169,7 +176,7 @@ def test_patching_in_two_threads_leaves_dropout_on():
     assert all(hfp.check_isolation(model).isolated for model in models)
 
 
-@pytest.mark.parametrize("trait", THRESHOLDS)
+@pytest.mark.parametrize("trait", fast_only(THRESHOLDS, "a window", "learned positions"))
 def test_documents_longer_than_a_threshold_and_rows_longer_than_positions(trait):
     model_type, kind, changes = THRESHOLDS[trait]
     model = tiny_model(model_type, kind, **changes)
@@ -191,7 +198,7 @@ def test_what_is_hidden_in_another_document():
     assert torch.allclose(packed_logits(model, documents), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "jamba", "rwkv", "deepseek_v32"])
+@pytest.mark.parametrize("architecture", fast_only(["mamba", "jamba", "rwkv", "deepseek_v32"], "mamba"))
 def test_projections_that_begin_at_zero(architecture):
     """They hide a leak until they are trained."""
     model = tiny_model(architecture, "causal")
@@ -217,7 +224,7 @@ def test_projections_that_begin_at_zero(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba"])
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("interruption", fast_only([KeyboardInterrupt, RuntimeError], KeyboardInterrupt))
 def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
     model = hfp.patch_model(tiny_model(architecture, "causal"))
     first, second = documents_of([10, 20, 5]), documents_of([5, 20, 10])
@@ -264,7 +271,7 @@ def test_a_module_that_was_exchanged():
         packed_logits(model, documents_of([3, 4]))
 
 
-@pytest.mark.parametrize("architecture", ["pegasus", "jamba", "lfm2"])
+@pytest.mark.parametrize("architecture", fast_only(["pegasus", "jamba", "lfm2"], "lfm2"))
 def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
     model = hfp.patch_model(tiny_model(architecture, "causal"))
     name = hfp.check_isolation(model).route.by_segment[0].name

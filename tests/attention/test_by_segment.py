@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
@@ -40,6 +41,9 @@ TRAITS = {
 }
 
 
+FAST = "a state", "alibi", "positions with an offset"
+
+
 def model_of(trait, dtype=torch.float32):
     model_type, *kind, changes, route, modules = TRAITS[trait]
     return tiny_model(model_type, kind[0] if kind else "causal", dtype, **changes), route, modules
@@ -60,7 +64,14 @@ def packed(documents):
     return {name: value for name, value in batch_of(documents).items() if name != "labels"}
 
 
-@pytest.mark.parametrize("trait", TRAITS)
+@pytest.fixture(scope="module", params=fast_only(TRAITS, *FAST))
+def stock_and_patched(request):
+    """A model as it is and the same one patched, for tests that leave them so."""
+    model = model_of(request.param)[0]
+    return model, hfp.patch_model(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("trait", fast_only(TRAITS, *FAST, "attention and a state"))
 def test_loss_and_gradients_are_those_of_documents_alone(trait):
     """Gradients in every parameter. Parts of these models compute in float32 whatever their dtype."""
     model, route, modules = model_of(trait, torch.float64)
@@ -87,11 +98,9 @@ def test_loss_and_gradients_are_those_of_documents_alone(trait):
         assert (gradient - sums[name]).abs().max() <= 1e-6 * largest, name
 
 
-@pytest.mark.parametrize("trait", TRAITS)
-def test_isolated_however_it_is_fed(trait):
-    model, *_ = model_of(trait)
-    expected = alone(model)
-    hfp.patch_model(model)
+def test_isolated_however_it_is_fed(stock_and_patched):
+    stock_model, model = stock_and_patched
+    expected = alone(stock_model)
     full = batch_of(DOCUMENTS)
     ones = torch.ones_like(full["input_ids"])
     feedings = [
@@ -111,13 +120,11 @@ def test_isolated_however_it_is_fed(trait):
             assert (logits - expected).abs().max() < 1e-4 * max(1, float(expected.abs().max())), feeding.keys()
 
 
-@pytest.mark.parametrize("trait", TRAITS)
-def test_two_packed_rows(trait):
-    model, *_ = model_of(trait)
+def test_two_packed_rows(stock_and_patched):
+    stock_model, model = stock_and_patched
     documents = [[5, 6, 7], [8, 9], [4], [11, 12, 13, 19]]
-    expected = alone(model, documents)
+    expected = alone(stock_model, documents)
     with torch.no_grad():
-        hfp.patch_model(model)
         rows = [batch_of(documents[:2]), batch_of(documents[2:])]
         together = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
         logits = model(**together).logits
@@ -125,21 +132,23 @@ def test_two_packed_rows(trait):
     assert torch.allclose(logits.flatten(0, 1), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("trait", TRAITS)
-def test_rows_as_long_as_the_model_is_wide(trait):
+def test_rows_as_long_as_the_model_is_wide(stock_and_patched):
     """Axes of tokens are known by their place: sizes may coincide at run time."""
-    model, *_ = model_of(trait)
+    stock_model, model = stock_and_patched
     generator = torch.Generator().manual_seed(1)
     for tokens in (64, 16, 8, 4, 128):
         lengths = [tokens // 4, tokens // 4, tokens - 2 * (tokens // 4)]
         documents = [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
-        expected = alone(model, documents)
-        with torch.no_grad(), hfp.patched(model):
+        expected = alone(stock_model, documents)
+        with torch.no_grad():
             logits = model(**packed(documents)).logits[0]
         assert (logits - expected).abs().max() < 1e-4 * max(1, float(expected.abs().max())), tokens
 
 
-@pytest.mark.parametrize("trait", ["a state", "attention and a state", "positions along the row", "dynamic rope"])
+UNDONE = ("a state", "attention and a state", "positions along the row", "dynamic rope")
+
+
+@pytest.mark.parametrize("trait", fast_only(UNDONE, "a state", "dynamic rope"))
 def test_undone_completely(trait):
     model, *_ = model_of(trait)
     before = [dict(vars(module)) for module in model.modules()]
@@ -153,7 +162,7 @@ def test_undone_completely(trait):
     assert all(map(torch.equal, model.buffers(), buffers))
 
 
-@pytest.mark.parametrize("trait", ["a state", "attention and a state", "a convolution"])
+@pytest.mark.parametrize("trait", fast_only(["a state", "attention and a state", "a convolution"], "a state"))
 def test_generation(trait):
     model, *_ = model_of(trait)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -166,10 +175,11 @@ def test_generation(trait):
     assert hfp.check_isolation(model).isolated
 
 
+CHECKPOINTED = ("attention and a state", "linear attention", "alibi", "positions along the row", "an encoder")
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(
-    "trait", ["attention and a state", "linear attention", "alibi", "positions along the row", "an encoder"]
-)
+@pytest.mark.parametrize("trait", fast_only(CHECKPOINTED, "alibi"))
 def test_gradient_checkpointing(trait, use_reentrant):
     """Layers run again in the backward pass, when another row has come in between."""
     model = hfp.patch_model(model_of(trait)[0]).train()

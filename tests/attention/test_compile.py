@@ -31,6 +31,7 @@ def compiled_breaks(layers, architecture="llama", kind="causal"):
     return sum(counters["graph_break"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "causal"), ("bert", "masked")])
 def test_no_graph_break_in_a_layer(architecture, kind):
@@ -38,6 +39,7 @@ def test_no_graph_break_in_a_layer(architecture, kind):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.slow
 def test_a_model_that_runs_by_segment():
     model = hfp.patch_model(tiny_model("jamba", "causal"))
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])[0]

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -60,10 +61,14 @@ def losses_alone(model):
     return losses_and_gradients(model, alone)
 
 
-@pytest.mark.parametrize(
-    ("honoring", "by_segment"),
-    [((CONVOLUTION, RULE), {}), ((CONVOLUTION,), {"Qwen3NextGatedDeltaNet": 2}), ((), {"Qwen3NextGatedDeltaNet": 2})],
-)
+HONORING = [
+    ((CONVOLUTION, RULE), {}),
+    ((CONVOLUTION,), {"Qwen3NextGatedDeltaNet": 2}),
+    ((), {"Qwen3NextGatedDeltaNet": 2}),
+]
+
+
+@pytest.mark.parametrize(("honoring", "by_segment"), fast_only(HONORING, HONORING[0]))
 def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch, honoring, by_segment):
     model = tiny_model("qwen3_next", "causal")
     expected, gradients = losses_alone(model)
@@ -80,6 +85,7 @@ def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch,
     assert all(float((found[name] - gradients[name]).abs().max()) <= 1e-4 * largest for name in gradients)
 
 
+@pytest.mark.slow
 def test_kernels_that_know_borders_in_one_row_are_given_several_end_to_end(monkeypatch):
     """flash-linear-attention takes cu_seqlens with a batch of one row only."""
     model = tiny_model("qwen3_next", "causal")

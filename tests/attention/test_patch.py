@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from tiers import fast_only
 from tiny_models import SUPPORTED, build
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -19,11 +20,13 @@ import hf_packing as hfp
 from hf_packing.attention.patched_forward import KeepRow
 from hf_packing.attention.tiny_model import tiny_model
 
+FAST = "Llama", "Gemma2", "GPT2", "GptOss"
+
 PARTLY_FLOAT32 = {"Gemma2", "GptOss", "DeepseekV3"}
 """transformers' eager softmax and DeepSeek's router compute in float32 whatever the model's dtype."""
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", fast_only(SUPPORTED, *FAST))
 def test_loss_and_gradients_are_those_of_documents_alone(name):
     """In float64; what parts of a model compute in float32 is compared as such."""
     model = build(name, torch.float64).train()
@@ -43,7 +46,7 @@ def test_loss_and_gradients_are_those_of_documents_alone(name):
         assert (gradient - expected_gradients[parameter]).abs().max() <= tolerance * largest, parameter
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", fast_only(SUPPORTED, *FAST))
 def test_isolated_however_it_is_fed(name):
     model = hfp.patch_model(build(name).eval())
     full = batch_of(DOCUMENTS)
@@ -109,7 +112,7 @@ def test_gradient_checkpointing(name):
     assert all(torch.allclose(gradient, expected[1][name], atol=1e-12) for name, gradient in gradients.items())
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", fast_only(["Llama", "Mixtral", "GptOss"], "Llama"))
 def test_half_precision(name):
     """Where rounding sends a token to another expert, its logits differ; that is no leak."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -158,7 +161,7 @@ def test_attention_set_by_somebody_else_is_noticed():
 
 
 @pytest.mark.filterwarnings("ignore:patch_model proved isolation on a small")
-@pytest.mark.parametrize("prove", [True, False])
+@pytest.mark.parametrize("prove", fast_only([True, False], True))
 def test_an_attention_of_the_users_own_is_not_replaced(prove):
     def twice(module, query, key, value, attention_mask, **kwargs):
         return sdpa_attention_forward(module, 2 * query, key, value, attention_mask, **kwargs)
@@ -185,7 +188,7 @@ def test_models_that_share_a_configuration():
     hfp.patch_model(second)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "jamba", "lfm2", "qwen3_next", "bart"])
+@pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "lfm2", "qwen3_next", "bart"], "llama", "bart"))
 def test_positions_of_one_row_for_all(architecture):
     model = hfp.patch_model(tiny_model(architecture, "causal"))
     ids, positions = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]), torch.tensor([[0, 1, 2, 0, 1]])
@@ -203,7 +206,7 @@ def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
         )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "jamba", "mamba"])
+@pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba"], "llama"))
 @pytest.mark.parametrize("implementation", CheckpointImpl)
 def test_the_checkpointing_that_fsdp_uses(architecture, implementation):
     model = hfp.patch_model(tiny_model(architecture, "causal")).train()
@@ -225,14 +228,13 @@ def test_the_checkpointing_that_fsdp_uses(architecture, implementation):
     assert all(not isinstance(vars(m).get("checkpoint_fn"), KeepRow) for m in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kind"),
-    [
-        *((name, "causal") for name in ("llama", "jamba", "bart", "mamba", "xlm")),
-        ("bert", "masked"),
-        ("roberta", "masked"),
-    ],
-)
+KINDS = [
+    *((name, "causal") for name in ("llama", "jamba", "bart", "mamba", "xlm")),
+    *((name, "masked") for name in ("bert", "roberta")),
+]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), fast_only(KINDS, ("llama", "causal"), ("roberta", "masked")))
 def test_embeddings_given_and_hidden_states_asked_for(architecture, kind):
     model = tiny_model(architecture, kind)
     options = {"use_cache": False} if kind == "causal" else {}

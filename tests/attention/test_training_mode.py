@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiers import fast_only
 from tiny_models import build
 from torch import nn
 
@@ -73,7 +74,7 @@ def with_module(module):
     return model
 
 
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("leak", fast_only(LEAKS, "batch norm", "late average"))
 def test_leaks_of_training_are_refused(leak):
     make, message = LEAKS[leak]
     model = with_module(make())
@@ -118,7 +119,7 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", fast_only(RANDOM, "Llama", "GPT2"))
 def test_what_training_draws_at_random_is_switched_off_and_on_again(name):
     model = build(name)
     for setting, value in RANDOM[name].items():
@@ -224,7 +225,7 @@ def test_dropout_of_lora():
     assert (report.modes, report.unproven) == (("evaluation", "training"), "")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "jamba"])
+@pytest.mark.parametrize("architecture", fast_only(["llama", "jamba"], "llama"))
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(architecture, reentrant):
     model = tiny_model(architecture, "causal")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_utils
+from tiers import fast_only
 from tiny_models import build
 from transformers import (
     AttentionInterface,
@@ -132,7 +133,7 @@ def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
     monkeypatch.setattr(flash_utils, "_loaded_implementation", None)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2", "GptOss"], "Llama"))
 def test_collators_of_others_on_patched_models(name):
     model = hfp.patch_model(build(name))
     flattening = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)

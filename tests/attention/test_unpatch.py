@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from tiers import fast_only
 from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,6 +68,7 @@ class TestUndone:
         assert not other._forward_pre_hooks
         assert hfp.check_isolation(model).isolated
 
+    @pytest.mark.slow
     def test_pickled_models_work_in_another_process(self, tmp_path):
         torch.save(hfp.patch_model(build("Llama")), tmp_path / "model.pt")
         code = (
@@ -154,8 +156,8 @@ def test_not_a_model():
             check(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("rescale_every", [1, 2, 0])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rescale_every", fast_only([1, 2, 0], 2))
+@pytest.mark.parametrize("training", fast_only([True, False], True))
 def test_weights_that_a_forward_rescales_are_put_back(rescale_every, training):
     model = tiny_model("rwkv", "causal", rescale_every=rescale_every).train(training)
     before = copy.deepcopy(model.state_dict())

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiers import fast_only, slow
 from tiny_models import build, with_loss_times
-from trainers import arguments, logged, trainer_of
+from trainers import arguments, logged, patched, trainer_of
 from training_process import documents
 from transformers import Trainer
 from trl import SFTTrainer
@@ -43,7 +44,7 @@ def test_the_unpacked_schedule(tmp_path):
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 def test_trainers_stay_what_they_are(tmp_path, kind):
-    trainer = trainer_of(tmp_path, kind)
+    trainer = trainer_of(tmp_path, kind, model=build("Llama"))
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert isinstance(trainer, kind)
     assert hfp.check_isolation(trainer.model).isolated
@@ -131,12 +132,12 @@ def test_a_trainers_own_loss_is_told_what_to_divide_by(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, slow(0.1)])
 def test_models_that_say_that_they_take_no_items(tmp_path, kind, smoothing):
     """Gemma 4 and others; accumulating must not divide the loss once more."""
     found = []
     for accumulation in (1, 2, 4):
-        model = build("Llama")
+        model = patched()
         model.accepts_loss_kwargs = False
         changes = {"label_smoothing_factor": smoothing, "gradient_accumulation_steps": accumulation, "max_steps": 1}
         trainer = trainer_of(tmp_path, kind, model=model, **changes)
@@ -214,7 +215,7 @@ def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
         def __init_subclass__(cls, *, allowed):
             pass
 
-    trainer = trainer_of(tmp_path, Final)
+    trainer = trainer_of(tmp_path, Final, model=build("Llama"))
     before = vars(trainer).copy()
     with pytest.raises(TypeError, match="allowed"):
         hfp.attach(trainer, hfp.TokenBudget(64))
@@ -240,7 +241,7 @@ def masked_documents():
     return datasets.Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "electra", "deberta-v2"])
+@pytest.mark.parametrize("architecture", fast_only(["bert", "roberta", "electra", "deberta-v2"], "bert", "roberta"))
 def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
     model, data = tiny_model(architecture, "masked"), masked_documents()
     types = {} if getattr(model.config, "type_vocab_size", 0) < 2 else {"token_type_ids"}
@@ -317,6 +318,7 @@ def test_lora(tmp_path):
     assert len(logged(trainer)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_of_workers_are_the_same(tmp_path, persistent):
     found = []
@@ -328,6 +330,7 @@ def test_batches_of_workers_are_the_same(tmp_path, persistent):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default::UserWarning")  # dynamo looks at the gradients of tensors that have none
 def test_compiled(tmp_path):
     found = []

@@ -6,7 +6,9 @@ import re
 import pytest
 from processes import launch
 
-RANKS = [2, 3]
+pytestmark = pytest.mark.slow
+
+RANKS = 3
 FACTS = {
     "shard": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has \d+ rows, \d+ tokens",
     "shuffle": r"row \d+ has \d+ tokens on rank 0, \d+ on rank 1",
@@ -36,12 +38,12 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=RANKS)
-def told(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
     """By case, what each rank was told, and how many steps it had trained before."""
-    folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    done = launch("ranks_process.py", folder, ranks=request.param, fails=True)
-    ranks = [json.loads((folder / f"ranks-{rank}.json").read_text()) for rank in range(request.param)]
+    folder = tmp_path_factory.mktemp("ranks")
+    done = launch("ranks_process.py", folder, ranks=RANKS, fails=True)
+    ranks = [json.loads((folder / f"ranks-{rank}.json").read_text()) for rank in range(RANKS)]
     assert all(of_rank.keys() == ranks[0].keys() for of_rank in ranks), done.stderr[-3000:]
     return {case: [of_rank[case] for of_rank in ranks] for case in ranks[0]}
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import slow
 from tiny_models import build
 from trainers import trainer_of
 from transformers import TrainerCallback
@@ -13,7 +14,7 @@ from hf_packing.training.progress import BatchesOfCheckpoint
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, slow(True)])
 def test_resumed_with_dropout(tmp_path, persistent):
     """Seeds of workers are not drawn from the generator that dropout draws from."""
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
@@ -36,7 +37,9 @@ def test_resumed_with_dropout(tmp_path, persistent):
 
 
 def test_a_checkpoint_without_batches(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    trainer = trainer_of(
+        tmp_path, model=build("Llama"), save_strategy="steps", save_steps=1, per_device_train_batch_size=1
+    )
     trainer.train()
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=4)
     hfp.attach(trainer, hfp.TokenBudget(64))
@@ -45,7 +48,9 @@ def test_a_checkpoint_without_batches(tmp_path):
 
 
 def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    trainer = trainer_of(
+        tmp_path, model=build("Llama"), save_strategy="steps", save_steps=1, per_device_train_batch_size=1
+    )
     trainer.train()
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "ignore_data_skip": True}
     trainer = trainer_of(tmp_path, **options)
@@ -54,6 +59,7 @@ def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("began", [1, 2])
 def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     """From then on its steps say where in an epoch it is only if it was resumed between two epochs."""

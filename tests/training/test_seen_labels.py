@@ -6,6 +6,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from tiers import fast_only
 from tiny_models import build
 from trainers import logged, trainer_of
 from training_process import documents
@@ -48,7 +49,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("kind", fast_only(DATA, "documents without labels", "packed without labels"))
 def test_data_that_teaches_to_copy(tmp_path, kind):
     data, model = DATA[kind](), bert()
     for train, evaluated in ((data, None), (documents(12).map(masked), data)):
@@ -68,6 +69,7 @@ def test_data_that_teaches_to_copy(tmp_path, kind):
     assert torch.isfinite(hfp.compute_loss(causal, next(iter(loader))))
 
 
+@pytest.mark.slow
 def test_masked_data_is_trained_on(tmp_path):
     data = documents(12).map(masked)
     for each in (data, hfp.pack(data, hfp.BestFit(48)), documents(12).with_transform(masked_rows)):
@@ -197,7 +199,7 @@ NOT_SEEING = {
 }
 
 
-@pytest.mark.parametrize("kind", SEEING)
+@pytest.mark.parametrize("kind", fast_only(SEEING, "an encoder with a causal loss", "a masked model in float32"))
 def test_models_that_see_what_labels_ask_for(kind):
     model = hfp.patch_model(SEEING[kind]()).train()
     assert route_of(model).sees_labels
