@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import cache
 
 import pytest
 import torch
@@ -43,6 +44,16 @@ TRAITS = {
 def model_of(trait, dtype=torch.float32):
     model_type, *kind, changes, route, modules = TRAITS[trait]
     return tiny_model(model_type, kind[0] if kind else "causal", dtype, **changes), route, modules
+
+
+@cache
+def patched_once(trait):
+    return hfp.patch_model(model_of(trait)[0])
+
+
+def patched_model_of(trait):
+    """A copy, since one search for each trait is enough here."""
+    return copy.deepcopy(patched_once(trait))
 
 
 def alone(model, documents=DOCUMENTS):
@@ -89,9 +100,8 @@ def test_loss_and_gradients_are_those_of_documents_alone(trait):
 
 @pytest.mark.parametrize("trait", TRAITS)
 def test_isolated_however_it_is_fed(trait):
-    model, *_ = model_of(trait)
-    expected = alone(model)
-    hfp.patch_model(model)
+    expected = alone(model_of(trait)[0])
+    model = patched_model_of(trait)
     full = batch_of(DOCUMENTS)
     ones = torch.ones_like(full["input_ids"])
     feedings = [
@@ -113,11 +123,10 @@ def test_isolated_however_it_is_fed(trait):
 
 @pytest.mark.parametrize("trait", TRAITS)
 def test_two_packed_rows(trait):
-    model, *_ = model_of(trait)
     documents = [[5, 6, 7], [8, 9], [4], [11, 12, 13, 19]]
-    expected = alone(model, documents)
+    expected = alone(model_of(trait)[0], documents)
+    model = patched_model_of(trait)
     with torch.no_grad():
-        hfp.patch_model(model)
         rows = [batch_of(documents[:2]), batch_of(documents[2:])]
         together = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
         logits = model(**together).logits
@@ -128,13 +137,13 @@ def test_two_packed_rows(trait):
 @pytest.mark.parametrize("trait", TRAITS)
 def test_rows_as_long_as_the_model_is_wide(trait):
     """Axes of tokens are known by their place: sizes may coincide at run time."""
-    model, *_ = model_of(trait)
+    unpatched, model = model_of(trait)[0], patched_model_of(trait)
     generator = torch.Generator().manual_seed(1)
     for tokens in (64, 16, 8, 4, 128):
         lengths = [tokens // 4, tokens // 4, tokens - 2 * (tokens // 4)]
         documents = [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
-        expected = alone(model, documents)
-        with torch.no_grad(), hfp.patched(model):
+        expected = alone(unpatched, documents)
+        with torch.no_grad():
             logits = model(**packed(documents)).logits[0]
         assert (logits - expected).abs().max() < 1e-4 * max(1, float(expected.abs().max())), tokens
 
@@ -172,7 +181,7 @@ def test_generation(trait):
 )
 def test_gradient_checkpointing(trait, use_reentrant):
     """Layers run again in the backward pass, when another row has come in between."""
-    model = hfp.patch_model(model_of(trait)[0]).train()
+    model = patched_model_of(trait).train()
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": use_reentrant})
@@ -192,7 +201,7 @@ def test_gradient_checkpointing(trait, use_reentrant):
 
 
 def test_a_wrapped_module_called_past_its_model():
-    model = hfp.patch_model(model_of("a state")[0])
+    model = patched_model_of("a state")
     with pytest.raises(hfp.PackingError, match=r"MambaMixer \(backbone.layers.0.mixer\) was called outside its model"):
         model.backbone.layers[0].mixer(torch.zeros(1, 5, 64))
 
@@ -206,7 +215,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 
 
 def test_a_cache_is_refused():
-    model = hfp.patch_model(model_of("attention and a state")[0])
+    model = patched_model_of("attention and a state")
     with pytest.raises(
         hfp.PackingError, match="past_key_values: expected none on a model that runs modules by segment"
     ):
@@ -217,7 +226,7 @@ def test_a_cache_is_refused():
 
 
 def test_an_argument_that_was_not_there_when_it_was_patched():
-    model = hfp.patch_model(model_of("attention and a state")[0])
+    model = patched_model_of("attention and a state")
     name = hfp.check_isolation(model).route.by_segment[0].name
     mixer = model.get_submodule(name)
     with (
@@ -228,7 +237,7 @@ def test_an_argument_that_was_not_there_when_it_was_patched():
 
 
 def test_labels_that_would_be_predicted_from_the_row_before():
-    model, ids = hfp.patch_model(model_of("a state")[0]), torch.tensor([[5, 6, 7], [8, 9, 4]])
+    model, ids = patched_model_of("a state"), torch.tensor([[5, 6, 7], [8, 9, 4]])
     with pytest.raises(hfp.PackingError, match="labels: expected -100 at the first token of every packed row"):
         model(ids, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), labels=ids)
 

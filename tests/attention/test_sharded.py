@@ -152,6 +152,7 @@ def run_processes(tmp_path, architecture, where):
     return known, [(*process.communicate(timeout=300), process.returncode) for process in processes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "jamba"])
 def test_two_processes_of_fsdp_with_other_numbers_of_documents(tmp_path, architecture):
     known, ran = run_processes(tmp_path, architecture, "outside")
@@ -164,6 +165,7 @@ def test_two_processes_of_fsdp_with_other_numbers_of_documents(tmp_path, archite
         assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_fsdp_inside_a_module_that_runs_by_segment_is_refused(tmp_path):
     _, ran = run_processes(tmp_path, "jamba", "inside")
     for _, errors, code in ran:
