@@ -76,7 +76,7 @@ def test_one_node_is_the_same_attention(is_causal, window, softcap, has_sinks):
 
 def test_dropout_is_refused():
     tensors = [torch.randn(1, 2, 4, 8) for _ in range(3)]
-    with pytest.raises(hfp.PackingError, match="dropout: expected 0 in attention that is compiled on cpu, got 0.1"):
+    with pytest.raises(hfp.PackingError, match="dropout: expected 0 in compiled attention on cpu, got 0.1"):
         attend_by_segment_compiled(
             *tensors, torch.tensor([0, 4]), None, scale=1.0, is_causal=True, window=None, softcap=None, dropout=0.1
         )

@@ -1,6 +1,7 @@
 """A patch that is taken off, and models that are refused: they are as they were before."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -67,6 +68,12 @@ class TestUndone:
         hfp.unpatch_model(other)
         assert not other._forward_pre_hooks
         assert hfp.check_isolation(model).isolated
+
+    def test_a_pickled_model_stays_patched(self):
+        model = pickle.loads(pickle.dumps(hfp.patch_model(build("Llama"))))
+        assert hfp.check_isolation(model).isolated
+        hfp.unpatch_model(model)
+        assert model.config._attn_implementation == "sdpa"
 
     @pytest.mark.slow
     def test_pickled_models_work_in_another_process(self, tmp_path):
