@@ -83,8 +83,8 @@ def page_names(tmp_path, monkeypatch) -> dict:
         "AutoProcessor": lambda *_, **__: tokenizer(),
     }.items():
         monkeypatch.setattr(getattr(transformers, name), "from_pretrained", made)
-    for module, name in ((transformers, "TrainingArguments"), (trl, "SFTConfig")):
-        monkeypatch.setattr(module, name, of_tests(getattr(module, name)))
+    for arguments in (transformers.TrainingArguments, trl.SFTConfig):
+        monkeypatch.setattr(arguments, "__init__", quick(arguments.__init__))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     tokenized = documents(60)
     lengths = np.clip(rng.lognormal(6, 0.8, 500), 1, 4096).astype(int)
@@ -99,8 +99,8 @@ def page_names(tmp_path, monkeypatch) -> dict:
     }
 
 
-def of_tests(arguments):
-    return lambda *given, **named: arguments(*given, **(named | QUICK))
+def quick(init):
+    return lambda self, *given, **named: init(self, *given, **(named | QUICK))
 
 
 def run(page: Path, names_of_page: dict) -> str:

@@ -6,31 +6,31 @@ python docs/pictures/draw.py
 from collections.abc import Callable
 from pathlib import Path
 
-import strategies
-import training
+import draw_strategies
+import draw_training
 from canvas import save
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "best_fit.png": strategies.best_fit,
-    "bucket.png": strategies.bucket,
-    "bucket_batches.png": training.bucket_batches,
-    "bucket_by_length.png": strategies.bucket_by_length,
-    "first_come.png": strategies.first_come,
-    "fixed_length.png": strategies.fixed_length,
-    "isolation.png": training.isolation,
-    "multipack.png": strategies.multipack,
-    "non_negative_least_squares.png": strategies.non_negative_least_squares,
-    "optimal.png": strategies.optimal,
-    "packed_row.png": training.packed_row,
-    "packing.png": training.packing,
-    "pipeline.svg": training.pipeline,
-    "routes.png": training.routes,
-    "shards.png": training.shards,
-    "shortest_pack_first.png": strategies.shortest_pack_first,
-    "token_budget.png": training.token_budget,
+    "best_fit.png": draw_strategies.best_fit,
+    "bucket.png": draw_strategies.bucket,
+    "bucket_batches.png": draw_training.bucket_batches,
+    "bucket_by_length.png": draw_strategies.bucket_by_length,
+    "first_come.png": draw_strategies.first_come,
+    "fixed_length.png": draw_strategies.fixed_length,
+    "isolation.png": draw_training.isolation,
+    "multipack.png": draw_strategies.multipack,
+    "non_negative_least_squares.png": draw_strategies.non_negative_least_squares,
+    "optimal.png": draw_strategies.optimal,
+    "packed_row.png": draw_training.packed_row,
+    "packing.png": draw_training.packing,
+    "pipeline.svg": draw_training.pipeline,
+    "routes.png": draw_training.routes,
+    "shards.png": draw_training.shards,
+    "shortest_pack_first.png": draw_strategies.shortest_pack_first,
+    "token_budget.png": draw_training.token_budget,
 }
 
 
