@@ -1,15 +1,19 @@
-# Everything from a fresh clone: `make demo` packs real documents and trains on them, `make test` runs the tests.
+# Everything from a fresh clone: `make demo` packs real documents and trains on them, `make test` runs the fast tests,
+# `make test-all` all of them, `make docs` builds the site.
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all lint bench docs clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python recipes/quickstart.py
 
 test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -m "not slow and not survey"
+
+test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
 
 lint: $(INSTALLED)
@@ -23,8 +27,12 @@ bench: $(INSTALLED)
 	for name in $(BENCHMARKS); do $(VENV)/bin/python benchmarks/$$name.py --save || exit 1; done
 	$(VENV)/bin/python benchmarks/write_readme.py
 
+docs: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs site
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

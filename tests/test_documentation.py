@@ -43,7 +43,6 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 QUICK = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False}
 QUICK |= {"dataloader_pin_memory": False, "disable_tqdm": True, "logging_strategy": "no"}
 """Arguments of trainers that keep a test short, beside those of the page."""
-SLOW = {"training_loop.md"}
 
 
 def names(page: Path) -> str:
@@ -120,12 +119,7 @@ def run(page: Path, names_of_page: dict) -> str:
     return PYTHON.sub(printed, page_text)
 
 
-def with_marks(page: Path):
-    marks = [pytest.mark.slow] if page.name in SLOW else []
-    return pytest.param(page, id=names(page), marks=marks)
-
-
-@pytest.mark.parametrize("page", [with_marks(page) for page in PAGES if PYTHON.search(page.read_text())])
+@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=names)
 def test_python_runs_and_prints_what_the_page_says(page, page_names):
     text = run(page, page_names)
     if os.environ.get("HF_PACKING_WRITE_PAGES"):
