@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             return f"{text}({Path(os.path.relpath(pages[path], here)).as_posix()}{fragment or ''})"
         return text[1:-1] if path.exists() else link[0]  # a file that is no page has no address yet
 
-    return API.sub(r"::: hf_packing.\1", LINK.sub(rewritten, markdown))
+    return API.sub(r"\n::: hf_packing.\1\n", LINK.sub(rewritten, markdown))
 
 
 def path_in_repository(file: File, config: MkDocsConfig) -> Path:

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-matplotlib.rcParams |= {"hatch.linewidth": 1.2, "svg.hashsalt": "hf_packing"}
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 import hf_packing as hfp
+
+matplotlib.rcParams |= {"hatch.linewidth": 1.2, "svg.hashsalt": "hf_packing"}
 
 LENGTHS = [13, 4, 9, 6, 16, 3, 11, 5, 7, 2, 12, 8]
 """Tokens of the documents of most pictures."""
@@ -32,7 +30,8 @@ Segments = Sequence[tuple[int, int]]
 
 def figure_of(columns: int, size: tuple[float, float], **options) -> tuple[Figure, list[Axes]]:
     """Panels side by side, on white: a card that can be read on light and dark pages."""
-    figure, axes = plt.subplots(1, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False, **options)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     figure.patch.set(facecolor="white", edgecolor=EDGE, linewidth=2)
     for each in axes[0]:
@@ -67,8 +66,16 @@ def draw_segments(
 
 
 def draw_box(
-    axes: Axes, x: float, y: float, tokens: float, color: str, text: str, height: float = HEIGHT, hatch: str | None = None
+    axes: Axes,
+    x: float,
+    y: float,
+    tokens: float,
+    color: str,
+    text: str,
+    height: float = HEIGHT,
+    hatch: str | None = None,
 ) -> None:
+    """A slice of a row with text in its middle."""
     axes.add_patch(Rectangle((x, y), tokens, height, facecolor=color, edgecolor="white", linewidth=1.5, hatch=hatch))
     behind = {"facecolor": color, "edgecolor": "none", "pad": 1.2} if hatch else None
     axes.text(x + tokens / 2, y + height / 2, text, ha="center", va="center", color=INK, size=11, bbox=behind)
@@ -106,4 +113,3 @@ def save(figure: Figure, file) -> None:
     """Without the date and the version, so that the same picture has the same bytes."""
     metadata = {"Date": None} if str(file).endswith(".svg") else {"Software": None}
     figure.savefig(file, dpi=130, edgecolor=figure.get_edgecolor(), metadata=metadata)
-    plt.close(figure)

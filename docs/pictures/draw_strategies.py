@@ -4,8 +4,24 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from canvas import COLORS, FAINT, HEIGHT, INK, LEAKS, LENGTHS, ROW
-from canvas import Segments, arrow, draw_box, draw_empty, draw_rows, draw_segments, figure_of, planned, title
+from canvas import (
+    COLORS,
+    FAINT,
+    HEIGHT,
+    INK,
+    LEAKS,
+    LENGTHS,
+    ROW,
+    Segments,
+    arrow,
+    draw_box,
+    draw_empty,
+    draw_rows,
+    draw_segments,
+    figure_of,
+    planned,
+    title,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -127,7 +143,8 @@ def in_the_order_of_the_dataset(strategy, side_by_side: int, words: str, cuts: S
     for document, tokens in enumerate(LENGTHS):
         draw_box(axes, x, 0, tokens * scale, COLORS[document], "")
         crossed = any(abs(at * scale - x - tokens * scale / 2) < 1 for at in cuts)
-        axes.text(x + tokens * scale / 2 + 1.7 * crossed, HEIGHT / 2, str(document + 1), ha="center", va="center", size=11)
+        middle = x + tokens * scale / 2 + 1.7 * crossed
+        axes.text(middle, HEIGHT / 2, str(document + 1), ha="center", va="center", size=11)
         x += tokens * scale
     for at in cuts:
         axes.plot([at * scale] * 2, [-0.25, 1.05], color=LEAKS, linewidth=2, linestyle=(0, (3, 1.5)))
@@ -186,9 +203,9 @@ def non_negative_least_squares() -> Figure:
     shown = patterns.most_common(7)
     for number, (pattern, times) in enumerate(shown):
         draw_pattern(right, pattern, number, ROW, kinds)
-        note(right, ROW + 0.6, -number + HEIGHT / 2, f"× {times}", size=12, color=INK)
+        note(right, ROW + 0.6, -number + HEIGHT / 2, f"{times} times", size=12, color=INK)
     others = f"and {len(patterns) - len(shown)} more patterns, {plan.num_packs} rows in all"
     note(right, 0, 0.4 - len(shown), others)
-    right.set(xlim=(-0.2, ROW + 3), ylim=(-0.05 - len(shown), 0.95))
+    right.set(xlim=(-0.2, ROW + 3.5), ylim=(-0.05 - len(shown), 0.95))
     title(right, "2. How often to use each pattern of up to three")
     return figure

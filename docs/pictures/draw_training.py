@@ -1,8 +1,27 @@
 """Pictures of packed rows, of keeping documents apart, of ranks, and of the way from lengths to a loss."""
 
 import numpy as np
-from canvas import ATTENDS, COLORS, EDGE, EMPTY, FAINT, HEIGHT, INK, LEAKS, LENGTHS, ROW
-from canvas import arrow, box, draw_box, draw_rows, draw_segments, figure_of, packs_of, planned, title
+from canvas import (
+    ATTENDS,
+    COLORS,
+    EDGE,
+    EMPTY,
+    FAINT,
+    HEIGHT,
+    INK,
+    LEAKS,
+    LENGTHS,
+    ROW,
+    arrow,
+    box,
+    draw_box,
+    draw_rows,
+    draw_segments,
+    figure_of,
+    packs_of,
+    planned,
+    title,
+)
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -65,14 +84,15 @@ def isolation() -> Figure:
     draw_attention(axes[2], lengths, "Patched encoder", causal=False)
     kinds = [Patch(color=ATTENDS, label="attends, same document"), Patch(color=LEAKS, label="leak: another document")]
     axes[3].legend(handles=kinds, loc="upper left", fontsize=12, frameon=False, bbox_to_anchor=(0, 0.95))
-    note(axes[3], 0.05, 0.6, "Each line of a square is a token\nof the row. Colored: the tokens\nthat it attends to.", va="top")
+    words = "Each line of a square is a token\nof the row. Colored: the tokens\nthat it attends to."
+    note(axes[3], 0.05, 0.6, words, va="top")
     return figure
 
 
 def packed_row() -> Figure:
     figure, (axes,) = figure_of(1, (12, 3.7))
     documents = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
-    batch = hfp.PackingCollator()([{"input_ids": sum(documents, []), "seq_lengths": [len(each) for each in documents]}])
+    batch = hfp.PackingCollator()([{"input_ids": each} for each in documents])
     owner = batch["seq_idx"][0].tolist()
     for line, name in enumerate(("input_ids", "labels", "position_ids")):
         note(axes, -0.25, -line * 0.95 + HEIGHT / 2, name, ha="right", color=INK, family="monospace")
@@ -112,14 +132,15 @@ def routes() -> Figure:
             ("head", None),
         ],
     }
-    for each, (words, stack) in zip(axes, layers.items(), strict=True):
+    for each, (route, stack) in zip(axes, layers.items(), strict=True):
         draw_segments(each, list(enumerate(lengths)), 0, -4.9)
         for level, (name, how) in enumerate(stack):
             y = -3.7 + 1.15 * level
             if how == "segments":
                 begin = 0.0
                 for number, tokens in enumerate(lengths):
-                    box(each, begin + 0.08, y, tokens - 0.16, HEIGHT, name if tokens > 5 else "mixer", facecolor=COLORS[number])
+                    words = name if tokens > 5 else "mixer"
+                    box(each, begin + 0.08, y, tokens - 0.16, HEIGHT, words, facecolor=COLORS[number])
                     begin += tokens
             else:
                 box(each, 0.08, y, sum(lengths) - 0.16, HEIGHT, name, facecolor="#dcebf8" if how else "#f3f5f8")
@@ -129,7 +150,7 @@ def routes() -> Figure:
             arrow(each, (sum(lengths) / 2, y - 0.36), (sum(lengths) / 2, y - 0.02), mutation_scale=11, linewidth=1.2)
         note(each, sum(lengths) + 0.3, -4.5, "packed row")
         each.set(xlim=(-0.2, sum(lengths) + 3.2), ylim=(-5.0, 0.75))
-        title(each, words)
+        title(each, route)
     return figure
 
 
@@ -157,20 +178,17 @@ def token_budget() -> Figure:
     work = np.array([sum(linear * tokens + tokens**2 for _, tokens in pack) for pack in packs_of(plan)], dtype=float)
     at_random = work[: len(work) // ranks * ranks].reshape(-1, ranks)
     epoch = hfp.TokenBudget(budget, linear_cost=linear).plan_epoch(sizes_of_documents(lengths), world_size=ranks)
-    levelled = np.array(
-        [
-            [sum(linear * tokens + tokens**2 for tokens in lengths[epoch.micro_batch(step, rank)]) for rank in range(ranks)]
-            for step in range(epoch.num_steps)
-        ],
-        dtype=float,
+    cost = (linear * lengths + lengths**2).astype(float)
+    leveled = np.array(
+        [[cost[epoch.micro_batch(step, rank)].sum() for rank in range(ranks)] for step in range(epoch.num_steps)]
     )
     figure, axes = figure_of(2, (14, 3.2))
-    longest = max(at_random.max(axis=1).sum(), levelled.max(axis=1).sum())
+    longest = max(at_random.max(axis=1).sum(), leveled.max(axis=1).sum())
     work_of_ranks(axes[0], at_random, "Full rows dealt at random")
-    work_of_ranks(axes[1], levelled, f"TokenBudget({budget})")
+    work_of_ranks(axes[1], leveled, f"TokenBudget({budget})")
     for each in axes:
         each.set(xlim=(-0.13 * longest, longest * 1.01), ylim=(0.95 - ranks - 1.2, 0.95))
-    words = "A color is a micro-batch on each rank; its width is its work, attention and everything else. Gray is waiting."
+    words = "A color is a micro-batch on each rank; its width is its work, attention and all else. Gray is waiting."
     note(axes[0], 0, 0.1 - ranks, words)
     return figure
 
@@ -241,6 +259,7 @@ def pipeline() -> Figure:
         if number:
             arrow(axes, (x - 0.38, 1.5), (x - 0.02, 1.5))
     width = 1.9 * len(STAGES) - 0.4
-    box(axes, 0, 2.55, width, 0.55, "cli and report: the command hf-packing, and what packing does for your documents", facecolor="white")
+    words = "cli and report: the command hf-packing, and what packing does for your documents"
+    box(axes, 0, 2.55, width, 0.55, words, facecolor="white")
     axes.set(xlim=(-0.1, width + 0.1), ylim=(0.1, 3.25))
     return figure
