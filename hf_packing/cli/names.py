@@ -1,4 +1,4 @@
-"""Strategies by the names that the command knows."""
+"""Strategies by the names that the command has for them."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from hf_packing.strategies.buckets import Bucket, BucketByLength
 from hf_packing.strategies.counting import BestFit, NonNegativeLeastSquares, Optimal, ShortestPackFirst
 from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
 
-OF_ONE_LENGTH: dict[str, Callable[[int], Strategy]] = {
+_OF_ONE_LENGTH: dict[str, Callable[[int], Strategy]] = {
     "best_fit": BestFit,
     "first_come": FirstCome,
     "fixed_length": FixedLength,
@@ -17,34 +17,38 @@ OF_ONE_LENGTH: dict[str, Callable[[int], Strategy]] = {
     "optimal": Optimal,
     "shortest_pack_first": ShortestPackFirst,
 }
-OF_SEVERAL: dict[str, Callable[[Sequence[int]], Strategy]] = {"bucket": Bucket, "bucket_by_length": BucketByLength}
+_OF_SEVERAL: dict[str, Callable[[Sequence[int]], Strategy]] = {"bucket": Bucket, "bucket_by_length": BucketByLength}
 
-STRATEGIES = tuple(sorted([*OF_ONE_LENGTH, *OF_SEVERAL]))
+STRATEGIES = tuple(sorted([*_OF_ONE_LENGTH, *_OF_SEVERAL]))
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
-    """Each with each length; those with buckets once, with all lengths."""
+    """Return each strategy with each length; those with buckets once, with all lengths.
+
+    Raises:
+        PackingError: no such name.
+    """
     strategies: list[Strategy] = []
     for name in dict.fromkeys(names):
-        if check_name(name) in OF_SEVERAL:
-            strategies.append(OF_SEVERAL[name](sorted(set(max_lengths))))
+        if _check_name(name) in _OF_SEVERAL:
+            strategies.append(_OF_SEVERAL[name](sorted(set(max_lengths))))
         else:
-            strategies += [OF_ONE_LENGTH[name](length) for length in sorted(set(max_lengths))]
+            strategies += [_OF_ONE_LENGTH[name](length) for length in sorted(set(max_lengths))]
     return strategies
 
 
 def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
-    """The one strategy of that name.
+    """Return the one strategy of that name.
 
     Raises:
         PackingError: no such name, or several lengths for a strategy with one.
     """
-    if check_name(name) in OF_ONE_LENGTH and len(set(max_lengths)) > 1:
+    if _check_name(name) in _OF_ONE_LENGTH and len(set(max_lengths)) > 1:
         raise PackingError(f"--max-length: expected one with {name}, got {', '.join(map(str, max_lengths))}")
     return strategies_named([name], max_lengths)[0]
 
 
-def check_name(name: str) -> str:
+def _check_name(name: str) -> str:
     if name not in STRATEGIES:
         raise PackingError(f"--strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
     return name
