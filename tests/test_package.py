@@ -16,7 +16,7 @@ HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "s
 FLOORS = [
     ["errors"],
     ["planning"],
-    ["arrow"],
+    ["arrow", "data"],
     ["strategies", "cache", "comparison", "dataset", "unfinished"],
     ["collate", "dispatched"],
     ["sampling"],
@@ -40,11 +40,9 @@ THIRD_PARTY = {
     "dispatched": set(),
     "sampling": {"numpy", "pyarrow", "datasets", "torch"},
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
-    "report": {
-        *("numpy", "pyarrow", "datasets", "tokenizers", "torch", "transformers"),
-        *("jinja2", "markupsafe", "matplotlib", "filelock", "rich"),
-    },
-    "cli": {"pyarrow", "rich"},
+    "data": {"numpy", "pyarrow", "datasets", "huggingface_hub", "tokenizers", "transformers"},
+    "report": {"numpy", "jinja2", "markupsafe", "matplotlib"},
+    "cli": {"pyarrow", "rich", "datasets", "filelock", "torch", "transformers"},
     "attention": {"numpy", "torch", "transformers", "flash_attn", "flash_attn_interface", "tqdm"},
 }
 

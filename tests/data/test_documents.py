@@ -1,64 +1,15 @@
-"""Documents from files and folders, as text and as tokens, and what cannot be read."""
+"""Rows of files, saved datasets and the hub, and what cannot be read of them."""
 
 import bz2
 import gzip
-import json
 import lzma
 import random
 
-import datasets
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from written_rows import ROWS, write_array, write_gzip, write_lines, write_parquet, write_saved, write_splits
 
+from hf_packing.data.documents import Documents
 from hf_packing.errors import PackingError
-from hf_packing.report.corpus import Corpus
-from hf_packing.report.documents import Documents
-from hf_packing.report.rendering import Rendered, chatml, kind_of_row, render
-from hf_packing.report.tokenise import TextTokenizer, load_tokenizer
-
-ROWS = [{"text": "one two"}, {"text": "three"}, {"text": ""}]
-WORDS = ["[UNK]", "<end>", "one", "two", "three", "user", "assistant"]
-
-
-@pytest.fixture
-def tokenizer():
-    """A token for every word."""
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return TextTokenizer("words", backend)
-
-
-def write_lines(file, rows):
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
-
-
-def write_gzip(file, rows):
-    file.write_bytes(gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
-    return file
-
-
-def write_array(file, rows):
-    file.write_text(json.dumps(rows))
-    return file
-
-
-def write_parquet(file, rows):
-    pq.write_table(pa.Table.from_pylist(rows), file)
-    return file
-
-
-def write_saved(folder, rows):
-    datasets.Dataset.from_list(rows).save_to_disk(folder)
-    return folder
-
-
-def write_splits(folder, rows):
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -205,241 +156,61 @@ def test_places_that_are_none(tmp_path):
 
 def test_a_dataset_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda _: (_ for _ in ()).throw(ConnectionError("offline\nmore")))
+    monkeypatch.setattr("hf_packing.data.documents.hub_answers", lambda *_: True)
     with pytest.raises(PackingError, match="'nobody/nothing' is no file, no folder and no dataset: offline more$"):
         list(Documents("nobody/nothing"))
 
 
-def test_tables_are_no_texts(tmp_path):
-    (tmp_path / "a.csv").write_text("text\none\n")
-    with pytest.raises(PackingError, match="a.csv: expected JSONL, parquet or text, a .csv file is none of them"):
-        list(Documents(str(tmp_path / "a.csv")))
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "expected documents without padding"),
-        ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "expected documents without padding, .* has a 2"),
-        ({"input_ids": [5, 6], "seq_idx": [0, 1]}, "rows with seq_idx are packed already"),
-        ({"input_ids": [5, 6], "seq_lengths": [2]}, "rows with seq_lengths are packed already"),
-        ({"input_ids": [5, 6], "labels": [5]}, "expected as many labels as the 2 input_ids, got 1"),
-        ({"input_ids": "abc"}, "expected a list of integers from 0 to 2\\*\\*31 - 1 in input_ids, got abc"),
-        ({"input_ids": [1.5]}, "expected a list of integers"),
-        ({"input_ids": [2**31]}, "expected a list of integers from 0 to"),
-        ({"input_ids": [-5, 2]}, "expected a list of integers from 0 to"),
-        ({"input_ids": [[1], [1, 2]]}, "expected a list of integers from 0 to"),
-        ({"input_ids": [1, 2], "labels": [1, -(2**40)]}, "expected a list of integers from -100 to .* in labels"),
-        (
-            {"input_ids": [1, 2], "completion_mask": [0, 2]},
-            "expected a list of integers from 0 to 1 in completion_mask",
-        ),
-        ({"input_ids": [1, 2], "attention_mask": 1}, "expected a list of integers from 0 to .* in attention_mask"),
-        (
-            {"input_ids": [1, 2], "attention_mask": [[1, 1]]},
-            "expected a list of integers from 0 to .* in attention_mask",
-        ),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, "expected as many attention_mask as the 2 input_ids, got 1"),
-        ({"input_ids": [1, 2], "completion_mask": [0, 1, 1]}, "expected as many completion_mask as the 2 input_ids"),
-        ({"text": "\ud800"}, "expected Unicode, "),
-        (
-            {"messages": [{"from": "human", "value": "one"}]},
-            "expected messages with role and content, one has from, value",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected parts of a message that are text"),
-        ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "expected a list of messages"),
-    ],
-)
-def test_rows_that_would_be_misread(tmp_path, tokenizer, row, message):
-    file = write_lines(tmp_path / "a.jsonl", [row])
-    with pytest.raises(PackingError, match=message):
-        Corpus(Documents(str(file)), None if "input_ids" in row else tokenizer).lengths(lambda _: None)
-
-
-def test_loss_masks_are_applied_to_labels(tmp_path):
-    both = {"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
-    for row, labels in (
-        ({"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}, [-100, 6, 7]),
-        ({"input_ids": [8, 9], "assistant_masks": [1, 0], "labels": [8, 9]}, [8, -100]),
-        ({"input_ids": [8, 9, 10], **both}, [-100, 9, -100]),
-    ):
-        corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", [row]))))
-        (block,) = corpus.blocks()
-        assert corpus.tokens_of(block)[1] == [labels]
-        assert corpus.loss_masks == [name for name in both if name in row]
-
-
-@pytest.mark.parametrize("given", [{"labels": [-100, 6]}, {"completion_mask": [0, 1]}, {"assistant_masks": [0, 1]}])
-def test_a_row_without_the_labels_of_others_is_not_trained_on_as_a_whole(tmp_path, given):
-    rows = [{"input_ids": [5, 6], **given}, {"input_ids": [7, 8]}]
-    (name,) = given
-    for first, second, expected, got in ((0, 1, name, "no labels"), (1, 0, "no labels", name)):
-        file = write_lines(tmp_path / "a.jsonl", [rows[first], rows[second]])
-        message = f"line 2: expected {expected} beside input_ids as in the rows before, got {got}; --skip-bad"
+def test_spreadsheets_and_archives_are_no_texts(tmp_path):
+    for name in ("a.xlsx", "a.zip", "a.jsonl.zst"):
+        (tmp_path / name).write_text("text\none\n")
+        kind = name[name.rindex(".") :]
+        message = f"{name}: expected JSONL, parquet, CSV or text, a {kind} file is none of them"
         with pytest.raises(PackingError, match=message):
-            Corpus(Documents(str(file))).lengths(lambda _: None)
-    corpus = Corpus(Documents(str(file), skip_bad=True))
-    assert lengths_of(corpus) == [2]
-    assert len(corpus.documents.skipped) == 1
+            list(Documents(str(tmp_path / name)))
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(PackingError, match="a .xlsx file is none of them; --skip-bad"):
+        list(Documents(str(tmp_path)))
 
 
-def test_options_without_effect_are_refused(tmp_path, tokenizer):
-    tokens = str(write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6], "text": "one two three"}]))
-    with pytest.raises(PackingError, match="--tokenizer: expected none for documents with input_ids, .*--field names"):
-        Corpus(Documents(tokens), tokenizer).lengths(lambda _: None)
-    assert lengths_of(Corpus(Documents(tokens), tokenizer, "text")) == [3]
-    with pytest.raises(PackingError, match="--separator: expected documents with prompt and completion, .* have text"):
-        Corpus(Documents(tokens), tokenizer, "text", separator="").lengths(lambda _: None)
+def test_tables(tmp_path):
+    """Of text such as NA, which pandas takes for a missing value, and of text with line breaks."""
+    (tmp_path / "a.csv").write_text('text,number\none,1\n"two\nlines",2\n,3\nNA,4\n')
+    (tmp_path / "a.tsv").write_text("text\tnumber\none\t1\n")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text,number\none,1\n"))
+    assert [row["text"] for row in Documents(str(tmp_path / "a.csv"))] == ["one", "two\nlines", "", "NA"]
+    for name in ("a.tsv", "a.csv.gz"):
+        assert list(Documents(str(tmp_path / name))) == [{"text": "one", "number": 1}]
+    (tmp_path / "README.md").write_text("about the tables")
+    documents = Documents(str(tmp_path))
+    assert len(list(documents)) == 6
+    assert documents.skipped == [f"{tmp_path / 'README.md'}: not read beside files with rows"]
 
 
-def test_what_messages_hold():
-    calls = [{"name": "find", "arguments": {}}]
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
-        {"role": "assistant", "content": None, "tool_calls": calls},
-    ]
-    text = chatml(messages)
-    assert "user\none two<|im_end|>" in text
-    assert json.dumps(calls) in text
+def test_a_damaged_table_is_said_once(tmp_path, caplog):
+    (tmp_path / "a.csv").write_text("text,number\none,1\none,1,4\n")
+    message = "a.csv: expected a table whose first line names its columns, .* Expected 2 fields in line 3, saw 3"
+    with pytest.raises(PackingError, match=message):
+        list(Documents(str(tmp_path / "a.csv")))
+    assert not caplog.records
 
 
-def test_kinds_of_rows():
-    assert kind_of_row({"id": 1, "text": "a"}, None) == "text"
-    assert kind_of_row({"prompt": "a", "completion": "b"}, None) == "prompt"
-    assert kind_of_row({"messages": []}, None) == "messages"
-    assert kind_of_row({"text": "a", "input_ids": [1]}, None) == "input_ids"
-    assert kind_of_row({"text": "a", "content": "b"}, "content") == "content"
-    with pytest.raises(PackingError, match="expected prompt and completion, the fields are prompt"):
-        kind_of_row({"prompt": "a"}, "prompt")
-    for row in ({"prompt": "a"}, {"body": "a"}, {"text": None, "body": "a"}):
-        with pytest.raises(
-            PackingError, match="expected text, prompt and completion, .* the fields are .*--field names"
-        ):
-            kind_of_row(row, None)
-    with pytest.raises(PackingError, match="expected body, the fields are text"):
-        kind_of_row({"text": "a"}, "body")
+def test_rows_are_not_changed(tmp_path):
+    """Arrow has one type, and one order of fields, for all rows."""
+
+    def call(**arguments):
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    rows = [{"messages": [call(a=1, b=2)]}, {"messages": [call(b=2, a=1.5)]}, {"messages": [call(a="1")]}]
+    rows += [{"text": "2024-01-01", "number": 2**70}, {"text": 3}]
+    read = list(Documents(str(write_lines(tmp_path / "a.jsonl", rows))))
+    assert list(map(repr, read)) == list(map(repr, rows))
 
 
-def test_what_is_rendered():
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None}]
-    assert render({"text": "one"}, "text", chatml) == ("one", 0, False)
-    assert render({"prompt": "one", "completion": "two"}, "prompt", chatml) == ("one\ntwo", 4, False)
-    assert render({"prompt": "one", "completion": "two"}, "prompt", chatml, "") == ("onetwo", 3, False)
-    assert render({"messages": messages}, "messages", chatml).text == (
-        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
-    )
-    both = render({"prompt": messages[:1], "completion": messages[1:]}, "prompt", chatml)
-    assert both.text[: both.prompt] == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
-    for row, kind in (({"text": 5}, "text"), ({"messages": "one"}, "messages"), ({"messages": ["one"]}, "messages")):
-        with pytest.raises(PackingError, match="expected "):
-            render(row, kind, chatml)
-
-
-def lengths_of(corpus):
-    seen = []
-    lengths = corpus.lengths(seen.append)
-    assert sum(seen) == len(lengths)
-    return lengths.tolist()
-
-
-def test_lengths_and_tokens(tmp_path, tokenizer):
-    file = write_lines(tmp_path / "a.jsonl", ROWS)
-    corpus = Corpus(Documents(str(file)), tokenizer)
-    assert lengths_of(corpus) == [2, 1, 0]
-    assert not corpus.ended
-    ended = Corpus(Documents(str(file)), TextTokenizer("words", tokenizer.backend, end=1))
-    assert lengths_of(ended) == [3, 2, 1]
-    assert lengths_of(Corpus(Documents(str(file)), ended.tokenizer, end_documents=False)) == [2, 1, 0]
-    (block,) = ended.blocks()
-    assert ended.tokens_of(block) == ([[2, 3, 1], [4, 1], [1]],) * 2
-
-
-def test_prompts_are_not_trained_on(tmp_path, tokenizer):
-    rows = [{"prompt": "one two", "completion": "three"}, {"prompt": "", "completion": "one"}]
-    corpus = Corpus(
-        Documents(str(write_lines(tmp_path / "a.jsonl", rows))), TextTokenizer("words", tokenizer.backend, end=1)
-    )
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block) == ([[2, 3, 4, 1], [2, 1]], [[-100, -100, 4, 1], [2, 1]])
-
-
-def test_tokens_that_the_tokenizer_puts_around_a_text(tmp_path, tokenizer):
-    tokenizer.backend.post_processor = processors.TemplateProcessing(
-        single="user $A <end>", special_tokens=[("user", 5), ("<end>", 1)]
-    )
-    rows = [{"prompt": "one two", "completion": "three"}, {"prompt": "", "completion": "one"}]
-    corpus = Corpus(
-        Documents(str(write_lines(tmp_path / "a.jsonl", rows))), TextTokenizer("words", tokenizer.backend, end=1)
-    )
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block) == ([[5, 2, 3, 4, 1], [5, 2, 1]], [[-100, -100, -100, 4, 1], [-100, 2, 1]])
-    assert lengths_of(corpus) == [5, 3]
-    chat = [{"messages": [{"role": "user", "content": "one"}]}]
-    corpus = Corpus(Documents(str(write_lines(tmp_path / "b.jsonl", chat))), corpus.tokenizer)
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block)[0][0][0] != 5, "a chat template has its own"
-    assert lengths_of(corpus) == [len(corpus.tokens_of(block)[0][0])]
-
-
-def test_tokens_that_are_there_already(tmp_path):
-    rows = [{"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7], "labels": [7]}]
-    corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))))
-    assert lengths_of(corpus) == [2, 1]
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block) == ([[5, 6], [7]], [[-100, 6], [7]])
-
-
-def test_rows_without_text(tmp_path, tokenizer):
-    file = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"body": "two"}, {"text": "three"}])
-    message = "a.jsonl, line 2: expected text as in the rows before, the fields are body"
-    with pytest.raises(PackingError, match=f"{message}.*--skip-bad"):
-        Corpus(Documents(str(file)), tokenizer).lengths(lambda _: None)
-    skipping = Corpus(Documents(str(file), skip_bad=True), tokenizer)
-    assert lengths_of(skipping) == [1, 1]
-    assert len(skipping.documents.skipped) == 1
-    with pytest.raises(PackingError, match="--tokenizer: expected one for documents with text, got none"):
-        Corpus(Documents(str(file))).lengths(lambda _: None)
-
-
-def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("hf_packing.report.corpus.CHARACTERS_AT_ONCE", 10)
-    rows = [{"text": "one " * number} for number in range(9)]
-    corpus = Corpus(Documents(str(write_lines(tmp_path / "a.jsonl", rows))), tokenizer)
-    assert len(list(corpus.blocks())) > 3
-    assert lengths_of(corpus) == list(range(9))
-
-
-def test_loading_tokenizers(tmp_path, tokenizer):
-    file = tmp_path / "tokenizer.json"
-    tokenizer.backend.enable_truncation(1)
-    tokenizer.backend.enable_padding(length=9)
-    tokenizer.backend.save(str(file))
-    assert load_tokenizer(str(file)).tokens([Rendered("one two three")], ended=False) == ([[2, 3, 4]], [[2, 3, 4]])
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(PackingError, match="--tokenizer: expected a tokenizer.json, .* is none: "):
-        load_tokenizer(str(tmp_path / "broken.json"))
-    with pytest.raises(
-        PackingError, match="--tokenizer: expected a name on the hub, .*'nobody/nothing' cannot be loaded"
-    ):
-        load_tokenizer("nobody/nothing")
-
-
-def test_a_folder_with_a_tokenizer_brings_its_template(tmp_path, tokenizer):
-    from transformers import PreTrainedTokenizerFast
-
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend, eos_token="<end>", unk_token="[UNK]")
-    saved.chat_template = "{% for message in messages %}{{ message.content }} three {% endfor %}"
-    saved.save_pretrained(tmp_path / "tokenizer")
-    loaded = load_tokenizer(str(tmp_path / "tokenizer"))
-    assert loaded.end == 1
-    file = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "one two"}]}])
-    corpus = Corpus(Documents(str(file)), loaded)
-    (block,) = corpus.blocks()
-    assert corpus.tokens_of(block)[0] == [[2, 3, 4]]
-
-
-@pytest.mark.parametrize("name", ["chat", "instruct", "math", "toolcall", "wiki"])
-def test_lengths_of_real_documents(shared_data, name):
-    corpus = Corpus(
-        Documents(str(shared_data / f"{name}.jsonl.gz")), load_tokenizer(str(shared_data / "tokenizer.json"))
-    )
-    assert np.array_equal(corpus.lengths(lambda _: None), np.load(shared_data / "lengths" / f"{name}.npy"))
+def test_nothing_is_left_in_a_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, write in (("a.jsonl", write_lines), ("a.parquet", write_parquet)):
+        assert list(Documents(str(write(tmp_path / name, ROWS)))) == ROWS
+    (tmp_path / "a.csv").write_text("text\none\n")
+    assert list(Documents(str(tmp_path / "a.csv"))) == [{"text": "one"}]
+    assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.stat().st_size] == []

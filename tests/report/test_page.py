@@ -60,6 +60,7 @@ def seen_in_browser(page, width, *options):
     return json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dumped, re.DOTALL)[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1200])
 def test_pictures_have_marks_and_nothing_overflows(page, width):
     found = seen_in_browser(page, width)
@@ -73,6 +74,7 @@ def test_pictures_have_marks_and_nothing_overflows(page, width):
     assert found["fetched"] == 0
 
 
+@pytest.mark.slow
 def test_dark(page):
     found = seen_in_browser(page, 390, "--force-dark-mode", "--blink-settings=preferredColorScheme=0")
     assert found["paper"] == "rgb(22, 26, 34)"
@@ -81,6 +83,7 @@ def test_dark(page):
         assert all(mark.startswith(f"{name}-dark-") for mark in marks)
 
 
+@pytest.mark.slow
 def test_that_overflow_would_be_seen(page, tmp_path):
     wide = tmp_path / "report.html"
     wide.write_text(page.read_text().replace("</body>", '<div style="width:900px">wide</div></body>'))
@@ -104,6 +107,25 @@ def test_what_pictures_leave_out_is_said(page):
     other = {"2048", "4096", "8192"} - {said[1]}
     assert {f"BestFit({length})" for length in other} <= set(said[2].split(", "))
     assert f"FirstCome({said[1]})" not in said[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "title", "path"),
+    [
+        ("{folder}/data/chat.jsonl.gz", "chat.jsonl.gz", "{folder}/data/chat.jsonl.gz"),
+        ("{folder}/data/", "data", "{folder}/data/"),
+        ("organization/dataset", "organization/dataset", None),
+        ("", "3 documents, 18 tokens", None),
+    ],
+)
+def test_the_title_is_the_name_of_the_data(tmp_path, source, title, path):
+    (tmp_path / "data").mkdir()
+    source, path = (each and each.format(folder=tmp_path) for each in (source, path))
+    hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f"<title>{title}</title>" in page
+    assert f"<h1>{title}</h1>" in page
+    assert re.findall(r'<p class="soft path">(.*)</p>', page) == ([path] if path else [])
 
 
 def test_names_are_escaped(tmp_path):
