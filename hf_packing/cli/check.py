@@ -22,7 +22,7 @@ from hf_packing.attention.patch import patch_model
 from hf_packing.attention.survey.tiny import architectures, tiny_model
 from hf_packing.attention.twin import twin_of
 from hf_packing.cli.screen import WIDE, err, out, print_json, say
-from hf_packing.data.documents import hub_answers, one_line
+from hf_packing.data.documents import hub_answers, reason_of
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _NOT_ISOLATED = 1
@@ -157,7 +157,7 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
     except PackingError:
         raise
     except Exception as error:  # whatever a configuration may lead to
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {reason_of(error)}"
         raise PackingError(f"MODEL: expected a configuration that makes a model, {name!r} does not: {reason}") from None
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
 
@@ -168,7 +168,7 @@ def _load_config(name: str, trust_remote_code: bool, options: dict[str, bool]) -
     except Exception as error:  # of the hub, of the network, of files
         raise PackingError(
             f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, {name!r} cannot be loaded "
-            f"here: {one_line(error)}"
+            f"here: {reason_of(error)}"
         ) from None
 
 
@@ -216,5 +216,7 @@ def _load(head: Any, name: str, options: dict[str, bool]) -> tuple[PreTrainedMod
     try:
         model, info = head.from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # of the hub, of the network, of files
-        raise PackingError(f"--weights: expected those of {name!r}, they cannot be loaded: {one_line(error)}") from None
+        raise PackingError(
+            f"--weights: expected those of {name!r}, they cannot be loaded: {reason_of(error)}"
+        ) from None
     return model.to("cuda") if torch.cuda.is_available() else model, sorted(info["missing_keys"])

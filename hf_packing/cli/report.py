@@ -9,7 +9,7 @@ from hf_packing.cli.names import strategies_named
 from hf_packing.cli.screen import WIDE, counting_documents, out, print_json, say
 from hf_packing.comparison import aligned
 from hf_packing.report.report import PackingReport, packing_report
-from hf_packing.report.tables import COLUMNS, cells_of, headline, lengths_line, setup_line
+from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, report_cells, setup_line
 
 
 def run_report(given: argparse.Namespace) -> int:
@@ -50,13 +50,13 @@ def _print_report(report: PackingReport) -> None:
     say(out, f"{report.source}: {headline(report)}")
     say(out, lengths_line(report))
     if out.width < WIDE:
-        say(out, aligned([COLUMNS, *cells_of(report)]))
+        say(out, aligned([REPORT_COLUMNS, *report_cells(report)]))
     else:
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-        for number, column in enumerate(COLUMNS):
+        for number, column in enumerate(REPORT_COLUMNS):
             header = column.replace(" ", "\n").replace("/", "/\n")
             table.add_column(header, justify="right" if number else "left", no_wrap=True, vertical="bottom")
-        for cells in cells_of(report):
+        for cells in report_cells(report):
             table.add_row(*cells, style="bold green" if cells[0] == report.recommendation.strategy else None)
         out.print(table)
     say(out, setup_line(report))

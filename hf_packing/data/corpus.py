@@ -8,8 +8,8 @@ import numpy as np
 
 from hf_packing.arrow.columns import PACKED_ONLY
 from hf_packing.arrow.loss_masks import IGNORED_LABEL, LOSS_MASKS, apply_loss_masks
-from hf_packing.data.documents import Documents, Row
-from hf_packing.data.rendering import KINDS, BadRowError, Rendered, kind_of_row, render
+from hf_packing.data.documents import DocumentRow, Documents
+from hf_packing.data.rendering import ROW_KINDS, BadRowError, Rendered, kind_of_row, render
 from hf_packing.data.tokenize import TextTokenizer
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import INT32_MAX, IntArray
@@ -23,8 +23,8 @@ _PER_TOKEN = {"labels": (IGNORED_LABEL, INT32_MAX), "attention_mask": (0, INT32_
 )
 """The columns that are read beside input_ids, with the least and the greatest value of each."""
 
-Block = list[Any]
-"""Documents: Rendered, or TokenizedRow where rows have input_ids."""
+_Block = list[Any]
+"""Documents: Rendered, or _TokenizedRow where rows have input_ids."""
 Seen = Callable[[int], None]
 """Is told how many documents were read since it was last called."""
 
@@ -58,7 +58,7 @@ class Corpus:
     @property
     def should_end(self) -> bool:
         """Whether documents should get a token at their end."""
-        return self.tokenizer is not None and self.end_documents and (self.kind in _ENDED or self.kind not in KINDS)
+        return self.tokenizer is not None and self.end_documents and (self.kind in _ENDED or self.kind not in ROW_KINDS)
 
     @property
     def ends(self) -> bool:
@@ -81,14 +81,14 @@ class Corpus:
             seen(len(block))
         return np.concatenate(found)
 
-    def tokens_of(self, block: Block) -> tuple[list[list[int]], list[list[int]]]:
+    def tokens_of(self, block: _Block) -> tuple[list[list[int]], list[list[int]]]:
         """Return the input_ids and the labels of a block of documents."""
         if self.kind == "input_ids":
             return [row.input_ids for row in block], [row.labels for row in block]
         assert self.tokenizer is not None
         return self.tokenizer.tokens(block, self.ends)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[_Block]:
         """Yield documents, so many at once that tokenizing them keeps all cores busy.
 
         Raises:
@@ -97,7 +97,7 @@ class Corpus:
         self.kind, self._trained_by = "", None
         self.loss_masks.clear()
         self.left_out.clear()
-        block: Block = []
+        block: _Block = []
         size = 0
         for place, row in self.documents.with_places():
             try:
@@ -115,7 +115,7 @@ class Corpus:
         if block:
             yield block
 
-    def _document(self, row: Row) -> "Rendered | TokenizedRow":
+    def _document(self, row: DocumentRow) -> "Rendered | _TokenizedRow":
         if row.get(self.kind) is None:
             raise BadRowError(f"expected {self.kind} as in the rows before, the fields are {', '.join(row) or 'none'}")
         if self.kind == "input_ids":
@@ -127,7 +127,7 @@ class Corpus:
         assert self.tokenizer is not None
         return render(row, self.kind, self.tokenizer.template, "\n" if self.separator is None else self.separator)
 
-    def _check_labels(self, row: "TokenizedRow") -> None:
+    def _check_labels(self, row: "_TokenizedRow") -> None:
         """Refuse a row that says nothing of its loss where another one masks its prompt: all of it would be trained on.
 
         Raises:
@@ -151,7 +151,7 @@ class Corpus:
             raise PackingError(f"--separator: expected documents with prompt and completion, these have {self.kind}")
 
 
-class TokenizedRow(NamedTuple):
+class _TokenizedRow(NamedTuple):
     """A row that has its tokens."""
 
     input_ids: list[int]
@@ -164,7 +164,7 @@ class TokenizedRow(NamedTuple):
     """Columns that are not used."""
 
 
-def _tokenized_row(row: Row) -> TokenizedRow:
+def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
     """Return the tokens of a row, and its labels with the row's loss masks applied.
 
     Raises:
@@ -191,7 +191,7 @@ def _tokenized_row(row: Row) -> TokenizedRow:
         labels = apply_loss_masks(np.array(labels, np.int64), given).tolist()
     trained_by = tuple(name for name in per_token if name != "attention_mask")
     left_out = [name for name in row if name not in ("input_ids", *_PER_TOKEN)]
-    return TokenizedRow(input_ids, labels, masks, trained_by, left_out)
+    return _TokenizedRow(input_ids, labels, masks, trained_by, left_out)
 
 
 def _whole_numbers(name: str, values: Any, least: int = 0, most: int = INT32_MAX) -> list[int]:

@@ -30,7 +30,7 @@ from hf_packing.data.files import (
 )
 from hf_packing.errors import PackingError
 
-Row = dict[str, Any]
+DocumentRow = dict[str, Any]
 
 _SPREADSHEET = ".xlsx"
 _ARCHIVES = (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather")
@@ -84,11 +84,11 @@ class Documents:
                 "the files of the split, in a folder by --glob"
             )
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DocumentRow]:
         for _, row in self.with_places():
             yield row
 
-    def with_places(self) -> Iterator[tuple[str, Row]]:
+    def with_places(self) -> Iterator[tuple[str, DocumentRow]]:
         """Yield every row with its place, for messages.
 
         Raises:
@@ -125,14 +125,16 @@ class Documents:
         stats = [(str(file), file.stat()) for file in self.files]
         return [self.data, *([name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats)]
 
-    def _to_its_end(self, file: Path, rows: Callable[[Path], Iterator[tuple[str, Row]]]) -> Iterator[tuple[str, Row]]:
+    def _to_its_end(
+        self, file: Path, rows: Callable[[Path], Iterator[tuple[str, DocumentRow]]]
+    ) -> Iterator[tuple[str, DocumentRow]]:
         """Yield what comes before the damage of a file that is damaged."""
         try:
             yield from rows(file)
         except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
             self.leave_out(f"{file}: expected a file that can be read to its end, {error}")
 
-    def _rows(self, file: Path) -> Iterator[tuple[str, Row]]:
+    def _rows(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
         """Yield the rows of a file, or the lines of a text."""
         kind = kind_of_file(file)
         if kind in (_SPREADSHEET, *_ARCHIVES):
@@ -148,7 +150,7 @@ class Documents:
         else:
             self.leave_out(f"{file}: {_NO_TEXT}")
 
-    def _json_rows(self, file: Path) -> Iterator[tuple[str, Row]]:
+    def _json_rows(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
         with open_file(file) as stream:
             is_array = stream.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         for place, row in _numbered(_json_array(file)) if is_array else self._json_lines(file):
@@ -170,7 +172,7 @@ class Documents:
                     continue
                 yield f"line {number}", row
 
-    def _lines(self, file: Path) -> Iterator[tuple[str, Row]]:
+    def _lines(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
         """Yield every line of a text as a document."""
         with open_file(file) as stream:
             for number, line in enumerate(stream, start=1):
@@ -181,7 +183,7 @@ class Documents:
                     continue
                 yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
 
-    def _text(self, file: Path) -> Iterator[tuple[str, Row]]:
+    def _text(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
         """Yield the file as one document if it is a text, else count it: folders have pictures and archives as well."""
         if kind_of_file(file) == _SPREADSHEET:
             yield from self._rows(file)
@@ -218,7 +220,7 @@ def load(data: str, split: str | None = None) -> Any:
             with _from_cache_only(unless=Path(data).exists() or hub_answers(data, "dataset")):
                 found = datasets.load_dataset(data)
     except Exception as error:  # of the hub, of the network, of files
-        raise PackingError(f"DATA: {data!r} is no file, no folder and no dataset: {one_line(error)}") from None
+        raise PackingError(f"DATA: {data!r} is no file, no folder and no dataset: {reason_of(error)}") from None
     if isinstance(found, dict):
         if (split or _TRAIN) not in found:
             raise PackingError(f"--split: expected one of {', '.join(map(str, found))}, got {split or _TRAIN!r}")
@@ -263,7 +265,7 @@ def _from_cache_only(unless: bool) -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def one_line(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return what an error says, in one line that is not endless."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_OF_A_REASON else f"{text[:_MOST_OF_A_REASON]}..."
@@ -284,7 +286,7 @@ def _json_array(file: Path) -> list[Any]:
         raise PackingError(f"{file}: expected a JSON array, {error}") from None
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _parquet_rows(file: Path) -> Iterator[DocumentRow]:
     try:
         table = pq.ParquetFile(file)
     except Exception as error:  # pyarrow raises its own
@@ -293,7 +295,7 @@ def _parquet_rows(file: Path) -> Iterator[Row]:
         yield from batch.to_pylist()
 
 
-def _table_rows(file: Path, separator: str) -> Iterator[Row]:
+def _table_rows(file: Path, separator: str) -> Iterator[DocumentRow]:
     """Stream the rows, so that no copy of them stays in a cache. Text such as NA stays text."""
     import datasets
 
@@ -303,7 +305,7 @@ def _table_rows(file: Path, separator: str) -> Iterator[Row]:
     try:
         yield from datasets.load_dataset("csv", data_files=str(file), split=_TRAIN, **options)
     except (ValueError, OSError) as error:
-        raise PackingError(f"{file}: expected a table whose first line names its columns, {one_line(error)}") from None
+        raise PackingError(f"{file}: expected a table whose first line names its columns, {reason_of(error)}") from None
     finally:
         datasets.logging.set_verbosity(verbosity)
 

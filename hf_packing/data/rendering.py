@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hf_packing.errors import PackingError
 
-KINDS = ("input_ids", "text", "prompt", "messages")
+ROW_KINDS = ("input_ids", "text", "prompt", "messages")
 """Fields that a row is known by; of several the first."""
 _CHATML = ("<|im_start|>", "<|im_end|>\n")
 
@@ -30,7 +30,7 @@ class TrainOn(NamedTuple):
         return (by_assistant or not self.assistant_only) and (in_completion or not self.completion_only)
 
 
-COMPLETIONS = TrainOn()
+_COMPLETIONS = TrainOn()
 """What `hf-packing pack` trains on: completions, whole texts, whole chats."""
 EVERYTHING = TrainOn(completion_only=False)
 
@@ -61,7 +61,7 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
     Raises:
         BadRowError: the row has no such field. The message lists those it has.
     """
-    wanted = (field,) if field else KINDS
+    wanted = (field,) if field else ROW_KINDS
     found = next((name for name in wanted if row.get(name) is not None), None)
     if found is None or (found == "prompt" and row.get("completion") is None):
         expected = "prompt and completion" if field == "prompt" else field
@@ -73,13 +73,13 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
 
 
 def render(
-    row: Mapping[str, Any], kind: str, template: Template, separator: str = "\n", train_on: TrainOn = COMPLETIONS
+    row: Mapping[str, Any], kind: str, template: Template, separator: str = "\n", train_on: TrainOn = _COMPLETIONS
 ) -> Rendered:
     """Return the text of a row.
 
     Args:
         row: of the documents.
-        kind: one of KINDS, or the field with the text.
+        kind: one of ROW_KINDS, or the field with the text.
         template: of chats.
         separator: between a prompt and a completion that are text.
         train_on: which pieces have a loss. What follows the last of them in a chat is left out when only the

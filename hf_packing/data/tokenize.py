@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from hf_packing.arrow.loss_masks import IGNORED_LABEL
-from hf_packing.data.documents import hub_answers, one_line
+from hf_packing.data.documents import hub_answers, reason_of
 from hf_packing.data.rendering import BadRowError, Rendered, Settings, Template, chatml
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
@@ -100,7 +100,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
         try:
             return TextTokenizer(name, _without_limits(Tokenizer.from_file(str(path))))
         except Exception as error:  # tokenizers raises bare exceptions
-            raise PackingError(f"--tokenizer: expected a tokenizer.json, {name!r} is none: {one_line(error)}") from None
+            raise PackingError(
+                f"--tokenizer: expected a tokenizer.json, {name!r} is none: {reason_of(error)}"
+            ) from None
     from transformers import AutoTokenizer
 
     options = {"trust_remote_code": trust_remote_code, "local_files_only": not path.exists() and not hub_answers(name)}
@@ -109,7 +111,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
     except Exception as error:  # of the hub, of the network, of files
         raise PackingError(
             f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, {name!r} cannot be loaded here: "
-            f"{one_line(error)}"
+            f"{reason_of(error)}"
         ) from None
     if not hasattr(loaded, "backend_tokenizer"):
         raise PackingError(f"--tokenizer: expected a fast tokenizer, {name!r} is a {type(loaded).__name__}")
@@ -156,7 +158,7 @@ def _template_of(tokenizer: Any) -> Template:
         try:
             return str(tokenizer.apply_chat_template(list(messages), **{**settings, **usual}))
         except Exception as error:  # templates raise what they like
-            raise BadRowError(f"expected messages that the chat template takes, {one_line(error)}") from None
+            raise BadRowError(f"expected messages that the chat template takes, {reason_of(error)}") from None
 
     return render
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hf_packing.comparison import ComparedStrategy
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.report.work import Work, on_ranks, packed_work, padded_work
+from hf_packing.report.work import Work, packed_work, padded_work, values_of_ranks
 from hf_packing.sampling.level import LINEAR_COST
 from hf_packing.strategies.base import Strategy
 
@@ -182,14 +182,16 @@ def longest_row(strategy: Strategy) -> int:
     return longest
 
 
-def padded_row(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
+def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
     """Count what padding makes of documents."""
     work = padded_work(lengths, max_length, setup.padded_rows, setup.ranks, setup.linear_cost, seed=0)
     longer = lengths[lengths > max_length].astype(np.int64)
     return PaddedRow(max_length, work, len(longer), int((longer - max_length).sum()))
 
 
-def packed_row(compared: ComparedStrategy, plan: PackingPlan, setup: Setup, padded: dict[int, PaddedRow]) -> ReportRow:
+def row_of_strategy(
+    compared: ComparedStrategy, plan: PackingPlan, setup: Setup, padded: dict[int, PaddedRow]
+) -> ReportRow:
     """Count what a strategy makes of documents.
 
     Args:
@@ -218,7 +220,7 @@ def _sample_of(plan: PackingPlan, ranks: int) -> PlanSample:
         documents_per_pack=np.bincount(np.diff(plan.pack_offsets)),
         length_edges=edges,
         cut=cut,
-        attention=on_ranks(squares[: _STEPS * ranks], ranks),
+        attention=values_of_ranks(squares[: _STEPS * ranks], ranks),
     )
 
 

@@ -11,7 +11,15 @@ import hf_packing
 from hf_packing.errors import PackingError
 from hf_packing.report.figures import Figures
 from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, load_figure, picture, shown_rows
-from hf_packing.report.tables import COLUMNS, MEANING, cells_of, headline, html_table, lengths_line, setup_line
+from hf_packing.report.tables import (
+    MEANING,
+    REPORT_COLUMNS,
+    headline,
+    html_table,
+    lengths_line,
+    report_cells,
+    setup_line,
+)
 
 _NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
 """Names that matplotlib gives to parts, the same in every picture. Nothing refers to them."""
@@ -79,7 +87,7 @@ def _page_of(report: Figures) -> str:
             ("empty", f"{lengths.empty:,}"),
         ],
         recommendation=report.recommendation,
-        table=Markup(html_table(COLUMNS, cells_of(report), report.recommendation.strategy)),
+        table=Markup(html_table(REPORT_COLUMNS, report_cells(report), report.recommendation.strategy)),
         plots=[
             {
                 "name": plot.name,

@@ -32,8 +32,8 @@ class Theme:
 
 
 LIGHT = Theme("light", "#1f2430", "#d5d9e0", "#ffffff", ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98"))
-DARK = Theme("dark", "#e4e7ec", "#3b4150", "#161a22", ("#6cb0ea", "#f08a5f", "#79c987", "#bd96e0", "#9aa1ad"))
-THEMES = (LIGHT, DARK)
+_DARK = Theme("dark", "#e4e7ec", "#3b4150", "#161a22", ("#6cb0ea", "#f08a5f", "#79c987", "#bd96e0", "#9aa1ad"))
+THEMES = (LIGHT, _DARK)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from hf_packing.comparison import each_planned, with_best_bounds, workload_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.report.figures import Figures, Setup, longest_row, packed_row, padded_row, summary_of_lengths
+from hf_packing.report.figures import Figures, Setup, longest_row, row_of_padding, row_of_strategy, summary_of_lengths
 from hf_packing.report.recommend import recommend
 from hf_packing.report.tables import as_html, as_text
 from hf_packing.sampling.level import LINEAR_COST
@@ -133,11 +133,11 @@ def packing_report(
     chosen = _usual_strategies(row_lengths) if strategies is None else [check_strategy(each) for each in strategies]
     if strategies is not None:
         row_lengths = tuple(sorted({*map(longest_row, chosen)}))
-    padded = {length: padded_row(lengths, length, setup) for length in row_lengths}
+    padded = {length: row_of_padding(lengths, length, setup) for length in row_lengths}
     summary = summary_of_lengths(lengths)
     lengths = lengths[lengths > 0]  # empty documents are in no pack and in no share
     found = [
-        (packed_row(compared, plan, setup, padded), workload_of(plan, compared.strategy))
+        (row_of_strategy(compared, plan, setup, padded), workload_of(plan, compared.strategy))
         for compared, plan in each_planned(lengths, chosen)
     ]
     bounded = with_best_bounds([(row.compared, workload) for row, workload in found])

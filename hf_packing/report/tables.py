@@ -6,7 +6,7 @@ from html import escape
 from hf_packing.comparison import aligned
 from hf_packing.report.figures import Figures, PaddedRow, ReportRow
 
-COLUMNS = (
+REPORT_COLUMNS = (
     "",
     "padding",
     "truncation",
@@ -34,7 +34,7 @@ MEANING = {
 }
 
 
-def cells_of(report: Figures) -> list[tuple[str, ...]]:
+def report_cells(report: Figures) -> list[tuple[str, ...]]:
     """Return the rows of the table, by length: padding first, then the strategies."""
     rows = []
     for padded in report.padded:
@@ -102,7 +102,7 @@ def lengths_line(report: Figures) -> str:
 def as_text(report: Figures) -> str:
     """Return the whole report as text."""
     title = [f"{report.source}: {headline(report)}" if report.source else headline(report), lengths_line(report)]
-    table = aligned([COLUMNS, *cells_of(report)])
+    table = aligned([REPORT_COLUMNS, *report_cells(report)])
     return "\n".join([*title, "", table, "", setup_line(report), f"take {report.recommendation}"])
 
 
@@ -111,7 +111,7 @@ def as_html(report: Figures) -> str:
     taken = report.recommendation
     return (
         f"<p>{escape(headline(report))}<br>{escape(lengths_line(report))}</p>"
-        f"{html_table(COLUMNS, cells_of(report), taken.strategy)}"
+        f"{html_table(REPORT_COLUMNS, report_cells(report), taken.strategy)}"
         f"<p>{escape(setup_line(report))}</p>"
         f"<p>Take <b>{escape(taken.strategy)}</b>: {escape(taken.reason)}.</p>"
     )

@@ -97,13 +97,13 @@ def _work_of(
     cost = linear_cost * slots.astype(np.float64) + squares
     steps = -(-len(cost) // ranks)
     whole = len(cost) // ranks * ranks
-    time = float(on_ranks(cost[:whole], ranks).max(axis=1, initial=0).sum() + cost[whole:].sum() / ranks)
-    attention = on_ranks(squares[:whole], ranks) if whole else on_ranks(squares, max(len(squares), 1))
+    time = float(values_of_ranks(cost[:whole], ranks).max(axis=1, initial=0).sum() + cost[whole:].sum() / ranks)
+    attention = values_of_ranks(squares[:whole], ranks) if whole else values_of_ranks(squares, max(len(squares), 1))
     busy = attention.mean(axis=1) / np.maximum(attention.max(axis=1, initial=0), 1)
     return Work(documents, tokens, int(slots.sum()), steps, time, float(busy.mean()) if len(busy) else 1.0)
 
 
-def on_ranks(values: _FloatArray, ranks: int) -> _FloatArray:
+def values_of_ranks(values: _FloatArray, ranks: int) -> _FloatArray:
     """Return float64 [steps, ranks]; ranks without a micro-batch have zero."""
     filled = np.zeros(-(-len(values) // ranks) * ranks)
     filled[: len(values)] = values

@@ -14,7 +14,7 @@ from hf_packing.cli import main
 from hf_packing.cli.screen import plain
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.report.plots import PLOTS, THEMES, picture
-from hf_packing.report.tables import COLUMNS, cells_of
+from hf_packing.report.tables import REPORT_COLUMNS, report_cells
 from hf_packing.report.work import packed_work, padded_work
 from hf_packing.sampling.level import LINEAR_COST
 
@@ -141,13 +141,13 @@ def test_a_few_long_documents_may_hold_most_of_the_tokens():
 
 def test_empty_documents_are_in_no_share(chat):
     report = hfp.packing_report(np.concatenate([chat, np.zeros(40_000, dtype=int)]), 1024)
-    cells = {row[0]: row for row in cells_of(report)}
+    cells = {row[0]: row for row in report_cells(report)}
     assert cells["BestFit(1024)"][2] == cells["padding, at most 1024"][2] == f"{(chat > 1024).mean():.2%}"
 
 
 def test_the_table_and_json_agree_where_documents_are_empty():
     report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
-    cells = {row[0]: row for row in cells_of(report)}
+    cells = {row[0]: row for row in report_cells(report)}
     for found in report.to_dict()["strategies"]:
         assert cells[found["strategy"]][2] == f"{found['truncation_ratio']:.2%}" == "100.00%"
         assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
@@ -201,7 +201,7 @@ def test_tables(chat):
 def test_steps_stand_beside_their_documents(chat):
     """A step of padding has 16 documents of each rank, one of packs a pack of each."""
     report = hfp.packing_report([*chat.tolist(), 0], 2048, ranks=4)
-    cells = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in cells_of(report)}
+    cells = {row[0]: dict(zip(REPORT_COLUMNS, row, strict=True)) for row in report_cells(report)}
     for name, each in (("padding, at most 2048", report.padded[0]), ("BestFit(2048)", report.rows[2])):
         steps, documents = each.work.steps, each.work.documents_per_step
         assert cells[name]["steps"] == f"{steps:,}"
