@@ -161,7 +161,9 @@ def test_options_without_effect_are_refused(tmp_path, tokenizer):
         Corpus(Documents(tokens), tokenizer, "text", separator="").lengths(lambda _: None)
 
 
-@pytest.mark.parametrize("name", ["chat", "instruct", "math", "toolcall", "wiki"])
+@pytest.mark.parametrize(
+    "name", ["toolcall", "wiki", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "instruct", "math"))]
+)
 def test_lengths_of_real_documents(shared_data, name):
     corpus = Corpus(
         Documents(str(shared_data / f"{name}.jsonl.gz")), load_tokenizer(str(shared_data / "tokenizer.json"))

@@ -175,16 +175,18 @@ def test_spreadsheets_and_archives_are_no_texts(tmp_path):
 
 def test_tables(tmp_path):
     """Of text such as NA, which pandas takes for a missing value, and of text with line breaks."""
-    (tmp_path / "a.csv").write_text('text,number\none,1\n"two\nlines",2\n,3\nNA,4\n')
-    (tmp_path / "a.tsv").write_text("text\tnumber\none\t1\n")
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text,number\none,1\n"))
-    assert [row["text"] for row in Documents(str(tmp_path / "a.csv"))] == ["one", "two\nlines", "", "NA"]
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "a.csv").write_text('text,number\none,1\n"two\nlines",2\n,3\nNA,4\n')
+    (folder / "a.tsv").write_text("text\tnumber\none\t1\n")
+    (folder / "a.csv.gz").write_bytes(gzip.compress(b"text,number\none,1\n"))
+    assert [row["text"] for row in Documents(str(folder / "a.csv"))] == ["one", "two\nlines", "", "NA"]
     for name in ("a.tsv", "a.csv.gz"):
-        assert list(Documents(str(tmp_path / name))) == [{"text": "one", "number": 1}]
-    (tmp_path / "README.md").write_text("about the tables")
-    documents = Documents(str(tmp_path))
+        assert list(Documents(str(folder / name))) == [{"text": "one", "number": 1}]
+    (folder / "README.md").write_text("about the tables")
+    documents = Documents(str(folder))
     assert len(list(documents)) == 6
-    assert documents.skipped == [f"{tmp_path / 'README.md'}: not read beside files with rows"]
+    assert documents.skipped == [f"{folder / 'README.md'}: not read beside files with rows"]
 
 
 def test_a_damaged_table_is_said_once(tmp_path, caplog):

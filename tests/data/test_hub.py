@@ -36,7 +36,8 @@ def asked():
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
-            seen.append(self.path)
+            if self.path.startswith(("/api/models", "/api/datasets")):  # huggingface_hub also asks about itself
+                seen.append(self.path)
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
             self.end_headers()

@@ -118,7 +118,8 @@ def test_what_pictures_leave_out_is_said(page):
         ("", "3 documents, 18 tokens", None),
     ],
 )
-def test_the_title_is_the_name_of_the_data(tmp_path, source, title, path):
+def test_the_title_is_the_name_of_the_data(tmp_path, monkeypatch, source, title, path):
+    monkeypatch.setattr("hf_packing.report.page.picture", lambda *_: b"<svg></svg>")
     (tmp_path / "data").mkdir()
     source, path = (each and each.format(folder=tmp_path) for each in (source, path))
     hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
