@@ -162,6 +162,7 @@ def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
     config = tiny_model("bert", "masked").config
@@ -179,7 +180,7 @@ def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
     ("architectures", "note"),
     [
         (None, "the configuration names no class"),
-        ([], "the configuration names no class"),
+        pytest.param([], "the configuration names no class", marks=pytest.mark.slow),
         (["LLaMAForCausalLM"], "the configuration names LLaMAForCausalLM, which transformers "),
     ],
 )

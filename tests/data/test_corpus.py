@@ -162,7 +162,7 @@ def test_options_without_effect_are_refused(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "name", ["toolcall", "wiki", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "instruct", "math"))]
+    "name", ["toolcall", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chat", "instruct", "math", "wiki"))]
 )
 def test_lengths_of_real_documents(shared_data, name):
     corpus = Corpus(

@@ -45,6 +45,12 @@ def page(tmp_path_factory):
     return file
 
 
+@pytest.fixture
+def quick_pictures(monkeypatch):
+    """For tests of all else on a page."""
+    monkeypatch.setattr("hf_packing.report.page.picture", lambda *_: b"<svg></svg>")
+
+
 def seen_in_browser(page, width, *options):
     """What the browser measures in a window so wide."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -109,6 +115,7 @@ def test_what_pictures_leave_out_is_said(page):
     assert f"FirstCome({said[1]})" not in said[2]
 
 
+@pytest.mark.usefixtures("quick_pictures")
 @pytest.mark.parametrize(
     ("source", "title", "path"),
     [
@@ -118,8 +125,7 @@ def test_what_pictures_leave_out_is_said(page):
         ("", "3 documents, 18 tokens", None),
     ],
 )
-def test_the_title_is_the_name_of_the_data(tmp_path, monkeypatch, source, title, path):
-    monkeypatch.setattr("hf_packing.report.page.picture", lambda *_: b"<svg></svg>")
+def test_the_title_is_the_name_of_the_data(tmp_path, source, title, path):
     (tmp_path / "data").mkdir()
     source, path = (each and each.format(folder=tmp_path) for each in (source, path))
     hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
@@ -129,11 +135,13 @@ def test_the_title_is_the_name_of_the_data(tmp_path, monkeypatch, source, title,
     assert re.findall(r'<p class="soft path">(.*)</p>', page) == ([path] if path else [])
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_names_are_escaped(tmp_path):
     hfp.packing_report([5, 6, 7], 8, source="<script>alert(1)</script>").save(tmp_path / "report.html")
     assert "<script>" not in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_full_disk_leaves_no_half_of_a_page(tmp_path, monkeypatch):
     report = hfp.packing_report([5, 6, 7], 16)
     report.save(tmp_path / "report.html")
@@ -154,6 +162,7 @@ def test_a_full_disk_leaves_no_half_of_a_page(tmp_path, monkeypatch):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report-pictures", "report.html"]
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_page_may_be_written_through_a_link(tmp_path):
     (tmp_path / "link.html").symlink_to(tmp_path / "report.html")
     hfp.packing_report([5, 6, 7], 16).save(tmp_path / "link.html")
