@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0.dev0"
 
-HOME_OF = {
+_HOME_OF = {
     "BestFit": "strategies.greedy",
     "Bucket": "strategies.bucket",
     "BucketBatches": "sampling.bucket_batches",
@@ -123,12 +123,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOME_OF:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'hf_packing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hf_packing.{HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(f"hf_packing.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from checkpoints import Progress, add_checkpoints, checkpoint_of, positive, save
-from documents import load_tokenizer, read_documents, tokenise
+from documents import load_tokenizer, read_documents, tokenize
 from models import load_model
 from tqdm.auto import tqdm
 
@@ -55,7 +55,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     with accelerator.main_process_first():
         texts = read_documents(arguments.data)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
-        documents = tokenise(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
+        documents = tokenize(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
 
     model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     budget = hfp.TokenBudget(arguments.max_tokens, overflow="split")

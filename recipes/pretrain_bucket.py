@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from checkpoints import Progress, add_checkpoints, checkpoint_of, positive, save
-from documents import load_tokenizer, read_documents, tokenise
+from documents import load_tokenizer, read_documents, tokenize
 from models import load_model
 from tqdm.auto import tqdm
 
@@ -72,7 +72,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     with accelerator.main_process_first():
         texts = read_documents(arguments.data)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
-        packed = hfp.pack(tokenise(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
+        packed = hfp.pack(tokenize(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
     model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     batching = hfp.BucketBatches(arguments.tokens_per_batch, order=arguments.order, cycles=arguments.cycles or 1)
     loader = hfp.prepare_dataloader(accelerator, packed, batching, model=model)

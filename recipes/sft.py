@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
-from sft_documents import CHATML, read, tokenise, what_is_trained
+from sft_documents import CHATML, read, tokenize, what_is_trained
 from sft_parser import Parser
 from sft_resume import SameFlags, checkpoint_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -28,6 +28,7 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.columns import IGNORED_LABEL
+from hf_packing.data.rendering import BadRowError
 
 STRATEGIES = {
     "best_fit": hfp.BestFit,
@@ -124,14 +125,18 @@ def documents_of(
     rows: datasets.Dataset, config: SFTConfig, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> datasets.Dataset:
     """Tokens and labels."""
-    trained = what_is_trained(rows, given.get("assistant_only_loss"), config.completion_only_loss)
-    return rows.map(
-        tokenise,
-        fn_kwargs={"tokenizer": tokenizer, "trained": trained},
-        remove_columns=rows.column_names,
-        num_proc=config.dataset_num_proc,
-        desc="Tokenising",
-    )
+    train_on = what_is_trained(rows, given.get("assistant_only_loss"), config.completion_only_loss)
+    try:
+        return rows.map(
+            tokenize,
+            fn_kwargs={"tokenizer": tokenizer, "train_on": train_on},
+            remove_columns=rows.column_names,
+            num_proc=config.dataset_num_proc,
+            desc="Tokenizing",
+        )
+    except BadRowError as error:
+        hint = "; --chat_template_path takes another template" if "chat template" in str(error) else ""
+        sys.exit(f"--data: {error}{hint}")
 
 
 def main(flags: Sequence[str] | None = None) -> SFTTrainer:

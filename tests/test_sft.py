@@ -15,10 +15,11 @@ from datasets import Dataset
 from processes import HANGS, TORCHRUN
 from recipe_inputs import chats, exits, prompts, save_tiny_model, write
 from safetensors.torch import load_file
-from sft_documents import CHATML, IGNORED, Trained, tokenise
+from sft_documents import CHATML, IGNORED, tokenize
 from sft_flags import BY_RECIPE, BY_TRAINER
 from transformers import PreTrainedTokenizerFast
 
+from hf_packing.data.rendering import TrainOn
 from hf_packing.errors import PackingError
 
 pytestmark = [
@@ -182,7 +183,7 @@ def test_what_is_trained_of_chats_with_prompts(tiny_model):
     tokenizer.chat_template = CHATML
 
     def text(row, *trained):
-        encoded = tokenise(row, tokenizer, Trained(*trained))
+        encoded = tokenize(row, tokenizer, TrainOn(*trained))
         assert len(encoded["labels"]) == len(encoded["input_ids"])
         return tokenizer.decode([label for label in encoded["labels"] if label != IGNORED]), tokenizer.decode(
             encoded["input_ids"]
@@ -211,13 +212,13 @@ def test_tools_and_contents_that_a_template_lacks(tiny_model):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
     tokenizer.chat_template = CHATML
     user = {"role": "user", "content": "Q"}
-    said = exits(tokenise, {"messages": [user], "tools": [{"name": "search"}]}, tokenizer, Trained(False, False))
+    said = exits(tokenize, {"messages": [user], "tools": [{"name": "search"}]}, tokenizer, TrainOn(False, False))
     assert "--chat_template_path: expected a template that shows tools" in said
     with pytest.raises(Exception, match="a message without text needs --chat_template_path"):
-        tokenise({"messages": [user | {"content": None}]}, tokenizer, Trained(False, False))
+        tokenize({"messages": [user | {"content": None}]}, tokenizer, TrainOn(False, False))
     tokenizer.chat_template = "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}"
     row = {"messages": [user], "tools": '[{"name": "search"}]'}
-    assert tokenizer.decode(tokenise(row, tokenizer, Trained(False, False))["input_ids"]) == "searchQ"
+    assert tokenizer.decode(tokenize(row, tokenizer, TrainOn(False, False))["input_ids"]) == "searchQ"
 
 
 def test_the_order_of_documents_has_a_seed(train, tmp_path):

@@ -22,13 +22,13 @@ from canvas import (
     planned,
     title,
 )
-from hf_packing.sampling.sizes import sizes_of_documents
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import hf_packing as hfp
+from hf_packing.sampling.row_sizes import sizes_of_documents
 
 
 def note(axes: Axes, x: float, y: float, text: str, **options) -> None:

@@ -1,6 +1,7 @@
 """Strategies by the names that the command accepts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from hf_packing.errors import PackingError
 from hf_packing.strategies.base import Strategy, registered_strategies
@@ -28,7 +29,7 @@ def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
     return strategies_named([name], max_lengths)[0]
 
 
-def _strategy_class(name: str) -> type[Strategy]:
+def _strategy_class(name: str) -> type[Any]:
     if name not in STRATEGIES:
         raise PackingError(f"--strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
     return registered_strategies()[name]

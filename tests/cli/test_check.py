@@ -8,6 +8,12 @@ from transformers import BertForSequenceClassification, BertForTokenClassificati
 
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.cli import main
+from hf_packing.cli.screen import WIDE
+
+
+def one_line(printed):
+    """Lines are wrapped."""
+    return " ".join(printed.split())
 
 
 def test_a_configuration_that_makes_no_model(capsys, tmp_path):
@@ -22,7 +28,12 @@ def test_a_configuration_that_makes_no_model(capsys, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("model", "code", "route"), [("llama", 0, "varlen"), ("jamba", 0, "varlen + segments"), ("mra", 1, None)]
+    ("model", "code", "route"),
+    [
+        ("llama", 0, "varlen"),
+        pytest.param("jamba", 0, "varlen + segments", marks=pytest.mark.slow),
+        pytest.param("mra", 1, None, marks=pytest.mark.slow),
+    ],
 )
 def test_check_of_an_architecture(capsys, model, code, route):
     assert main(["check", model, "--json"]) == code
@@ -32,11 +43,22 @@ def test_check_of_an_architecture(capsys, model, code, route):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_no_line_runs_over_the_screen(capsys):
+    """But for the first, which may have a path."""
+    main(["check", "llama"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "llama: a small causal model of this architecture, with random weights"
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= WIDE + 2
+    assert "patch_model(model)" not in " ".join(lines), "which is what comes next"
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [[], ["--weights"]])
 def test_check_of_a_folder(capsys, tmp_path, options):
     tiny_model("bert", "masked").save_pretrained(tmp_path / "model")
     assert main(["check", str(tmp_path / "model"), *options]) == 0
-    printed = capsys.readouterr().out
+    printed = one_line(capsys.readouterr().out)
     assert ("the model itself" if options else "a small BertForMaskedLM of this configuration") in printed
     assert "stock: isolated: no" in printed
     assert "after patch_model: isolated: yes" in printed
@@ -95,7 +117,7 @@ def test_code_that_comes_with_a_model_is_run_only_when_asked(capsys, model_with_
     config = Path(model_with_code, "config.json")
     config.write_text(config.read_text().replace('["BorrowedForCausalLM"]', '["BorrowedForSequenceClassification"]'))
     assert main(["check", model_with_code, "--trust-remote-code"]) == 1
-    assert "BorrowedForSequenceClassification has those of shape [1, 2]" in capsys.readouterr().out
+    assert "BorrowedForSequenceClassification has those of shape [1, 2]" in one_line(capsys.readouterr().out)
 
 
 def saved(folder, config, architectures, **facts):
@@ -120,7 +142,7 @@ def saved(folder, config, architectures, **facts):
 def test_the_class_that_a_configuration_names(capsys, tmp_path, base, kind, name, words):
     folder = saved(tmp_path / "model", tiny_model(base, kind).config, [name])
     assert main(["check", folder]) == 1
-    printed = capsys.readouterr().out
+    printed = one_line(capsys.readouterr().out)
     assert f"a small {name} of this configuration" in printed
     assert words in printed
     assert "patch_model refuses it" in printed
@@ -140,12 +162,13 @@ def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
     config = tiny_model("bert", "masked").config
     BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
     assert main(["check", str(tmp_path / "model"), "--weights"]) == 1
-    printed = capsys.readouterr().out
+    printed = one_line(capsys.readouterr().out)
     assert "BertForSequenceClassification has those of shape [1, 2]; causal and masked language models" in printed
     BertForTokenClassification(config).save_pretrained(tmp_path / "tokens")
     assert main(["check", str(tmp_path / "tokens")]) == 0
@@ -157,7 +180,7 @@ def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
     ("architectures", "note"),
     [
         (None, "the configuration names no class"),
-        ([], "the configuration names no class"),
+        pytest.param([], "the configuration names no class", marks=pytest.mark.slow),
         (["LLaMAForCausalLM"], "the configuration names LLaMAForCausalLM, which transformers "),
     ],
 )

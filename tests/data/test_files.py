@@ -10,8 +10,8 @@ import tarfile
 import datasets
 import pytest
 
+from hf_packing.data.documents import Documents
 from hf_packing.errors import PackingError
-from hf_packing.report.documents import Documents
 
 
 def texts(documents):
@@ -49,19 +49,19 @@ def test_a_link_that_leads_nowhere(tmp_path):
         Documents(str(tmp_path), skip_bad=True)
 
 
+@pytest.mark.slow
 def test_a_folder_that_may_not_be_read(tmp_path):
     """In a process of a user who may not."""
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "closed").mkdir()
     (tmp_path / "closed" / "b.txt").write_text("two")
     (tmp_path / "closed").chmod(0)
-    code = "import sys; from hf_packing.report.files import find_files; from pathlib import Path; "
-    code += "find_files(Path(sys.argv[1]), None)"
+    code = "import sys; from hf_packing.data.documents import Documents; Documents(sys.argv[1])"
     nobody = "import os; os.setgid(65534); os.setuid(65534); " if os.getuid() == 0 else ""
     for folder in [tmp_path, *tmp_path.parents][:4]:
         folder.chmod(folder.stat().st_mode | 0o055)
     try:
-        loaded = "import hf_packing.report.files; "
+        loaded = "import hf_packing.data.documents; "
         command = [sys.executable, "-c", loaded + nobody + code, str(tmp_path)]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     finally:
@@ -69,6 +69,30 @@ def test_a_folder_that_may_not_be_read(tmp_path):
     assert re.search(r"PackingError: DATA: expected folders that can be read, '.*closed': Permission denied", said), (
         said
     )
+
+
+def test_links_to_folders_that_lie_in_each_other(tmp_path):
+    """Whichever comes first."""
+    (tmp_path / "outside" / "below").mkdir(parents=True)
+    for file in ("outside/a.txt", "outside/below/b.txt"):
+        (tmp_path / file).write_text(file)
+    for number, (first, second) in enumerate([("outside", "outside/below"), ("outside/below", "outside")]):
+        folder = tmp_path / f"folder-{number}"
+        folder.mkdir()
+        for name, target in (("one", first), ("two", second)):
+            (folder / name).symlink_to(tmp_path / target)
+        assert sorted(texts(Documents(str(folder)))) == ["outside/a.txt", "outside/below/b.txt"]
+
+
+def test_patterns_find_names_at_any_depth(tmp_path):
+    for file in ("a.py", "x/b.py", "x/y/c.py", "x/d.txt"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(file)
+    for pattern in ("*.py", "**/*.py"):
+        assert texts(Documents(str(tmp_path), glob=pattern)) == ["a.py", "x/b.py", "x/y/c.py"]
+    assert texts(Documents(str(tmp_path), glob="x/*")) == ["x/b.py", "x/d.txt"]
+    with pytest.raises(PackingError, match=r"--glob: expected a pattern of names, .* got 'x/\*\*/\*.py'"):
+        Documents(str(tmp_path), glob="x/**/*.py")
 
 
 def test_something_that_is_neither_file_nor_folder(tmp_path):

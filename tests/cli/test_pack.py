@@ -79,12 +79,12 @@ def test_only_a_dataset_is_overwritten(capsys, tmp_path, data, tokenizer):
 
 def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeypatch):
     """Also where planning twice would give two plans, as with a time limit."""
-    from hf_packing.report import packed_dataset
+    from hf_packing.cli import pack
 
     plans = iter(range(9))
-    plan_packing = packed_dataset.plan_packing
+    plan_packing = pack.plan_packing
     monkeypatch.setattr(
-        packed_dataset, "plan_packing", lambda lengths, _: plan_packing(lengths, hfp.BestFit(16, seed=next(plans)))
+        pack, "plan_packing", lambda lengths, _: plan_packing(lengths, hfp.BestFit(16, seed=next(plans)))
     )
     given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
     assert main([*given, "--json"]) == 0
@@ -98,7 +98,7 @@ def test_the_plan_is_that_of_the_rows(capsys, tmp_path, data, tokenizer, monkeyp
 
 
 def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypatch):
-    monkeypatch.setattr("hf_packing.report.corpus.CHARACTERS_AT_ONCE", 1000)
+    monkeypatch.setattr("hf_packing.data.corpus._CHARACTERS_AT_ONCE", 1000)
     given = [
         "pack",
         data,
@@ -110,9 +110,9 @@ def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypat
         str(tmp_path / "packed"),
         "--json",
     ]
-    from hf_packing.report import packed_dataset
+    from hf_packing.cli import pack
 
-    write, written = packed_dataset.write_shard, []
+    write, written = pack._write_shard, []
 
     def interrupted(file, *columns):
         if len(written) == 3:
@@ -120,23 +120,23 @@ def test_an_interrupted_run_goes_on(capsys, tmp_path, data, tokenizer, monkeypat
         write(file, *columns)
         written.append(file)
 
-    monkeypatch.setattr(packed_dataset, "write_shard", interrupted)
+    monkeypatch.setattr(pack, "_write_shard", interrupted)
     assert main(given) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
     assert not (tmp_path / "packed").exists()
     assert (tmp_path / ".packed.partial").is_dir()
     written.clear()
-    monkeypatch.setattr(packed_dataset, "write_shard", lambda file, *columns: written.append(write(file, *columns)))
+    monkeypatch.setattr(pack, "_write_shard", lambda file, *columns: written.append(write(file, *columns)))
     assert main(given) == 0
     found = json.loads(capsys.readouterr().out)
-    assert 0 < found["tokenised_before"] < found["num_documents"] == 300
+    assert 0 < found["tokenized_before"] < found["num_documents"] == 300
     whole = datasets.load_from_disk(tmp_path / "packed")
     given[given.index("--output") + 1] = str(tmp_path / "at_once")
     assert main(given) == 0
     assert whole.to_dict() == datasets.load_from_disk(tmp_path / "at_once").to_dict()
 
 
-@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.report.packed_dataset.replace"])
+@pytest.mark.parametrize("where", ["datasets.Dataset.save_to_disk", "hf_packing.cli.pack._replace"])
 def test_interrupted_after_packing_it_goes_on_as_well(tmp_path, data, tokenizer, monkeypatch, where):
     given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
     monkeypatch.setattr(where, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -151,9 +151,7 @@ def test_what_is_replaced_comes_back(tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "packed")]
     assert main(given) == 0
     before = datasets.load_from_disk(tmp_path / "packed").to_dict()
-    monkeypatch.setattr(
-        "hf_packing.report.packed_dataset.put_in_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr("hf_packing.cli.pack.put_in_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
     assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
 
@@ -168,7 +166,7 @@ def test_what_a_killed_run_had_put_aside_comes_back(capsys, tmp_path, data, toke
         output.rename(aside)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_packing.report.packed_dataset.replace", killed)
+    monkeypatch.setattr("hf_packing.cli.pack._replace", killed)
     assert main([*given, "--overwrite", "--strategy", "first_come"]) == 130
     assert not (tmp_path / "packed").exists()
     monkeypatch.undo()
@@ -188,7 +186,7 @@ def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):
     assert "--output: expected one that no other run writes" in capsys.readouterr().err
 
 
-def test_another_end_of_sequence_tokenises_anew(capsys, tmp_path, data, tokenizer, monkeypatch):
+def test_another_end_of_sequence_tokenizes_anew(capsys, tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--output", str(tmp_path / "packed"), "--json", "--tokenizer", str(tmp_path / "folder")]
     PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "folder")
     monkeypatch.setattr("datasets.Dataset.save_to_disk", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -197,14 +195,12 @@ def test_another_end_of_sequence_tokenises_anew(capsys, tmp_path, data, tokenize
     PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="one").save_pretrained(tmp_path / "folder")
     capsys.readouterr()
     assert main(given) == 0
-    assert json.loads(capsys.readouterr().out)["tokenised_before"] == 0
+    assert json.loads(capsys.readouterr().out)["tokenized_before"] == 0
 
 
 def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
-    monkeypatch.setattr(
-        "hf_packing.report.packed_dataset.pack_split", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr("hf_packing.cli.pack.pack_one", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(given) == 130
     monkeypatch.undo()
     with open(data, "a") as file:
@@ -212,14 +208,14 @@ def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenize
     capsys.readouterr()
     assert main(given) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["tokenised_before"], found["num_documents"]) == (0, 301)
+    assert (found["tokenized_before"], found["num_documents"]) == (0, 301)
 
 
 def test_other_documents_of_the_same_size_and_time_are_seen(capsys, tmp_path, data, tokenizer, monkeypatch):
     """As copying that keeps times leaves them."""
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
-    pack_split = "hf_packing.report.packed_dataset.pack_split"
-    monkeypatch.setattr(pack_split, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    pack_one = "hf_packing.cli.pack.pack_one"
+    monkeypatch.setattr(pack_one, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(given) == 130
     monkeypatch.undo()
     stat, text = os.stat(data), Path(data).read_text()
@@ -228,21 +224,21 @@ def test_other_documents_of_the_same_size_and_time_are_seen(capsys, tmp_path, da
     assert (os.stat(data).st_size, os.stat(data).st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     capsys.readouterr()
     assert main(given) == 0
-    assert json.loads(capsys.readouterr().out)["tokenised_before"] == 0
+    assert json.loads(capsys.readouterr().out)["tokenized_before"] == 0
 
 
 def test_documents_that_change_while_they_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
-    from hf_packing.report import packed_dataset
+    from hf_packing.cli import pack
 
-    tokenise = packed_dataset.tokenise
+    tokenize = pack._tokenize
 
     def changed(*given):
-        done = tokenise(*given)
+        done = tokenize(*given)
         with open(data, "a") as file:
             file.write('{"text": "two"}\n')
         return done
 
-    monkeypatch.setattr(packed_dataset, "tokenise", changed)
+    monkeypatch.setattr(pack, "_tokenize", changed)
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     assert main(given) == 2
     assert "DATA: expected files that stay as they are, some changed while they were read" in capsys.readouterr().err
@@ -262,6 +258,7 @@ def test_a_dataset_is_written_where_a_link_points(capsys, tmp_path, data, tokeni
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_that_looks_complete(tmp_path, tokenizer):
     data = tmp_path / "large.jsonl"
     data.write_text('{"text": "one two three"}\n' * 400_000)

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from hf_packing.cli import main, print_json
+from hf_packing.cli import main
+from hf_packing.cli.screen import print_json
 
 
 def test_report(capsys, tmp_path, data, tokenizer):
@@ -32,14 +33,15 @@ def test_report_as_json(capsys, data, tokenizer):
     assert found["lengths"]["documents"] == 300
 
 
+@pytest.mark.slow
 def test_warnings_are_one_line_on_the_error_stream(tmp_path, data, tokenizer):
     with open(data, "a") as file:
         file.write('{"text": ""}\n')
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     command = [sys.executable, "-m", "hf_packing.cli", *given]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "warning: pack skips 1 document without a token\n" in done.stderr
-    assert "packed_dataset.py" not in done.stderr
+    assert "warning: pack skips 1 documents without a token\n" in done.stderr
+    assert "pack.py" not in done.stderr
     assert json.loads(done.stdout)["num_documents"] == 301
 
 
@@ -49,6 +51,7 @@ def in_shell(command, **variables):
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "--json"])
 def test_who_reads_the_output_may_go_away(data, tokenizer, options):
     """Without a word, and with another exit code than a model that is not isolated or bad input."""
@@ -57,6 +60,7 @@ def test_who_reads_the_output_may_go_away(data, tokenizer, options):
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed(data, tokenizer):
     given = f"report {data} --tokenizer {tokenizer} --max-length 16"
     done = in_shell(f"$HF_PACKING {given} >&-; echo $?; $HF_PACKING {given} --json 2>&- >/dev/null; echo $?")
@@ -64,6 +68,7 @@ def test_streams_that_are_closed(data, tokenizer):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_letters_that_the_terminal_does_not_know(tmp_path, data, tokenizer):
     file = tmp_path / "雪:100:.jsonl"
     os.rename(data, file)
@@ -88,7 +93,7 @@ def test_json_has_no_numbers_that_json_does_not_know(capsys):
 
 def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setattr("hf_packing.report.corpus.Corpus.blocks", lambda _: pytest.fail("documents are read"))
+    monkeypatch.setattr("hf_packing.data.corpus.Corpus.blocks", lambda _: pytest.fail("documents are read"))
     for given in (["report", data], ["pack", data, "--output", str(tmp_path / "packed")]):
         assert main([*given, "--tokenizer", tokenizer, "--strategy", "optimal"]) == 2
         assert "needs scipy" in capsys.readouterr().err
@@ -97,9 +102,9 @@ def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, d
 
 def test_a_tokenizer_without_an_end_is_said(capsys, data, tokenizer):
     given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16"]
-    command = [sys.executable, "-m", "hf_packing.cli", *given]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert said == f"warning: {tokenizer} names no end-of-sequence token: documents end without one\n"
+    assert main(given) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == f"warning: {tokenizer} names no end-of-sequence token: documents end without one"
     assert main([*given, "--no-eos"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -166,6 +171,7 @@ def test_bad_input_is_said_in_one_line(capsys, tmp_path, data, tokenizer, argume
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["report", "{data}", "--tokenizer", "nobody/nothing"], ["report", "nobody/data"], ["check", "nobody/x"]],
@@ -192,16 +198,27 @@ def test_the_command_is_installed():
     assert script.load() is main
 
 
-@pytest.mark.parametrize("command", ["report", "pack", "check"])
-def test_help(capsys, command):
+@pytest.mark.parametrize(
+    ("command", "defaults"),
+    [
+        ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "a line break"]),
+        ("pack", ["4096", "best_fit", "stop at the first", "put one", "the first there is of text, prompt and"]),
+        ("check", ["make a small one of the same configuration", "refuse it"]),
+    ],
+)
+def test_help_shows_what_is_done_by_default(capsys, command, defaults):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
-    assert "usage: hf-packing" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(f"usage: hf-packing {command}")
+    for default in defaults:
+        assert f"(default: {default}" in shown
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded_to_report_with_a_tokenizer_file(data, tokenizer):
     code = (
-        "import sys; from hf_packing.cli import main, print_json; "
+        "import sys; from hf_packing.cli import main; "
         f"main(['report', {data!r}, '--tokenizer', {tokenizer!r}, '--max-length', '16', '--json']); "
         "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules], file=sys.stderr)"
     )
