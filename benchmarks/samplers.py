@@ -87,8 +87,8 @@ def main() -> None:
         slots = np.array(
             [[len(b) * int(lengths[b].max()) if padded else int(lengths[b].sum()) for b in s] for s in steps]
         )
-        facts = {"padding": 1 - real.sum() / slots.sum(), "token_utilisation": busy(real)}
-        facts |= {"attention_utilisation": busy(squares), "largest": int(slots.max()), "seconds": seconds}
+        facts = {"padding": 1 - real.sum() / slots.sum(), "token_utilization": busy(real)}
+        facts |= {"attention_utilization": busy(squares), "largest": int(slots.max()), "seconds": seconds}
         figure(sampler=name, ranks=ranks, **facts)
         left_out = len(lengths) - sum(len(batch) for step in steps for batch in step)
         print(

@@ -26,7 +26,7 @@ HOME_OF = {
     "Multipack": "strategies.in_order",
     "NonNegativeLeastSquares": "strategies.counting",
     "Optimal": "strategies.counting",
-    "PackedLoader": "training.packed_loader",
+    "PackedLoader": "training.loader",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
@@ -38,8 +38,8 @@ HOME_OF = {
     "attach": "training.attach",
     "check_isolation": "attention.isolation",
     "compare": "comparison",
-    "compute_loss": "training.compute_loss",
-    "evaluation_loss": "training.evaluation",
+    "compute_loss": "training.loop",
+    "evaluation_loss": "training.loop",
     "pack": "dataset",
     "packing_report": "report.report",
     "patch_model": "attention.patch",
@@ -71,10 +71,8 @@ if TYPE_CHECKING:
     from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
     from hf_packing.strategies.planning import plan_counts, plan_packing
     from hf_packing.training.attach import attach
-    from hf_packing.training.compute_loss import compute_loss
-    from hf_packing.training.evaluation import evaluation_loss
-    from hf_packing.training.loop import prepare_dataloader
-    from hf_packing.training.packed_loader import PackedLoader
+    from hf_packing.training.loader import PackedLoader
+    from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
     from hf_packing.training.summary import EpochSummary
 
 __all__ = [

@@ -38,12 +38,12 @@ def read(folder, kind, rank):
 
 
 def losses(folder, rank=0):
-    """By step of the optimiser; the latest where a step was trained twice."""
+    """By optimizer step; the latest where a step was trained twice."""
     return {line["step"]: line["loss"] for line in read(folder, "losses", rank)}
 
 
 def logged(folder, rank):
-    """Everything that a trainer logs with the loss, by step of the optimiser."""
+    """Everything that a trainer logs with the loss, by optimizer step."""
     return {line["step"]: line for line in read(folder, "logged", rank)}
 
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.training.step_facts import StepFacts
+from hf_packing.training.summary import StepCounts
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -88,9 +88,9 @@ def test_pages_have_python():
 
 
 def test_what_a_trainer_logs_is_defined():
-    facts = StepFacts()
+    facts = StepCounts()
     facts.add(torch.ones(2, 1, 4, dtype=torch.int64))
-    logged = facts.take(budget=4)
+    logged = facts.take(max_tokens=4)
     assert len(logged) == 5
     text = (ROOT / "README.md").read_text()
     assert all(f"\n| `{name}` | " in text for name in logged)

@@ -18,7 +18,7 @@ from transformers.masking_utils import flash_attention_mask
 import hf_packing as hfp
 from hf_packing.arrow import map_call
 from hf_packing.arrow.map_call import MapCall
-from hf_packing.training.progress import BatchesOfCheckpoint
+from hf_packing.training.checkpoint import BatchesOfCheckpoint
 
 
 def test_fingerprint_of_a_dataset():
@@ -127,7 +127,7 @@ def test_a_dataset_is_told_the_epoch_also_where_batches_are_skipped():
 
 
 def test_a_loader_of_batches_of_any_size_has_no_remainder():
-    """training.packed_loader.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
+    """training.loader.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
     loader = prepare_data_loader(DataLoader(Told(), batch_sampler=[[0, 1, 2], [3]]), num_processes=1, process_index=0)
     list(loader)
     assert loader.remainder == -1
@@ -149,7 +149,7 @@ def test_what_trainer_calls():
 
 
 def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
-    """training.progress.BatchesOfCheckpoint: without it, a resumed run could not tell whose batches it goes on with."""
+    """training.checkpoint.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
     state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint("token")])
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks

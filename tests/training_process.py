@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 training_process.py FOLDER '{"through": "trainer", ...}'
 
 Settings are those of SETTINGS. Every process writes what it saw into FOLDER/seen-RANK.jsonl, one line for each
-micro-batch, and its losses into FOLDER/losses-RANK.jsonl, one line for each step of the optimiser.
+micro-batch, and its losses into FOLDER/losses-RANK.jsonl, one line for each optimizer step.
 """
 
 import json
@@ -37,7 +37,7 @@ SETTINGS = {
     "resume": False,
     "kill_at": 0,
     "save_steps": 0,
-    "optimiser": "adamw_torch",
+    "optimizer": "adamw_torch",
     "eval_batch_sizes": [],
 }
 LEARNING_RATE = 1e-3
@@ -86,7 +86,7 @@ class Recorder(TrainerCallback):
             self.log.write("logged", step=state.global_step, **logs)
 
     def on_pre_optimizer_step(self, _, state, __, model=None, **___):
-        if state.global_step == 0 and self.settings["optimiser"] == "sgd":
+        if state.global_step == 0 and self.settings["optimizer"] == "sgd":
             save_gradients(model, self.folder)
 
     def on_save(self, _, state, __, **___):
@@ -110,7 +110,7 @@ def through_trainer(settings, folder, data, model):
         logging_steps=1,
         save_strategy="steps" if settings["save_steps"] else "no",
         save_steps=settings["save_steps"] or 500,
-        optim=settings["optimiser"],
+        optim=settings["optimizer"],
         report_to="none",
         use_cpu=True,
         bf16=False,
@@ -148,8 +148,8 @@ def through_loop(settings, folder, data, model):
     log = Log(folder, accelerator.process_index)
     budget = hfp.TokenBudget(settings["max_tokens"], match_documents_per_step=settings["match_documents_per_step"])
     loader = hfp.prepare_dataloader(accelerator, data, budget, loss=settings["loss"], model=model)
-    kind = torch.optim.SGD if settings["optimiser"] == "sgd" else torch.optim.AdamW
-    model, optimiser = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))
+    kind = torch.optim.SGD if settings["optimizer"] == "sgd" else torch.optim.AdamW
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))
     step = 0
     if settings["resume"]:
         accelerator.load_state(str(folder / "state"))
@@ -163,13 +163,13 @@ def through_loop(settings, folder, data, model):
                 accelerator.backward(loss)
                 total += accelerator.reduce(loss.detach(), reduction="mean").item() / settings["accumulation"]
                 if accelerator.sync_gradients:
-                    if step == 0 and settings["optimiser"] == "sgd":
+                    if step == 0 and settings["optimizer"] == "sgd":
                         save_gradients(accelerator.unwrap_model(model), folder)
                     step += 1
                     log.write("losses", step=step, loss=total)
                     total = 0.0
-                optimiser.step()
-                optimiser.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
             if accelerator.sync_gradients and settings["save_steps"] and step % settings["save_steps"] == 0:
                 accelerator.save_state(str(folder / "state"))
                 (folder / "state" / "step").write_text(str(step))

@@ -282,6 +282,6 @@ def test_another_model_in_a_loop():
     """compute_loss takes a patched one, whichever it is, and refuses another."""
     loader = loader_of(Accelerator(cpu=True), documents(20))
     batch = next(iter(loader))
-    with pytest.raises(PackingError, match="model: expected one that patch_model has patched"):
+    with pytest.raises(PackingError, match="model: expected one that was patched by patch_model"):
         hfp.compute_loss(build("Llama"), batch)
     assert hfp.compute_loss(hfp.patch_model(build("Llama")), batch).isfinite()

@@ -60,7 +60,7 @@ def test_a_loop_goes_on_from_its_state():
             after = loader_of()
             after.load_state_dict(before.state_dict())
             if steps == len(loader):
-                assert (after.epoch, after.step) == (epoch + 1, 0)
+                assert (after.epoch, after.micro_batches_done) == (epoch + 1, 0)
             else:
                 assert [batch["input_ids"].tolist() for batch in after] == expected[epoch][steps:]
                 assert after.epoch == epoch + 1
@@ -76,7 +76,7 @@ def test_skipping_leaves_exactly_the_remaining_batches_of_the_epoch(epoch):
         loader.set_epoch(epoch)
         loader.skip_first_batches(skipped)
         assert [batch["input_ids"].tolist() for batch in loader] == expected[skipped:]
-        assert (loader.epoch, loader.step) == (epoch + 1, 0)
+        assert (loader.epoch, loader.micro_batches_done) == (epoch + 1, 0)
 
 
 def test_skipping_after_a_state_was_loaded_skips_once():
@@ -92,7 +92,9 @@ def test_skipping_after_a_state_was_loaded_skips_once():
 def test_skipping_a_part_of_a_step_or_more_than_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="batches: expected a multiple of the 2 that a step .* accumulates, got 1"):
+    with pytest.raises(
+        PackingError, match="batches: expected a multiple of the 2 that an optimizer step accumulates, got 1"
+    ):
         loader.skip_first_batches(1)
     with pytest.raises(PackingError, match=f"batches: expected .*{len(loader)}, got {len(loader) + 1}"):
         loader.skip_first_batches(len(loader) + 1)
@@ -123,7 +125,9 @@ def test_no_checkpoint_between_accumulated_batches():
     for _ in loader:
         with accelerator.accumulate(model):
             break
-    with pytest.raises(PackingError, match="step: expected a checkpoint after 2 accumulated batches, got one after 1"):
+    with pytest.raises(
+        PackingError, match="state: expected a checkpoint after 2 accumulated micro-batches, got one after 1"
+    ):
         loader.state_dict()
 
 
@@ -134,7 +138,7 @@ def test_iterating_draws_nothing_from_the_generator_of_dropout():
 
 
 def update_sizes(accelerator, model, loader, see):
-    """How many batches each update of the optimiser has."""
+    """How many batches each optimizer step has."""
     sizes, batches = [], 0
     for batch in loader:
         with accelerator.accumulate(model):
@@ -174,7 +178,7 @@ def test_an_epoch_ends_with_its_last_batch_even_if_nobody_asks_for_more():
     loader = loader_of()
     for _, batch in zip(range(len(loader)), loader, strict=False):
         assert batch
-    assert (loader.epoch, loader.step) == (1, 0)
+    assert (loader.epoch, loader.micro_batches_done) == (1, 0)
 
 
 def test_models_that_do_not_divide_by_the_items_of_a_step_are_given_no_labels():
@@ -243,15 +247,15 @@ def test_a_step_begins_with_the_first_batch_after_a_break():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     model = accelerator.prepare(hfp.patch_model(build("Llama")))
-    synchronised = []
+    synchronized = []
     for stop in (1, 1000):
         for number, batch in enumerate(loader):
             with accelerator.accumulate(model):
                 accelerator.backward(hfp.compute_loss(model, batch))
-                synchronised.append(accelerator.sync_gradients)
+                synchronized.append(accelerator.sync_gradients)
             if number + 1 == stop:
                 break
-    assert synchronised[:4] == [False, False, False, True]
+    assert synchronized[:4] == [False, False, False, True]
 
 
 def test_the_last_gradients_of_an_epoch_are_used():
@@ -267,21 +271,21 @@ def test_the_last_gradients_of_an_epoch_are_used():
 def test_processes_that_do_not_know_of_each_other(monkeypatch):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PackingError, match="expected one that knows of all 2 processes that were launched"):
+    with pytest.raises(PackingError, match="expected one that knows of all 2 launched processes"):
         hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
 
 
-def test_gradients_are_synchronised_at_the_end_of_an_epoch():
+def test_gradients_are_synchronized_at_the_end_of_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     assert len(loader) % 3
     model = accelerator.prepare(hfp.patch_model(build("Llama")))
-    synchronised = []
+    synchronized = []
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(hfp.compute_loss(model, batch))
-            synchronised.append(accelerator.sync_gradients)
-    assert [step + 1 for step, done in enumerate(synchronised) if done] == [*range(3, len(loader), 3), len(loader)]
+            synchronized.append(accelerator.sync_gradients)
+    assert [step + 1 for step, done in enumerate(synchronized) if done] == [*range(3, len(loader), 3), len(loader)]
 
 
 def test_a_batch_without_its_share():
@@ -297,7 +301,7 @@ def test_a_model_that_is_not_patched():
         lambda: hfp.compute_loss(model, next(iter(loader_of()))),
         lambda: hfp.evaluation_loss(accelerator, model, documents(3)),
     ):
-        with pytest.raises(PackingError, match="model: expected one that patch_model has patched, Llama"):
+        with pytest.raises(PackingError, match="model: expected one that was patched by patch_model, Llama"):
             call()
     hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64), model=model)
     assert hfp.check_isolation(model).isolated

@@ -54,8 +54,8 @@ def test_logs_are_about_all_ranks(uninterrupted):
         assert sum(facts["tokens_per_step"] for facts in of_first_epoch) == sum(
             map(len, documents(NUMBER)["input_ids"])
         )
-        assert all(0.5 < facts["token_utilisation"] <= 1 for facts in of_first_epoch)
-        assert min(facts["attention_utilisation"] for facts in of_first_epoch) < 1
+        assert all(0.5 < facts["token_utilization"] <= 1 for facts in of_first_epoch)
+        assert min(facts["attention_utilization"] for facts in of_first_epoch) < 1
 
 
 def test_packed_rows_once_in_every_epoch_on_two_ranks(tmp_path):
@@ -115,7 +115,7 @@ def test_the_gradient_of_sft_trainer_on_two_ranks(tmp_path):
     """Its fused head makes the loss in float32."""
     expected, _ = gradients_of_a_padded_batch("sequence")
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    settings = {"through": "sft", "loss": "sequence", "accumulation": 2, "optimiser": "sgd", "dtype": "float64"}
+    settings = {"through": "sft", "loss": "sequence", "accumulation": 2, "optimizer": "sgd", "dtype": "float64"}
     run(tmp_path, 2, documents=NUMBER, max_tokens=300, match_documents_per_step=NUMBER, epochs=1, **settings)
     found = torch.load(tmp_path / "gradients.pt")
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5 * largest
@@ -139,7 +139,7 @@ def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
             match_documents_per_step=NUMBER,
             epochs=1,
             dtype="float64",
-            optimiser="sgd",
+            optimizer="sgd",
         )
         assert len(read(folder, "seen", 0)) == accumulation
         found = torch.load(folder / "gradients.pt")
@@ -154,7 +154,7 @@ def test_evaluation_is_the_same_at_any_batch_size_and_on_any_number_of_ranks(tmp
     found = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
-        settings = {"epochs": 1, "optimiser": "sgd", "dtype": "float64", "match_documents_per_step": 44}
+        settings = {"epochs": 1, "optimizer": "sgd", "dtype": "float64", "match_documents_per_step": 44}
         run(folder, ranks, through=through, documents=44, max_tokens=2000, eval_batch_sizes=[1, 2, 4], **settings)
         found += [line["loss"] for line in read(folder, "evaluated", 0)]
     assert len(found) == 6
