@@ -13,11 +13,18 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
 
 
-def run(folder, ranks=1, fails=False, **settings):
-    """Train in processes of their own; the folder is made where it does not exist."""
-    unknown = settings.keys() - training_process.SETTINGS.keys()
-    assert not unknown, unknown
-    return launch("training_process.py", folder, json.dumps(settings), ranks=ranks, fails=fails)
+def run(folder, runs, ranks, fails=False):
+    """Do runs of training_process.py, one after the other, on so many processes.
+
+    Args:
+        folder: for results, in a folder for each run.
+        runs: settings by name.
+        ranks: processes.
+        fails: whether the processes are expected to fail, as when they are killed.
+    """
+    for settings in runs.values():
+        assert settings.keys() <= training_process.SETTINGS.keys(), settings
+    return launch("training_process.py", folder, json.dumps(runs), ranks=ranks, fails=fails)
 
 
 def launch(script, folder, *arguments, ranks, fails=False):
@@ -28,7 +35,7 @@ def launch(script, folder, *arguments, ranks, fails=False):
     known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
     start = [sys.executable, *(TORCHRUN + [str(ranks)] if ranks > 1 else []), *arguments]
-    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 

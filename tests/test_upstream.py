@@ -14,6 +14,7 @@ from tiny_models import build
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer, TrainerState
 from transformers.masking_utils import flash_attention_mask
+from trl.trainer import sft_trainer
 
 import hf_packing as hfp
 from hf_packing.arrow import map_call
@@ -146,6 +147,13 @@ def test_what_trainer_calls():
         assert call in source
     assert "self.current_gradient_accumulation_steps = " in source
     assert "self.model_accepts_loss_kwargs" in source
+
+
+def test_what_sft_trainer_keeps_and_computes():
+    """training.trainer_loss: its metrics would see a document that is none, and its loss could not be weighted."""
+    source = inspect.getsource(sft_trainer)
+    assert "self._metrics[" in source
+    assert "log_probs" in source
 
 
 def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):

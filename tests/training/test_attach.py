@@ -1,9 +1,12 @@
 """attach on one process: what it changes, and what it leaves alone."""
 
+import copy
+
 import datasets
 import numpy as np
 import pytest
 import torch
+from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import build, with_loss_times
 from trainers import arguments, logged, trainer_of
@@ -15,6 +18,7 @@ import hf_packing as hfp
 from hf_packing.attention.survey.tiny import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.training.model_cost import linear_cost_of
+from hf_packing.training.trainer import PackedTrainer
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -43,11 +47,20 @@ def test_the_unpacked_schedule(tmp_path):
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 def test_trainers_stay_what_they_are(tmp_path, kind):
-    trainer = trainer_of(tmp_path, kind)
+    trainer = trainer_of(tmp_path, kind, model=build("Llama"))
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert isinstance(trainer, kind)
     assert hfp.check_isolation(trainer.model).isolated
     assert len(logged(trainer)) == 2
+
+
+def test_an_attached_trainer_can_be_copied(tmp_path):
+    trainer = attached(trainer_of(tmp_path))
+    assert type(trainer) is PackedTrainer
+    assert type(copy.deepcopy(trainer)) is PackedTrainer
+    sft_trainer = attached(trainer_of(tmp_path, SFTTrainer))
+    assert type(sft_trainer).__mro__[1:3] == (PackedTrainer, SFTTrainer)
+    assert type(copy.deepcopy(sft_trainer)) is type(sft_trainer)
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -86,9 +99,8 @@ def test_a_masked_language_model(tmp_path):
     """Bert takes no num_items_in_batch; two accumulated batches give the loss of one."""
     found = []
     for accumulation, budget in ((1, 4000), (3, 400)):
-        trainer = trainer_of(
-            tmp_path, model=tiny_model("bert", "masked"), gradient_accumulation_steps=accumulation, max_steps=1
-        )
+        model = patched_tiny("bert", "masked")
+        trainer = trainer_of(tmp_path, model=model, gradient_accumulation_steps=accumulation, max_steps=1)
         hfp.attach(trainer, hfp.TokenBudget(budget), match_documents_per_step=45)
         found.append(logged(trainer))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
@@ -136,7 +148,7 @@ def test_models_that_say_that_they_take_no_items(tmp_path, kind, smoothing):
     """Gemma 4 and others; accumulating must not divide the loss once more."""
     found = []
     for accumulation in (1, 2, 4):
-        model = build("Llama")
+        model = patched()
         model.accepts_loss_kwargs = False
         changes = {"label_smoothing_factor": smoothing, "gradient_accumulation_steps": accumulation, "max_steps": 1}
         trainer = trainer_of(tmp_path, kind, model=model, **changes)
@@ -157,9 +169,9 @@ def test_a_trainers_own_loss_that_nothing_divides(tmp_path):
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert not hfp.check_isolation(trainer.model).isolated
-    alone = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"))
-    hfp.attach(alone, hfp.TokenBudget(64))
-    assert logged(alone) == pytest.approx(logged(attached(trainer_of(tmp_path, model=tiny_model("bert", "masked")))))
+    kinds = (CallsSuper, Trainer)
+    alone, usual = (attached(trainer_of(tmp_path, kind, model=patched_tiny("bert", "masked"))) for kind in kinds)
+    assert logged(alone) == pytest.approx(logged(usual))
 
 
 def attached(trainer):
@@ -214,12 +226,13 @@ def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
         def __init_subclass__(cls, *, allowed):
             pass
 
-    trainer = trainer_of(tmp_path, Final)
+    trainer = trainer_of(tmp_path, Final, model=build("Llama"))
     before = vars(trainer).copy()
     with pytest.raises(TypeError, match="allowed"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert vars(trainer) == before
-    assert not hfp.check_isolation(trainer.model).isolated or trainer.model.config.use_cache is False
+    with pytest.raises(PackingError, match="is not"):
+        hfp.unpatch_model(trainer.model)
 
 
 def masked_documents():

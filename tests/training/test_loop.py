@@ -10,6 +10,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
+from patched_models import patched
 from tiny_models import build, with_loss_times
 from training_process import documents
 
@@ -24,7 +25,7 @@ def loader_of(**settings):
 
 def test_a_models_own_loss_is_right_in_a_loop():
     """model(**batch).loss and compute_loss agree, and their mean over batches is the mean over tokens."""
-    model = hfp.patch_model(build("Llama"))
+    model = patched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1000)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     own, ours = [], []
@@ -153,7 +154,7 @@ def update_sizes(accelerator, model, loader, see):
 
 def test_another_loader_in_the_middle_of_an_update_changes_nothing():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = hfp.patch_model(build("Llama"))
+    model = patched()
     loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
     expected = update_sizes(accelerator, model, loader, lambda _: None)
     assert set(expected[:-1]) == {2}
@@ -186,7 +187,7 @@ def test_models_that_do_not_divide_by_the_items_of_a_step_are_given_no_labels():
     batch = next(iter(loader_of(model=model)))
     assert "labels" not in batch
     assert hfp.compute_loss(model, batch).isfinite()
-    assert "labels" in next(iter(loader_of(model=build("Llama"))))
+    assert "labels" in next(iter(loader_of(model=patched())))
 
 
 def test_mixed_precision_is_proven_as_well(monkeypatch):
@@ -246,7 +247,7 @@ def test_accumulation_that_changes():
 def test_a_step_begins_with_the_first_batch_after_a_break():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    model = accelerator.prepare(hfp.patch_model(build("Llama")))
+    model = accelerator.prepare(patched())
     synchronized = []
     for stop in (1, 1000):
         for number, batch in enumerate(loader):
@@ -279,7 +280,7 @@ def test_gradients_are_synchronized_at_the_end_of_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     assert len(loader) % 3
-    model = accelerator.prepare(hfp.patch_model(build("Llama")))
+    model = accelerator.prepare(patched())
     synchronized = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -317,7 +318,7 @@ def test_sequence_weights_leave_models_no_labels():
     batch = next(iter(loader_of(loss="sequence")))
     assert "labels" not in batch
     assert float(batch["target_weights"].sum()) == pytest.approx(1.0)
-    assert np.isfinite(hfp.compute_loss(hfp.patch_model(build("Llama")), batch).item())
+    assert np.isfinite(hfp.compute_loss(patched(), batch).item())
 
 
 def test_more_ranks_than_rows():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import trl
-from tiny_models import with_loss_times
+from tiny_models import build, with_loss_times
 from trainers import trainer_of
 from training_process import documents, tokenizer
 from transformers import (
@@ -61,7 +61,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
         raise hfp.ModelNotSupportedError("it leaks")
 
     monkeypatch.setattr("hf_packing.training.isolate.patch_model", refuse)
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, model=build("Llama"))
     before = vars(trainer).copy()
     with pytest.raises(hfp.ModelNotSupportedError, match="it leaks"):
         hfp.attach(trainer, hfp.TokenBudget(64))
@@ -72,7 +72,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
 def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
     report = SimpleNamespace(isolated=False, reason="it does")
     monkeypatch.setattr("hf_packing.training.isolate.check_isolation", lambda _: report)
-    trainer = trainer_of(tmp_path, bf16=True)
+    trainer = trainer_of(tmp_path, model=build("Llama"), bf16=True)
     with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     with pytest.raises(PackingError, match="is not"):
