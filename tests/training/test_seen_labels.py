@@ -103,13 +103,16 @@ def test_data_that_an_evaluation_is_given(tmp_path):
         trainer.evaluate(unlabeled())
 
 
+def with_adapters(model):
+    return get_peft_model(model, LoraConfig(target_modules=["query"]))
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: get_peft_model(m, LoraConfig(target_modules=["query"]))])
-def test_a_stock_trainer(tmp_path, wrap):
+@pytest.mark.parametrize("make", [patched_bert, lambda: hfp.patch_model(with_adapters(bert()))])
+def test_a_stock_trainer(tmp_path, make):
     for data, refused in ((unlabeled(), True), (documents(12).map(masked), False)):
         packed = hfp.pack(data, hfp.BestFit(48))
-        model = hfp.patch_model(wrap(bert()))
-        trainer = trainer_of(tmp_path, model=model, data=packed, remove_unused_columns=False, label_names=["labels"])
+        trainer = trainer_of(tmp_path, model=make(), data=packed, remove_unused_columns=False, label_names=["labels"])
         trainer.data_collator = hfp.PackingCollator()
         if refused:
             with pytest.raises(PackingError, match=REPEATED):
@@ -177,10 +180,8 @@ def test_a_corrector_of_spelling_may_meet_rows_without_mistakes():
 
 def test_a_loop_for_a_corrector_may_begin_without_mistakes():
     """Its loader knows the labels of rows from all over the data, whatever the first batch has."""
-    model, rows = (
-        patched_bert(),
-        [{"input_ids": ROW[:12], "labels": [6 + number % 2, *ROW[1:12]]} for number in range(12)],
-    )
+    model = patched_bert()
+    rows = [{"input_ids": ROW[:12], "labels": [6 + number % 2, *ROW[1:12]]} for number in range(12)]
     data = [rows[number] if number % 3 == 0 else {**rows[0], "labels": ROW[:12]} for number in range(12)]
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(12), model=model)
     model.train()
