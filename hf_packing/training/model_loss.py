@@ -36,7 +36,8 @@ class ModelLoss(NamedTuple):
 _ANSWERS: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, ModelLoss | None]]" = weakref.WeakKeyDictionary()
 """For each model that was asked: the loss function it had then, and its answer; None for another kind of loss."""
 
-_PROBED_TOKENS = 13
+PROBED_TOKENS = 13
+"""Length of the random document whose loss is compared."""
 _CLOSE, _CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3
 """Largest relative difference between two losses that count as equal."""
 
@@ -129,7 +130,7 @@ def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
     """Compare the loss that a model returns for a short document with ours."""
     if model is None:
         return None
-    documents, _ = random_documents(model, [_PROBED_TOKENS], seed=0)
+    documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
     packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
     packed = send_to_device(packed, device_of_inputs(model))
     batch = packed

@@ -26,10 +26,9 @@ from hf_packing.attention.sharded import where_weights_are
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, Loss, exact_type, weights_of
-from hf_packing.training.model_loss import ModelLoss, loss_of_model, refuse_unknown_loss
+from hf_packing.training.model_loss import PROBED_TOKENS, ModelLoss, loss_of_model, refuse_unknown_loss
 from hf_packing.training.ranks import data_rank
 
-_PROBED_TOKENS = 13
 _MUCH = 1e-3
 """A loss that is divided by twice as many items becomes smaller by more than this share."""
 _METRICS = "_metrics"
@@ -156,14 +155,14 @@ def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
         return True
     if not _takes_items(trainer) and trainer.compute_loss_func is None and trainer.label_smoother is None:
         return False
-    once, twice = (_probed_loss(trainer, kind, items) for items in (_PROBED_TOKENS, 2 * _PROBED_TOKENS))
+    once, twice = (_probed_loss(trainer, kind, items) for items in (PROBED_TOKENS, 2 * PROBED_TOKENS))
     return abs(once - twice) > _MUCH * abs(once)
 
 
 def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
     """Return the trainer's own loss of a random document, in training mode; metrics and random state are restored."""
     model = trainer.model
-    documents, others = random_documents(inner_model(model), [_PROBED_TOKENS], seed=0)
+    documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
     row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses its own tokens as labels
     batch = send_to_device(PackingCollator()([row]), device_of_inputs(inner_model(model)))
     probed: Any = copy.copy(trainer)

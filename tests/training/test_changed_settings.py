@@ -224,7 +224,7 @@ def test_another_model_is_evaluated(tmp_path):
 def test_methods_that_were_set_on_a_trainer_before_attach(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.compute_loss = lambda *_, **__: 0
-    with pytest.raises(PackingError, match="compute_loss: expected the method of Trainer, got .*a subclass can have"):
+    with pytest.raises(PackingError, match="compute_loss: expected the method of Trainer, got .*define it in a subclass"):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
 
