@@ -7,7 +7,7 @@ import torch
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformers import Trainer
 
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, check_batching
+from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checkpoint import BatchesOfCheckpoint
 from hf_packing.training.checks import check_trainer

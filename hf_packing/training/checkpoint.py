@@ -6,7 +6,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from hf_packing.errors import PackingError
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.training.losses import Loss
 
 LOSS = "loss"
@@ -51,7 +51,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     "resume_from_checkpoint: expected a checkpoint of a trainer with attached batches, this one does "
                     "not say which batches it was trained on; ignore_data_skip=True begins with a whole epoch"
                 )
-            rows.sampler.check_same(saved)
+            rows.sampler.check_can_resume(saved)
             check_same_loss(saved, self.loss)
             if saved.get(_STEPS_AHEAD):
                 raise PackingError(
@@ -59,5 +59,5 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     f"it, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a whole epoch; got False, but its "
                     "steps no longer say which rows come next, so some would be trained on twice and others not at all"
                 )
-        self.batches = {**rows.sampler.what_decides(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
+        self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
         state.stateful_callbacks[type(self).__name__] = self.state()  # the checkpoint of another trainer has no entry

@@ -13,22 +13,32 @@ import numpy.typing as npt
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.arrow.columns import INPUT_IDS, LABELS, TOKEN_TYPE_IDS, check_same_lengths
-from hf_packing.arrow.loss_masks import COMPLETION_MASK, IGNORED_LABEL, LOSS_MASKS, first_unmasked, masks_among
-from hf_packing.arrow.packed_rows import SEQ_LENGTHS
-from hf_packing.arrow.token_column import TOKENS_AT_ONCE, TokenColumn, blocks_of_packs, is_token_type
-from hf_packing.arrow.visible import visible_columns
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.route import route_of
-from hf_packing.attention.seen_labels import LabelsSeen, note_that_labels_differ
+from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.collate import PackingCollator
-from hf_packing.dataset import row_numbers
+from hf_packing.columns import (
+    COMPLETION_MASK,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    SEQ_LENGTHS,
+    TOKEN_TYPE_IDS,
+)
+from hf_packing.data.loss_masks import find_unmasked_label
+from hf_packing.data.token_columns import (
+    TOKENS_AT_ONCE,
+    TokenColumn,
+    blocks_of_rows,
+    check_same_lengths,
+    is_token_type,
+    row_numbers,
+    visible_columns,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-from hf_packing.sampling.in_order import InOrder
-from hf_packing.sampling.rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.training.trainer_loss import sft_trainer_of
 
 _ROWS_READ = 16
@@ -60,7 +70,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return
     names = visible_columns(dataset)
-    masks = masks_among(names)
+    masks = [name for name in LOSS_MASKS if name in names]
     if masks and LABELS not in names and not applies_masks(trainer):
         raise PackingError(
             f"column {masks[0]!r}: expected labels beside it, since {type(trainer).__name__} ignores it; pack(dataset, "
@@ -90,23 +100,22 @@ def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> 
         PackingError: in these rows, every token is its own label.
     """
     inner = inner_model(model)
-    route = route_of(inner)
     rows = np.flatnonzero(sizes.tokens)
-    if route is None or not route.sees_labels or not len(rows):
+    if not sees_labels(inner) or not len(rows):
         return
     numbers = rows[np.unique(np.linspace(0, len(rows) - 1, _ROWS_READ).astype(np.int64))].tolist()
     read = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
-    labeled = [{name: row[name] for name in row if name not in LOSS_MASKS} for row in read.__getitems__(numbers)]
+    labeled = [
+        {name: row[name] for name in row if name not in LOSS_MASKS}
+        for row in read.__getitems__([(number, False) for number in numbers])
+    ]
     batch = PackingCollator(keep_first_labels=True)(labeled)
-    seen = LabelsSeen()
-    seen.refuse_repeated(type(inner).__name__, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"])
-    if seen.differed:
-        note_that_labels_differ(inner)
+    refuse_copied_labels(inner, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"], is_sample=True)
 
 
 def _check_masks_are_applied(dataset: datasets.Dataset, masks: list[str]) -> None:
     for rows, values, _ in _blocks(dataset, [LABELS, *masks]):
-        if found := first_unmasked(values[LABELS], {name: values[name] for name in masks}):
+        if found := find_unmasked_label(values[LABELS], {name: values[name] for name in masks}):
             name, token = found
             raise PackingError(
                 f"column {name!r}: expected labels that are -100 where it is 0, row {rows[token]} has the label "
@@ -142,7 +151,7 @@ def _blocks(
         TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers) if SEQ_LENGTHS in table.column_names else None
     )
     length = columns[LABELS].length
-    for first, end in blocks_of_packs(length, TOKENS_AT_ONCE):
+    for first, end in blocks_of_rows(length, TOKENS_AT_ONCE):
         rows = np.arange(first, end)
         whole = np.zeros_like(rows)
         values = {name: columns[name].gather(rows, whole, length[rows]) for name in names}

@@ -12,12 +12,12 @@ from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_packing.arrow.columns import TOKEN_TYPE_IDS
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention import inner_model
+from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import EpochPlan
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.training.checkpoint import LOSS, check_same_loss
 from hf_packing.training.checks import check_accelerator
@@ -136,7 +136,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if self.gradient_state.active_dataloader is None:  # else another loader is in the middle of its steps
             self._accelerator.step = 0
         self._sampler.set_epoch(self.epoch)
-        self._sampler.first_step = self.micro_batches_done = self._begin_at
+        self._sampler.first_micro_batch = self.micro_batches_done = self._begin_at
         self._begin_at = 0
         self.begin()
         try:
@@ -152,7 +152,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         finally:
             if self.micro_batches_done == len(self):
                 self.epoch, self.micro_batches_done = self.epoch + 1, 0
-            self._sampler.first_step = 0
+            self._sampler.first_micro_batch = 0
             self.end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         return {
             "epoch": self.epoch + done,
             "step": 0 if done else self.micro_batches_done,
-            **self._sampler.what_decides(),
+            **self._sampler.plan_inputs(),
             LOSS: self._loss,
         }
 
@@ -183,7 +183,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """
         if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected one that state_dict returned, it has no {min(missing)!r}")
-        self._sampler.check_same(state, whole_epochs=not state["step"])
+        self._sampler.check_can_resume(state, whole_epochs=not state["step"])
         check_same_loss(state, self._loss)
         self.epoch = state["epoch"]
         self.micro_batches_done = self._begin_at = state["step"]
@@ -195,7 +195,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             PackingError: another accumulation or number of rows, or settings with which accelerate would cut batches.
         """
         check_accelerator(self._accelerator)
-        self.dataset.check_number()
+        self.dataset.check_num_rows()
         accumulation = self._accelerator.gradient_accumulation_steps
         if accumulation != self._sampler.accumulation:
             raise PackingError(

@@ -9,14 +9,11 @@ from accelerate.utils import DistributedType, send_to_device
 from datasets.utils import tqdm
 from torch import Tensor, nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.seen_labels import refuse_seen_labels
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention import has_local_weights, inner_model, refuse_copied_labels
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, check_batching
-from hf_packing.sampling.in_order import InOrder
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import sizes_of
+from hf_packing.sampling.epoch_plan import Batching, check_batching
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.isolate import check_patched, isolate, unpatched_on_error
 from hf_packing.training.labels import check_labels_are_hidden
@@ -104,7 +101,7 @@ def prepare_dataloader(
 
         def isolate_and_check(_: PlannedFrom) -> None:
             isolate(model, accelerator)
-            if loss_of_model(model) is None and where_weights_are(model) is None:
+            if loss_of_model(model) is None and has_local_weights(model):
                 refuse_unknown_loss(model, loss)
             check_labels_are_hidden(dataset, sampler.sizes, model)
 
@@ -153,7 +150,7 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         raise PackingError(f"batch: expected one of prepare_dataloader, got {', '.join(batch) or 'nothing'}")
     check_patched(model)
     if model.training:
-        refuse_seen_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
+        refuse_copied_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
     not_for_the_model = ("labels", ITEMS, TARGETS, WEIGHTS)
     outputs = model(**{name: value for name, value in batch.items() if name not in not_for_the_model})
     loss = weighted_loss(outputs.logits, batch[TARGETS], batch[WEIGHTS], predicts_next(model))

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
 Loss = Literal["token", "sequence"]

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_packing.attention.documents import random_documents
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.logits import SUPPORTED
-from hf_packing.attention.probe import device_of_inputs
-from hf_packing.attention.sharded import where_weights_are
-from hf_packing.attention.twin import twin_of
+from hf_packing.attention import (
+    NoLanguageModelError,
+    has_local_weights,
+    inner_model,
+    input_device,
+    is_patched,
+    random_documents,
+    small_copy_of,
+    takes_argument,
+)
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, weighted_loss, weights_of
@@ -54,7 +56,7 @@ def loss_of_model(model: nn.Module) -> ModelLoss | None:
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in _ANSWERS or _ANSWERS[inner][0] is not function:
-        _ANSWERS[inner] = function, _ask(inner if where_weights_are(inner) is None else _small_model_like(inner))
+        _ANSWERS[inner] = function, _ask(inner if has_local_weights(inner) else _small_model_like(inner))
     return _ANSWERS[inner][1]
 
 
@@ -74,8 +76,9 @@ def predicts_next(model: nn.Module) -> bool:
     if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
         return False
     raise PackingError(
-        f"model: expected a causal or a masked language model of transformers, got {type(inner).__name__}; {SUPPORTED}."
-        " To train a token classifier, use patch_model and a Trainer with PackingCollator(keep_first_labels=True)"
+        f"model: expected a causal or a masked language model of transformers, got {type(inner).__name__}; "
+        f"{NoLanguageModelError.SUPPORTED}. To train a token classifier, use patch_model and a Trainer with "
+        "PackingCollator(keep_first_labels=True)"
     )
 
 
@@ -121,7 +124,7 @@ def without_router_loss(model: nn.Module) -> Iterator[None]:
 
 def _small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
     try:
-        return twin_of(model, torch.float32)
+        return small_copy_of(model)
     except Exception:  # building one can fail in many ways, depending on the configuration
         return None
 
@@ -132,11 +135,11 @@ def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
         return None
     documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
     packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
-    packed = send_to_device(packed, device_of_inputs(model))
+    packed = send_to_device(packed, input_device(model))
     batch = packed
     if not is_patched(model):
         batch = {name: packed[name] for name in ("input_ids", "labels")}
-        batch |= {"use_cache": False} if Signature(model).takes("use_cache") else {}
+        batch |= {"use_cache": False} if takes_argument(model, "use_cache") else {}
     unlabeled = _answer(model, {name: value for name, value in batch.items() if name != "labels"})
     logits = getattr(unlabeled, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] <= max(documents[0]):

@@ -72,23 +72,24 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
         sampler: of any rank.
         unpacked: documents in an optimizer step without packing.
     """
-    plan, cut = sampler.plan, sampler.cut
-    steps = -(-plan.num_steps // sampler.accumulation)
-    tokens, documents = int(cut.sizes.tokens[cut.kept].sum()), int(cut.sizes.segments[cut.kept].sum())
+    plan, fitted = sampler.plan, sampler.rows
+    steps = -(-plan.num_micro_batches // sampler.accumulation)
+    tokens = int(fitted.sizes.tokens[fitted.kept].sum())
+    documents = int(fitted.sizes.segments[fitted.kept].sum())
     return EpochSummary(
         optimizer_steps=steps,
-        num_micro_batches=plan.num_steps,
+        num_micro_batches=plan.num_micro_batches,
         world_size=sampler.world_size,
         documents=documents,
         tokens=tokens,
         documents_per_step=documents / steps,
         tokens_per_step=tokens / steps,
-        largest_micro_batch=plan.largest(cut.sizes),
-        token_utilization=plan.utilisation(cut.sizes.tokens),
-        attention_utilization=plan.utilisation(cut.sizes.squares),
+        largest_micro_batch=plan.largest_micro_batch(fitted.sizes),
+        token_utilization=plan.utilization(fitted.sizes.tokens),
+        attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
         copies=plan.num_copies,
         left_out=len(plan.left_out),
-        lost_tokens=cut.lost_tokens,
+        lost_tokens=fitted.lost_tokens,
         unpacked_documents_per_step=unpacked if _can_match(sampler, unpacked) else None,
     )
 
@@ -151,7 +152,7 @@ def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
         return False
     try:
         matched = replace(batching, match_documents_per_step=documents)
-        matched.steps_per_epoch(sampler.cut, sampler.world_size, sampler.accumulation)
+        matched.num_micro_batches(sampler.rows, sampler.epoch)
     except PackingError:
         return False
     return True

@@ -18,11 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention.documents import random_documents
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.probe import device_of_inputs
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention import has_local_weights, inner_model, input_device, random_documents, takes_argument
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, Loss, exact_type, weights_of
@@ -112,7 +108,7 @@ def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:
     of_model = loss_of_model(trainer.model)
     by_trainer, divided = own.is_its_own, True
     if not by_trainer:
-        if of_model is not None or where_weights_are(trainer.model) is not None:
+        if of_model is not None or not has_local_weights(trainer.model):
             trainer.model_accepts_loss_kwargs = True
         elif loss == "sequence":
             refuse_unknown_loss(trainer.model, loss)
@@ -139,7 +135,7 @@ def refuse_undivided(trainer: Trainer, own: TrainerLoss, settled: SettledLoss) -
 
 
 def _takes_items(trainer: Trainer) -> bool:
-    return Signature(inner_model(trainer.model)).takes(ITEMS)
+    return takes_argument(inner_model(trainer.model), ITEMS)
 
 
 def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
@@ -151,7 +147,7 @@ def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
     sft_trainer = sft_trainer_of(trainer)
     if sft_trainer is not None and computes_loss_as(kind, sft_trainer) and trainer.compute_loss_func is None:
         return True
-    if where_weights_are(trainer.model) is not None:
+    if not has_local_weights(trainer.model):
         return True
     if not _takes_items(trainer) and trainer.compute_loss_func is None and trainer.label_smoother is None:
         return False
@@ -164,7 +160,7 @@ def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
     model = trainer.model
     documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
     row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses its own tokens as labels
-    batch = send_to_device(PackingCollator()([row]), device_of_inputs(inner_model(model)))
+    batch = send_to_device(PackingCollator()([row]), input_device(inner_model(model)))
     probed: Any = copy.copy(trainer)
     probed.__class__ = kind
     probed.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or _takes_items(trainer)

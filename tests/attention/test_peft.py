@@ -6,7 +6,7 @@ import torch
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 

@@ -6,11 +6,11 @@ from tiny_models import build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import varlen
-from hf_packing.attention.installed import attention_of, is_patched
+from hf_packing.attention import is_patched, proof, varlen
+from hf_packing.attention.patched_forward import attention_of
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 
 class OtherGradient(torch.autograd.Function):
@@ -122,7 +122,13 @@ def stop(*_, **__):
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(Probe, "alone"), (Probe, "gradients_alone"), (Search, "run"), (Probe, "sees_leaks"), (Probe, "packed_gradients")],
+    [
+        (Probe, "alone"),
+        (Probe, "gradients_alone"),
+        (Search, "run"),
+        (proof, "can_detect_leaks"),
+        (Probe, "packed_gradients"),
+    ],
 )
 @pytest.mark.parametrize("architecture", ["llama", "jamba"])
 def test_an_interruption_leaves_the_model_as_it_was(monkeypatch, where, name, architecture):

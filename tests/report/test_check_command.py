@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import BertForSequenceClassification, BertForTokenClassification
 
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.cli import main
 
 

@@ -15,7 +15,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.training.model_cost import linear_cost_of
 from hf_packing.training.trainer import PackedTrainer

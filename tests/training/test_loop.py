@@ -15,7 +15,7 @@ from tiny_models import build, with_loss_times
 from training_process import documents
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
 
@@ -111,7 +111,7 @@ def test_accelerate_takes_the_loader_as_it_is():
         lambda: accelerator.prepare_data_loader(loader),
         lambda: prepare_data_loader(loader),
     ):
-        with pytest.raises(PackingError, match=r"sampler: expected a DataLoader .* loader.skip_first_batches\(n\) beg"):
+        with pytest.raises(PackingError, match=r"sampler: expected a DataLoader .* use loader.skip_first_batches\(n\)"):
             call()
     assert not hasattr(loader, "sampler")
     assert getattr(loader, "batch_size", None) is None

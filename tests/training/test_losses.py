@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import build, with_loss_times
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import items_in, trainable_per_document, weighted_loss, weights_of
 from hf_packing.training.model_loss import loss_of_model, predicts_next, without_router_loss

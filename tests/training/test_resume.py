@@ -36,7 +36,8 @@ def test_resumed_with_dropout(tmp_path, persistent):
 
 
 def test_a_checkpoint_without_batches(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    stock = {"model": build("Llama"), "per_device_train_batch_size": 1}
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, **stock)
     trainer.train()
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=4)
     hfp.attach(trainer, hfp.TokenBudget(64))
@@ -45,7 +46,8 @@ def test_a_checkpoint_without_batches(tmp_path):
 
 
 def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    stock = {"model": build("Llama"), "per_device_train_batch_size": 1}
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, **stock)
     trainer.train()
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "ignore_data_skip": True}
     trainer = trainer_of(tmp_path, **options)

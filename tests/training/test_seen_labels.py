@@ -12,12 +12,12 @@ from trainers import logged, trainer_of
 from training_process import documents
 
 import hf_packing as hfp
-from hf_packing.attention.installed import is_patched
+from hf_packing.attention import is_patched
 from hf_packing.attention.route import route_of
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
-REPEATED = "labels: expected other tokens than those of input_ids, which .* sees .* Mask tokens before they are packed"
+REPEATED = "labels: expected other tokens than those of input_ids, since .* sees .* Mask tokens before they are packed"
 MASK = 4
 
 
