@@ -26,7 +26,7 @@ _HOME_OF = {
     "Multipack": "strategies.sequential",
     "NonNegativeLeastSquares": "strategies.nnls",
     "Optimal": "strategies.optimal.strategy",
-    "PackedLoader": "training.packed_loader",
+    "PackedLoader": "training.loader",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
@@ -38,8 +38,8 @@ _HOME_OF = {
     "attach": "training.attach",
     "check_isolation": "attention",
     "compare": "strategies.compare",
-    "compute_loss": "training.compute_loss",
-    "evaluation_loss": "training.evaluation",
+    "compute_loss": "training.loop",
+    "evaluation_loss": "training.loop",
     "pack": "data.pack",
     "packing_report": "report.report",
     "patch_model": "attention",
@@ -72,10 +72,8 @@ if TYPE_CHECKING:
     from hf_packing.strategies.optimal.strategy import Optimal
     from hf_packing.strategies.sequential import FirstCome, FixedLength, Multipack
     from hf_packing.training.attach import attach
-    from hf_packing.training.compute_loss import compute_loss
-    from hf_packing.training.evaluation import evaluation_loss
-    from hf_packing.training.loop import prepare_dataloader
-    from hf_packing.training.packed_loader import PackedLoader
+    from hf_packing.training.loader import PackedLoader
+    from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
     from hf_packing.training.summary import EpochSummary
 
 __all__ = [

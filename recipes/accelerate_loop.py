@@ -66,14 +66,18 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     accelerator.register_for_checkpointing(done)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
-        accelerator.print(f"going on in epoch {loader.epoch} after {loader.step} of {len(loader)} micro-batches")
+        accelerator.print(
+            f"going on in epoch {loader.epoch} after {loader.micro_batches_done} of {len(loader)} micro-batches"
+        )
     if loader.epoch >= arguments.epochs:
         raise SystemExit(f"--epochs: expected more than the {loader.epoch} of the checkpoint, got {arguments.epochs}")
 
     last = done.steps + arguments.steps if arguments.steps else None
     for epoch in range(loader.epoch, arguments.epochs):
         model.train()
-        progress = tqdm(loader, desc=f"Epoch {epoch}", initial=loader.step, disable=not accelerator.is_main_process)
+        progress = tqdm(
+            loader, desc=f"Epoch {epoch}", initial=loader.micro_batches_done, disable=not accelerator.is_main_process
+        )
         for batch in progress:
             with accelerator.accumulate(model):
                 loss = hfp.compute_loss(model, batch)

@@ -99,7 +99,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
             accelerator.backward(loss)
             optimiser.step()
             optimiser.zero_grad()
-        place = loader.step - 1
+        place = loader.micro_batches_done - 1
         rows = [row for row, _ in loader.plan.micro_batch(place, accelerator.process_index)]
         seen.append(
             Step(

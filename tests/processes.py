@@ -1,4 +1,4 @@
-"""Running training_process.py on one or more processes, reading what they wrote, and what they should have written."""
+"""Running training_process.py on one or more processes, and reading what they wrote."""
 
 import json
 import os
@@ -7,24 +7,26 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
-from tiny_models import build
-from training_process import NUMBER, documents
+import training_process
 
 HANGS = 1800
-"""Seconds after which processes wait for each other in vain, however busy the machine is."""
+"""Seconds after which processes are taken to hang, also on a busy machine."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
 
 
-def run(folder, ranks=1, fails=False, **settings):
-    """One run of training_process.py in processes of its own, which write into the folder."""
-    return run_all(folder.parent, {folder.name: settings}, ranks, fails)
+def run(folder, runs, ranks, fails=False):
+    """Do runs of training_process.py, one after the other, on so many processes.
 
-
-def run_all(folder, runs, ranks, fails=False):
-    """Several runs in the same processes, each with a folder of its name for its results."""
+    Args:
+        folder: for results, in a folder for each run.
+        runs: settings by name.
+        ranks: processes.
+        fails: whether the processes are expected to fail, as when they are killed.
+    """
+    for settings in runs.values():
+        assert settings.keys() <= training_process.SETTINGS.keys(), settings
     return launch("training_process.py", folder, json.dumps(runs), ranks=ranks, fails=fails)
 
 
@@ -46,16 +48,12 @@ def read(folder, kind, rank):
 
 
 def losses(folder, rank=0):
-    """By step of the optimizer; the latest where a step was trained twice."""
+    """By optimizer step; the latest where a step was trained twice."""
     return {line["step"]: line["loss"] for line in read(folder, "losses", rank)}
 
 
-def evaluated(folder):
-    return [line["loss"] for line in read(folder, "evaluated", 0)]
-
-
 def logged(folder, rank):
-    """Everything that a trainer logs with the loss, by step of the optimizer."""
+    """Everything that a trainer logs with the loss, by optimizer step."""
     return {line["step"]: line for line in read(folder, "logged", rank)}
 
 
@@ -73,33 +71,3 @@ def epochs_seen(folder, ranks):
 
 def steps_of(folder, rank):
     return [line["step"] for line in read(folder, "seen", rank)]
-
-
-def gradients_of_a_padded_batch(loss):
-    """All documents in one padded batch, through the stock model and its logits alone."""
-    model = build("Llama", torch.float64)
-    rows = documents(NUMBER)
-    width = max(map(len, rows["input_ids"]))
-    ids, labels, mask = (torch.full((NUMBER, width), fill) for fill in (0, -100, 0))
-    for row, (tokens, wanted) in enumerate(zip(rows["input_ids"], rows["labels"], strict=True)):
-        ids[row, : len(tokens)], labels[row, : len(tokens)], mask[row, : len(tokens)] = (
-            torch.tensor(tokens),
-            torch.tensor(wanted),
-            1,
-        )
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    labels = labels[:, 1:]
-    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-    trained = (labels != -100).sum(1)
-    of_documents = (each.sum(1) / trained.clamp(min=1)).sum() / (trained > 0).sum()
-    total = each.sum() / trained.sum() if loss == "token" else of_documents
-    total.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, total.item()
-
-
-def largest_difference(file, expected):
-    """Of the gradients in a file and the expected ones, as a share of the largest."""
-    found = torch.load(file)
-    assert found.keys() == expected.keys()
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected) / largest

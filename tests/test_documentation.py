@@ -26,7 +26,7 @@ from training_process import documents
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
-from hf_packing.training.step_facts import StepFacts
+from hf_packing.training.summary import StepCounts
 
 pytestmark = pytest.mark.filterwarnings(
     "default::FutureWarning",  # TRL uses names that transformers has renamed
@@ -187,9 +187,9 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_what_a_trainer_logs_is_defined():
-    facts = StepFacts()
+    facts = StepCounts()
     facts.add(torch.ones(2, 1, 4, dtype=torch.int64))
-    logged = facts.take(budget=4)
+    logged = facts.take(max_tokens=4)
     assert len(logged) == 5
     text = (DOCS / "guides" / "train.md").read_text()
     assert all(f"\n| `{name}` | " in text for name in logged)

@@ -14,10 +14,11 @@ from tiny_models import build
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer, TrainerState
 from transformers.masking_utils import flash_attention_mask
+from trl.trainer import sft_trainer
 
 import hf_packing as hfp
 from hf_packing.data import map_batch
-from hf_packing.training.progress import BatchesOfCheckpoint
+from hf_packing.training.checkpoint import BatchesOfCheckpoint
 
 
 def test_fingerprint_of_a_dataset():
@@ -127,7 +128,7 @@ def test_a_dataset_is_told_the_epoch_also_where_batches_are_skipped():
 
 
 def test_a_loader_of_batches_of_any_size_has_no_remainder():
-    """training.packed_loader.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
+    """training.loader.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
     loader = prepare_data_loader(DataLoader(Told(), batch_sampler=[[0, 1, 2], [3]]), num_processes=1, process_index=0)
     list(loader)
     assert loader.remainder == -1
@@ -148,8 +149,15 @@ def test_what_trainer_calls():
     assert "self.model_accepts_loss_kwargs" in source
 
 
+def test_what_sft_trainer_keeps_and_computes():
+    """training.trainer_loss: its metrics would see a document that is none, and its loss could not be weighted."""
+    source = inspect.getsource(sft_trainer)
+    assert "self._metrics[" in source
+    assert "log_probs" in source
+
+
 def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
-    """training.progress.BatchesOfCheckpoint: without it, a resumed run could not tell whose batches it goes on with."""
+    """training.checkpoint.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
     state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint("token")])
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks

@@ -1,13 +1,15 @@
 """attach on one process: what it changes, and what it leaves alone."""
 
+import copy
+
 import datasets
 import numpy as np
 import pytest
 import torch
+from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
-from tiers import fast_only, slow
 from tiny_models import build, with_loss_times
-from trainers import arguments, logged, patched, trainer_of
+from trainers import arguments, logged, trainer_of
 from training_process import documents
 from transformers import Trainer
 from trl import SFTTrainer
@@ -16,6 +18,7 @@ import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.training.model_cost import linear_cost_of
+from hf_packing.training.trainer import PackedTrainer
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -49,6 +52,15 @@ def test_trainers_stay_what_they_are(tmp_path, kind):
     assert isinstance(trainer, kind)
     assert hfp.check_isolation(trainer.model).isolated
     assert len(logged(trainer)) == 2
+
+
+def test_an_attached_trainer_can_be_copied(tmp_path):
+    trainer = attached(trainer_of(tmp_path))
+    assert type(trainer) is PackedTrainer
+    assert type(copy.deepcopy(trainer)) is PackedTrainer
+    sft_trainer = attached(trainer_of(tmp_path, SFTTrainer))
+    assert type(sft_trainer).__mro__[1:3] == (PackedTrainer, SFTTrainer)
+    assert type(copy.deepcopy(sft_trainer)) is type(sft_trainer)
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -87,9 +99,8 @@ def test_a_masked_language_model(tmp_path):
     """Bert takes no num_items_in_batch; two accumulated batches give the loss of one."""
     found = []
     for accumulation, budget in ((1, 4000), (3, 400)):
-        trainer = trainer_of(
-            tmp_path, model=tiny_model("bert", "masked"), gradient_accumulation_steps=accumulation, max_steps=1
-        )
+        model = patched_tiny("bert", "masked")
+        trainer = trainer_of(tmp_path, model=model, gradient_accumulation_steps=accumulation, max_steps=1)
         hfp.attach(trainer, hfp.TokenBudget(budget), match_documents_per_step=45)
         found.append(logged(trainer))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
@@ -132,7 +143,7 @@ def test_a_trainers_own_loss_is_told_what_to_divide_by(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("smoothing", [0.0, slow(0.1)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_models_that_say_that_they_take_no_items(tmp_path, kind, smoothing):
     """Gemma 4 and others; accumulating must not divide the loss once more."""
     found = []
@@ -158,9 +169,9 @@ def test_a_trainers_own_loss_that_nothing_divides(tmp_path):
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert not hfp.check_isolation(trainer.model).isolated
-    alone = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"))
-    hfp.attach(alone, hfp.TokenBudget(64))
-    assert logged(alone) == pytest.approx(logged(attached(trainer_of(tmp_path, model=tiny_model("bert", "masked")))))
+    kinds = (CallsSuper, Trainer)
+    alone, usual = (attached(trainer_of(tmp_path, kind, model=patched_tiny("bert", "masked"))) for kind in kinds)
+    assert logged(alone) == pytest.approx(logged(usual))
 
 
 def attached(trainer):
@@ -220,7 +231,8 @@ def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
     with pytest.raises(TypeError, match="allowed"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert vars(trainer) == before
-    assert not hfp.check_isolation(trainer.model).isolated or trainer.model.config.use_cache is False
+    with pytest.raises(PackingError, match="is not"):
+        hfp.unpatch_model(trainer.model)
 
 
 def masked_documents():
@@ -241,7 +253,7 @@ def masked_documents():
     return datasets.Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("architecture", fast_only(["bert", "roberta", "electra", "deberta-v2"], "bert", "roberta"))
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "electra", "deberta-v2"])
 def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
     model, data = tiny_model(architecture, "masked"), masked_documents()
     types = {} if getattr(model.config, "type_vocab_size", 0) < 2 else {"token_type_ids"}
@@ -318,7 +330,6 @@ def test_lora(tmp_path):
     assert len(logged(trainer)) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_of_workers_are_the_same(tmp_path, persistent):
     found = []
@@ -330,7 +341,6 @@ def test_batches_of_workers_are_the_same(tmp_path, persistent):
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default::UserWarning")  # dynamo looks at the gradients of tensors that have none
 def test_compiled(tmp_path):
     found = []
@@ -363,7 +373,7 @@ def test_linear_cost():
 def test_the_balance_is_that_of_the_model(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    assert trainer.planned_batches.batching.linear_cost == linear_cost_of(trainer.model.config)
+    assert trainer.planned_batches.decided.batching.linear_cost == linear_cost_of(trainer.model.config)
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64, linear_cost=5))
-    assert trainer.planned_batches.batching.linear_cost == 5
+    assert trainer.planned_batches.decided.batching.linear_cost == 5

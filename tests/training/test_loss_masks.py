@@ -6,9 +6,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tiers import fast_only
+from tiny_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trainers import arguments, patched, trainer_of
+from trainers import arguments, trainer_of
 from transformers import PreTrainedTokenizerFast, Trainer
 from trl import SFTConfig, SFTTrainer
 
@@ -89,7 +89,7 @@ KINDS = {
 
 def sft(folder, data, padding_free=False, **config):
     config = arguments(folder, SFTConfig, padding_free=padding_free, per_device_train_batch_size=4, **config)
-    model = patched(vocab_size=512)
+    model = build("Llama", vocab_size=512)
     return SFTTrainer(model, config, train_dataset=data, processing_class=byte_tokenizer())
 
 
@@ -129,7 +129,7 @@ def trained_on(trainer):
     return found
 
 
-@pytest.mark.parametrize("kind", fast_only(KINDS, "chats", "completions"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_labels_are_those_of_trl(tmp_path, kind):
     documents, settings = KINDS[kind]
     expected = trained_on(sft(tmp_path, documents, **settings))
@@ -173,8 +173,8 @@ def test_first_loss_is_that_of_trl(tmp_path):
         trainer = sft(tmp_path, data, max_steps=1, **config)
         if attach:
             hfp.attach(trainer, hfp.TokenBudget(4096))
-        elif "padding_free" not in config:
-            hfp.unpatch_model(trainer.model)
+        elif "padding_free" in config:
+            hfp.patch_model(trainer.model)
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
@@ -202,7 +202,7 @@ class TestCompletionOnlyLoss:
             packed = hfp.pack(masks, hfp.BestFit(8))
         for data in (packed, masks.add_column("labels", [[-100, -100, 7, 8], [-100, 10, 11]])):
             trainer = trainer_of(tmp_path, SFTTrainer, data=data, completion_only_loss=False)
-            with pytest.raises(PackingError, match="completion_only_loss: expected None, since labels say already"):
+            with pytest.raises(PackingError, match="completion_only_loss: expected None, since labels already say"):
                 hfp.attach(trainer, hfp.TokenBudget(64))
 
     def test_false_is_no_contradiction_where_only_first_labels_are_masked(self, tmp_path, masks):

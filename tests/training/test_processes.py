@@ -1,45 +1,50 @@
-"""Real processes: every document once an epoch on two ranks, killed and resumed runs, the gradients of one rank."""
+"""Real processes: every document once an epoch on two ranks, killed and resumed runs, exact gradients.
+
+test_splits.py has the same laws for one process. Most runs share one launch of two processes.
+"""
 
 from collections import Counter
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
-from processes import (
-    epochs_seen,
-    evaluated,
-    gradients_of_a_padded_batch,
-    largest_difference,
-    logged,
-    losses,
-    read,
-    run,
-    run_all,
-    steps_of,
-)
-from training_process import EVALUATED, NUMBER, ONE_STEP, documents, train
+from processes import epochs_seen, logged, losses, read, run, steps_of
+from training_by_hand import gradients_of_a_padded_batch, largest_difference
+from training_process import documents, train
 
 pytestmark = pytest.mark.slow
 
-RESUMES_ON_CPUS = Version(transformers.__version__) >= Version("5.18")
-resumes_on_cpus = pytest.mark.skipif(
-    not RESUMES_ON_CPUS, reason="transformers 5.17 cannot load a checkpoint on two CPUs"
+RESUMES_ON_CPUS = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.18"), reason="transformers 5.17 cannot load a checkpoint on two CPUs"
 )
 
 THROUGH = ["trainer", "sft", "loop"]
-ON_ONE_RANK = {"save_steps": 1, "epochs": 1}
+NUMBER = 45
+WHOLE = {"documents": NUMBER, "max_tokens": 600, "match_documents_per_step": NUMBER, "epochs": 1}
+EXACT = {"dtype": "float64", "optimizer": "sgd"}
 RUNS = {
-    **{through: {"through": through} for through in THROUGH},
-    "packed": {"through": "sft", "packed": 48, "accumulation": 2},
-    "gradient of sft": ONE_STEP | {"through": "sft", "loss": "sequence", "accumulation": 2, "max_tokens": 300},
+    **{through: {"through": through, "documents": NUMBER} for through in THROUGH},
+    "packed": {"through": "sft", "packed": 48, "documents": NUMBER, "accumulation": 2},
+    "sft sequence": {**WHOLE, **EXACT, "through": "sft", "loss": "sequence", "max_tokens": 300, "accumulation": 2},
     **{
-        f"gradient of {through}, {loss}": ONE_STEP | {"through": through, "loss": loss, "max_tokens": 600}
+        f"{through} {loss}": {**WHOLE, **EXACT, "through": through, "loss": loss}
         for through in ("trainer", "loop")
         for loss in ("token", "sequence")
     },
-    **{f"evaluation of {through}": EVALUATED | {"through": through} for through in ("trainer", "loop")},
+    **{
+        f"{through} evaluation": {
+            **EXACT,
+            "through": through,
+            "documents": 44,
+            "max_tokens": 2000,
+            "match_documents_per_step": 44,
+            "epochs": 1,
+            "eval_batch_sizes": [1, 2, 4],
+        }
+        for through in ("trainer", "loop")
+    },
 }
-"""On two ranks, one after the other in the same processes."""
 
 
 def trained_documents(number=NUMBER):
@@ -51,31 +56,28 @@ def trained_documents(number=NUMBER):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """What two ranks have written in each of RUNS, by its name, and where checkpoints of one rank were resumed."""
-    folder, runs = tmp_path_factory.mktemp("runs"), dict(RUNS)
-    for through in ("trainer", "loop") if RESUMES_ON_CPUS else ():
-        name = f"resumed {through}"
-        train(folder / name, through=through, stop_at=2, **ON_ONE_RANK)
-        runs[name] = ON_ONE_RANK | {"through": through, "resume": True}
-    run_all(folder, runs, ranks=2)
-    return {name: folder / name for name in runs}
+def on_two_ranks(tmp_path_factory):
+    """The folder with the results of RUNS."""
+    folder = tmp_path_factory.mktemp("two")
+    run(folder, RUNS, ranks=2)
+    return folder
 
 
-@pytest.mark.parametrize("through", THROUGH)
-def test_every_document_once_in_every_epoch_on_two_ranks(folders, through):
-    folder = folders[through]
+@pytest.mark.parametrize("name", [*THROUGH, "packed"])
+def test_every_document_once_in_every_epoch_on_two_ranks(on_two_ranks, name):
+    folder = on_two_ranks / name
     counts, orders = epochs_seen(folder, ranks=2)
     assert list(counts) == [0, 1, 2]
     assert all(count == trained_documents() for count in counts.values())
     assert len({tuple(order) for order in orders.values()}) == 3
     assert steps_of(folder, 0) == steps_of(folder, 1)
-    assert losses(folder, 0).keys() == set(range(1, len(steps_of(folder, 0)) + 1))
+    if name != "packed":
+        assert losses(folder, 0).keys() == set(range(1, len(steps_of(folder, 0)) + 1))
 
 
 @pytest.mark.parametrize("through", ["trainer", "sft"])
-def test_logs_are_about_all_ranks(folders, through):
-    folder = folders[through]
+def test_logs_are_about_all_ranks(on_two_ranks, through):
+    folder = on_two_ranks / through
     for rank in range(2):
         of_first_epoch = list(logged(folder, rank).values())[: len(losses(folder)) // 3]
         assert sum(facts["documents_per_step"] for facts in of_first_epoch) == NUMBER
@@ -86,54 +88,69 @@ def test_logs_are_about_all_ranks(folders, through):
         assert min(facts["attention_utilization"] for facts in of_first_epoch) < 1
 
 
-def test_packed_rows_once_in_every_epoch_on_two_ranks(folders):
-    counts, orders = epochs_seen(folders["packed"], ranks=2)
-    assert all(count == trained_documents() for count in counts.values())
-    assert len({tuple(order) for order in orders.values()}) == 3
+@RESUMES_ON_CPUS
+def test_killed_in_the_first_and_in_the_last_epoch(on_two_ranks, tmp_path):
+    """All processes are killed in one of the runs; the others, which share them, end there without any warning."""
+    steps = len(losses(on_two_ranks / "trainer")) // 3
+    assert {len(losses(on_two_ranks / through)) for through in THROUGH} == {3 * steps}
+    settings = {"documents": NUMBER, "save_steps": 1}
+
+    def runs(order, **changes):
+        killed = {"kill": True} if "stop_at" in changes else {}
+        return {
+            through: {**settings, **changes, **(killed if through == order[-1] else {}), "through": through}
+            for through in order
+        }
+
+    run(tmp_path, runs(["sft", "trainer", "loop"], stop_at=2), ranks=2, fails=True)
+    assert [max(losses(tmp_path / through)) for through in THROUGH] == [2] * 3
+    run(tmp_path, runs(["loop", "sft", "trainer"], stop_at=2 * steps + 2, resume=True), ranks=2, fails=True)
+    run(tmp_path, runs(THROUGH, resume=True), ranks=2)
+    for through in THROUGH:
+        assert losses(tmp_path / through) == losses(on_two_ranks / through)
+        seen, trained = read(on_two_ranks / through, "seen", 1), read(tmp_path / through, "seen", 1)
+        assert [line["documents"] for line in trained] == [line["documents"] for line in seen]
 
 
-@resumes_on_cpus
-@pytest.mark.parametrize("through", ["sft", "loop"])
-def test_killed_in_the_first_and_in_the_last_epoch(folders, tmp_path, through):
-    expected = losses(folders[through])
-    steps = len(expected) // 3
-    folder, settings = tmp_path / "run", {"ranks": 2, "through": through, "save_steps": 1}
-    run(folder, fails=True, kill_at=2, **settings)
-    assert max(losses(folder)) == 2
-    run(folder, fails=True, kill_at=2 * steps + 2, resume=True, **settings)
-    run(folder, resume=True, **settings)
-    assert losses(folder) == expected
-    seen, trained = read(folders[through], "seen", 1), read(folder, "seen", 1)
-    assert [line["documents"] for line in trained] == [line["documents"] for line in seen]
+@RESUMES_ON_CPUS
+def test_another_number_of_ranks_is_refused_in_the_middle_of_an_epoch(tmp_path):
+    settings = {"documents": NUMBER, "save_steps": 1, "epochs": 1}
+    for through in ("trainer", "loop"):
+        train(tmp_path / through, through=through, stop_at=2, **settings)
+    again = {
+        through: {**settings, "through": through, "resume": True, "fails": True} for through in ("trainer", "loop")
+    }
+    run(tmp_path, again, ranks=2)
+    for through in ("trainer", "loop"):
+        for rank in range(2):
+            said = (tmp_path / through / f"error-{rank}.txt").read_text()
+            assert "world_size: expected 1, as when the checkpoint was saved, got 2" in said
 
 
-@resumes_on_cpus
-@pytest.mark.parametrize("through", ["trainer", "loop"])
-def test_another_number_of_ranks_is_refused_in_the_middle_of_an_epoch(folders, through):
-    for rank in range(2):
-        said = (folders[f"resumed {through}"] / f"refused-{rank}.txt").read_text()
-        assert "world_size: expected 1, as when the checkpoint was saved, got 2" in said
-
-
-def test_the_gradient_of_sft_trainer_on_two_ranks(folders):
-    """Its fused head makes the loss in float32."""
-    expected, _ = gradients_of_a_padded_batch("sequence")
-    assert largest_difference(folders["gradient of sft"] / "gradients.pt", expected) <= 1e-5
+def test_the_gradient_of_sft_trainer_on_two_ranks(on_two_ranks):
+    """Its fused head computes the loss in float32."""
+    expected, _ = gradients_of_a_padded_batch(documents(NUMBER), "sequence")
+    found = torch.load(on_two_ranks / "sft sequence" / "gradients.pt")
+    assert largest_difference(found, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("through", ["trainer", "loop"])
 @pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_the_gradient_does_not_depend_on_the_ranks(folders, loss, through):
-    expected, value = gradients_of_a_padded_batch(loss)
-    folder = folders[f"gradient of {through}, {loss}"]
+def test_the_gradient_of_two_ranks_is_that_of_one_batch(on_two_ranks, loss, through):
+    expected, value = gradients_of_a_padded_batch(documents(NUMBER), loss)
+    folder = on_two_ranks / f"{through} {loss}"
     assert len(read(folder, "seen", 0)) == 1
-    assert largest_difference(folder / "gradients.pt", expected) <= 1e-12
+    assert largest_difference(torch.load(folder / "gradients.pt"), expected) <= 1e-12
     assert losses(folder)[1] == pytest.approx(value, rel=1e-6)
 
 
 @pytest.mark.parametrize("through", ["trainer", "loop"])
-def test_evaluation_is_the_same_on_any_number_of_ranks(tmp_path, folders, through):
-    train(tmp_path / "run", through=through, **EVALUATED)
-    found = [*evaluated(tmp_path / "run"), *evaluated(folders[f"evaluation of {through}"])]
+def test_evaluation_is_the_same_at_any_batch_size_and_on_any_number_of_ranks(on_two_ranks, tmp_path, through):
+    train(tmp_path / "one", **RUNS[f"{through} evaluation"])
+    found = [
+        line["loss"]
+        for folder in (on_two_ranks / f"{through} evaluation", tmp_path / "one")
+        for line in read(folder, "evaluated", 0)
+    ]
     assert len(found) == 6
     assert max(found) - min(found) <= 1e-9 * max(found)

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from tiers import slow
 from tiny_models import build
 from trainers import trainer_of
 from transformers import TrainerCallback
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.training.progress import BatchesOfCheckpoint
+from hf_packing.training.checkpoint import BatchesOfCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 
-@pytest.mark.parametrize("persistent", [False, slow(True)])
+@pytest.mark.parametrize("persistent", [False, True])
 def test_resumed_with_dropout(tmp_path, persistent):
     """Seeds of workers are not drawn from the generator that dropout draws from."""
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4}
@@ -37,9 +36,8 @@ def test_resumed_with_dropout(tmp_path, persistent):
 
 
 def test_a_checkpoint_without_batches(tmp_path):
-    trainer = trainer_of(
-        tmp_path, model=build("Llama"), save_strategy="steps", save_steps=1, per_device_train_batch_size=1
-    )
+    stock = {"model": build("Llama"), "per_device_train_batch_size": 1}
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, **stock)
     trainer.train()
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=4)
     hfp.attach(trainer, hfp.TokenBudget(64))
@@ -48,9 +46,8 @@ def test_a_checkpoint_without_batches(tmp_path):
 
 
 def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
-    trainer = trainer_of(
-        tmp_path, model=build("Llama"), save_strategy="steps", save_steps=1, per_device_train_batch_size=1
-    )
+    stock = {"model": build("Llama"), "per_device_train_batch_size": 1}
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, **stock)
     trainer.train()
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "ignore_data_skip": True}
     trainer = trainer_of(tmp_path, **options)
@@ -59,7 +56,6 @@ def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
     assert trainer.state.global_step == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("began", [1, 2])
 def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     """From then on its steps say where in an epoch it is only if it was resumed between two epochs."""
@@ -78,7 +74,7 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     if began == 2:
         assert losses(tmp_path / "again", saved) == ignoring
         return
-    with pytest.raises(PackingError, match="resumed itself, 1 steps into an epoch"):
+    with pytest.raises(PackingError, match="itself resumed with it, 1 steps into an epoch"):
         losses(tmp_path / "again", saved)
     assert len(losses(tmp_path / "again", saved, ignore=True)) == 8
 

@@ -1,12 +1,15 @@
 """Packed streams through Trainer and PackingCollator: accelerate must not dispatch their batches."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from processes import launch
+from processes import IN_THE_FAMILY, TORCHRUN
 from stream_process import DOCUMENTS, packed_stream, train
 
 import hf_packing as hfp
@@ -16,7 +19,7 @@ NOT_DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
 PACKS = len(list(packed_stream()))
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_trainer(tmp_path, workers):
     with pytest.raises(hfp.PackingError, match=REFUSED):
         train(tmp_path, PACKS, dataloader_num_workers=workers)
@@ -50,15 +53,24 @@ def test_another_loader_may_be_dispatched():
     ]
 
 
+def run(folder, **settings):
+    arguments = [str(IN_THE_FAMILY / "stream_process.py"), str(folder), json.dumps(settings)]
+    known = {"PYTHONPATH": os.pathsep.join([str(IN_THE_FAMILY), str(IN_THE_FAMILY.parent)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *TORCHRUN, "2", *arguments]
+    return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
+
+
 @pytest.mark.slow
 def test_two_processes_are_told(tmp_path):
-    done = launch("stream_process.py", tmp_path, json.dumps({"steps": 2}), ranks=2, fails=True)
+    done = run(tmp_path, steps=2)
+    assert done.returncode
     assert "hf_packing.errors.PackingError: dispatch_batches: expected False" in done.stderr
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    launch("stream_process.py", tmp_path, json.dumps({"steps": PACKS // 2} | NOT_DISPATCHED), ranks=2)
+    done = run(tmp_path, steps=PACKS // 2, **NOT_DISPATCHED)
+    assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     documents = [document for steps in seen for step in steps for document in step]
     packs = [sorted(step) for steps in seen for step in steps]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the batches it came from, and refusing to go on with others."""
+"""What a checkpoint of a trainer says about the batches it was saved after, and refusing to go on with other ones."""
 
 from typing import Any
 
@@ -10,17 +10,18 @@ from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.training.losses import Loss
 
 LOSS = "loss"
-STEPS_AHEAD = "steps_ahead"
-"""By how many steps of the optimiser the steps of a run are ahead of its place in an epoch."""
+_STEPS_AHEAD = "steps_ahead"
+"""By how many optimizer steps global_step is ahead of the place in the epoch."""
 
 
 def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
+    """Raise PackingError for a state that was saved with another loss."""
     if saved.get(LOSS) != loss:
         raise PackingError(f"loss: expected {saved.get(LOSS)!r}, as when the checkpoint was saved, got {loss!r}")
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
-    """Saved with a trainer's state: everything that decides which batches follow, and their losses."""
+    """Saves everything that decides which batches and losses follow, with the state of the trainer."""
 
     def __init__(self, loss: Loss = "token") -> None:
         self.loss = loss
@@ -36,7 +37,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
         control: TrainerControl,  # noqa: ARG002
         **known: Any,
     ) -> None:
-        """Compare with the checkpoint that is resumed, if one is."""
+        """Compare the batches with those of the checkpoint that is resumed, if there is one."""
         rows = known["train_dataloader"].dataset
         if not isinstance(rows, SampledRows):
             return
@@ -47,16 +48,16 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
             if saved is None:
                 raise PackingError(
-                    "resume_from_checkpoint: expected a checkpoint of a trainer with attached batches, this one knows "
-                    "nothing of them; ignore_data_skip=True begins with a whole epoch"
+                    "resume_from_checkpoint: expected a checkpoint of a trainer with attached batches, this one does "
+                    "not say which batches it was trained on; ignore_data_skip=True begins with a whole epoch"
                 )
             rows.sampler.check_can_resume(saved)
             check_same_loss(saved, self.loss)
-            if saved.get(STEPS_AHEAD):
+            if saved.get(_STEPS_AHEAD):
                 raise PackingError(
-                    "ignore_data_skip: expected True, as when the run that saved the checkpoint was resumed itself, "
-                    f"{saved[STEPS_AHEAD]} steps into an epoch, with a whole epoch; got False, but its steps no longer "
-                    "say which rows come next, and some would be trained on twice and others not at all"
+                    "ignore_data_skip: expected True, since the run that saved the checkpoint was itself resumed with "
+                    f"it, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a whole epoch; got False, but its "
+                    "steps no longer say which rows come next, so some would be trained on twice and others not at all"
                 )
-        self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, STEPS_AHEAD: steps_ahead}
-        state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of others has no place for it
+        self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
+        state.stateful_callbacks[type(self).__name__] = self.state()  # the checkpoint of another trainer has no entry
