@@ -13,7 +13,8 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
     """Return each strategy with each length; those with buckets once, with all lengths."""
     strategies: list[Strategy] = []
     for name in dict.fromkeys(names):
-        strategy, lengths = _strategy_class(name), sorted(set(max_lengths))
+        strategy: Any = _strategy_class(name)
+        lengths = sorted(set(max_lengths))
         strategies += [strategy(lengths)] if strategy.has_buckets else [strategy(length) for length in lengths]
     return strategies
 
