@@ -74,7 +74,7 @@ def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch,
     expected, gradients = losses_alone(model)
     kernels = [Kernel(monkeypatch, name) for name in honoring]
     route = hfp.check_isolation(hfp.patch_model(model)).route
-    assert (route.way.attention, route.modules) == ("packed_varlen", by_segment)
+    assert (route.method.attention, route.modules) == ("packed_varlen", by_segment)
     for kernel in kernels:
         kernel.saw_borders = 0
     loss, found = losses_and_gradients(model, [batch_of(DOCUMENTS)])
