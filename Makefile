@@ -1,11 +1,11 @@
-# Everything from a fresh clone: `make demo` packs real documents and trains on them, `make test` runs the fast tests,
-# `make test-all` all of them, `make docs` builds the site.
+# From a fresh clone: `make demo` packs real documents and trains on them. `make test` checks every law and every public
+# path in minutes, `make test-all` runs every test, `make survey` writes docs/SUPPORTED_MODELS.md.
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint bench docs clean
+.PHONY: demo test test-all survey lint bench docs clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python recipes/quickstart.py
@@ -14,7 +14,10 @@ test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
 
 test-all: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -m "not survey"
+
+survey: $(INSTALLED)
+	$(VENV)/bin/python -m tools.survey
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -60,7 +60,7 @@ def path_in_repository(file: File, config: MkDocsConfig) -> Path:
     return Path(file.abs_src_path or Path(config.docs_dir) / file.src_uri)
 
 
-class ExampleSections(Extension):
+class ExampleSections(Extension):  # type: ignore[misc]  # griffe is not installed where mypy runs
     """Show `Example:` sections as code: griffe knows `Examples:` alone."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
