@@ -58,26 +58,26 @@ def draw_attention(axes: Axes, lengths: list[int], words: str, *, leaks: bool = 
 
 def packing() -> Figure:
     """The picture of the README."""
-    figure, axes = figure_of(5, (15.5, 4.7), width_ratios=[1.1, 1.1, 1.1, 0.9, 0.9])
+    figure, axes = figure_of(5, (13, 4.4), width_ratios=[1.1, 1.1, 1.1, 0.95, 0.95])
     padded = [[(document, tokens)] for document, tokens in enumerate(LENGTHS)]
     real = sum(LENGTHS) / (len(LENGTHS) * ROW)
     draw_rows(axes[0], padded, [ROW] * len(LENGTHS))
-    title(axes[0], f"Padding\n{1 - real:.0%} of the slots are empty")
+    title(axes[0], f"Padding\n{1 - real:.0%} of the slots empty")
     for each, strategy, words in (
-        (axes[1], hfp.FixedLength(ROW, seed=None), "Concatenate and cut\n{cut} of {all} documents are cut"),
-        (axes[2], hfp.BestFit(ROW, seed=None), "Best fit\nno document is cut, {empty:.0%} empty"),
+        (axes[1], hfp.FixedLength(ROW, seed=None), "Concatenate and cut\n{cut} of {all} are cut"),
+        (axes[2], hfp.BestFit(ROW, seed=None), "Best fit\nnone is cut, {empty:.0%} empty"),
     ):
         rows, capacities, cut = planned(strategy)
         draw_rows(each, rows, capacities, cut=cut, space=len(LENGTHS))
         empty = 1 - sum(LENGTHS) / sum(capacities)
         title(each, words.format(cut=len(cut), all=len(LENGTHS), empty=empty))
-    draw_attention(axes[3], [8, 6, 2], "Packed row, most models:\ndocuments see each other", leaks=True)
+    draw_attention(axes[3], [8, 6, 2], "Packed, most models:\nthey see each other", leaks=True)
     draw_attention(axes[4], [8, 6, 2], "After patch_model:\nonly themselves")
     return figure
 
 
 def isolation() -> Figure:
-    figure, axes = figure_of(4, (14, 4))
+    figure, axes = figure_of(4, (13, 3.7))
     lengths = [8, 5, 7]
     draw_attention(axes[0], lengths, "Most stock models", leaks=True)
     draw_attention(axes[1], lengths, "Patched decoder")
