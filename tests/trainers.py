@@ -1,15 +1,9 @@
 """Trainers on small documents, for the tests of what attach makes of them."""
 
-import copy
-from functools import cache
-
-import torch
-from tiny_models import build
+from tiny_models import patched
 from training_process import documents, tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-
-import hf_packing as hfp
 
 
 def arguments(folder, kind=TrainingArguments, **changes):
@@ -25,17 +19,6 @@ def arguments(folder, kind=TrainingArguments, **changes):
         "disable_tqdm": True,
     }
     return kind(**known | ({"max_length": None} if kind is SFTConfig else {}) | changes)
-
-
-@cache
-def patched_once(name, **changes):
-    return hfp.patch_model(build(name, **changes))
-
-
-def patched(name="Llama", **changes):
-    """A patched model, which attach leaves as it is: its isolation is proven once for all tests."""
-    torch.manual_seed(0)  # as build does
-    return copy.deepcopy(patched_once(name, **changes))
 
 
 def trainer_of(folder, kind=Trainer, model=None, data=None, **changes):

@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from tiny_models import build
+from tiny_models import patched
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -205,7 +205,7 @@ def train(folder, **changes):
     data = documents(settings["documents"])
     if settings["packed"]:
         data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
-    model = hfp.patch_model(build("Llama", getattr(torch, settings["dtype"])))
+    model = patched("Llama", getattr(torch, settings["dtype"]))
     accelerator = (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
     accelerator.free_memory()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiers import fast_only, slow
-from tiny_models import build, with_loss_times
-from trainers import arguments, logged, patched, trainer_of
+from tiny_models import build, patched, with_loss_times
+from trainers import arguments, logged, trainer_of
 from training_process import documents
 from transformers import Trainer
 from trl import SFTTrainer

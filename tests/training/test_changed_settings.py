@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tiers import fast_only
-from tiny_models import build
+from tiny_models import build, patched
 from trainers import trainer_of
 from training_process import documents
 from transformers import Trainer, TrainerCallback
@@ -287,4 +287,4 @@ def test_another_model_in_a_loop():
     batch = next(iter(loader))
     with pytest.raises(PackingError, match="model: expected one that patch_model has patched"):
         hfp.compute_loss(build("Llama"), batch)
-    assert hfp.compute_loss(hfp.patch_model(build("Llama")), batch).isfinite()
+    assert hfp.compute_loss(patched("Llama"), batch).isfinite()

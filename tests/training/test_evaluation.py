@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny_models import build
+from tiny_models import build, patched
 from trainers import trainer_of
 from training_process import documents
 from transformers import Trainer
@@ -23,7 +23,7 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
-    model = hfp.patch_model(build("Llama"))
+    model = patched("Llama")
     with pytest.raises(PackingError, match="dataset: expected a label to evaluate on, all are -100"):
         hfp.evaluation_loss(Accelerator(cpu=True), model, nothing)
 

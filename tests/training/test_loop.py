@@ -10,7 +10,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
-from tiny_models import build, with_loss_times
+from tiny_models import build, patched, patched_tiny, with_loss_times
 from training_process import documents
 
 import hf_packing as hfp
@@ -24,7 +24,7 @@ def loader_of(**settings):
 
 def test_a_models_own_loss_is_right_in_a_loop():
     """model(**batch).loss and compute_loss agree, and their mean over batches is the mean over tokens."""
-    model = hfp.patch_model(build("Llama"))
+    model = patched("Llama")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1000)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     own, ours = [], []
@@ -149,7 +149,7 @@ def update_sizes(accelerator, model, loader, see):
 
 def test_another_loader_in_the_middle_of_an_update_changes_nothing():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = hfp.patch_model(build("Llama"))
+    model = patched("Llama")
     loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
     expected = update_sizes(accelerator, model, loader, lambda _: None)
     assert set(expected[:-1]) == {2}
@@ -205,7 +205,7 @@ def test_a_state_of_another_loss():
 
 @pytest.mark.parametrize("architecture", ["bart", "xlm"])
 def test_evaluation_asks_a_model_for_its_loss(architecture):
-    model = hfp.patch_model(tiny_model(architecture, "causal" if architecture == "bart" else "masked"))
+    model = patched_tiny(architecture, "causal" if architecture == "bart" else "masked")
     total = tokens = 0
     data = documents(9).map(lambda row: {"labels": row["input_ids"][::-1]})  # others than the tokens it sees
     for row in data:
@@ -242,7 +242,7 @@ def test_accumulation_that_changes():
 def test_a_step_begins_with_the_first_batch_after_a_break():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    model = accelerator.prepare(hfp.patch_model(build("Llama")))
+    model = accelerator.prepare(patched("Llama"))
     synchronised = []
     for stop in (1, 1000):
         for number, batch in enumerate(loader):
@@ -275,7 +275,7 @@ def test_gradients_are_synchronised_at_the_end_of_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     assert len(loader) % 3
-    model = accelerator.prepare(hfp.patch_model(build("Llama")))
+    model = accelerator.prepare(patched("Llama"))
     synchronised = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -313,7 +313,7 @@ def test_sequence_weights_leave_models_no_labels():
     batch = next(iter(loader_of(loss="sequence")))
     assert "labels" not in batch
     assert float(batch["target_weights"].sum()) == pytest.approx(1.0)
-    assert np.isfinite(hfp.compute_loss(hfp.patch_model(build("Llama")), batch).item())
+    assert np.isfinite(hfp.compute_loss(patched("Llama"), batch).item())
 
 
 def test_more_ranks_than_rows():

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from tiers import fast_only
+from tiny_models import patched
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trainers import arguments, patched, trainer_of
+from trainers import arguments, trainer_of
 from transformers import PreTrainedTokenizerFast, Trainer
 from trl import SFTConfig, SFTTrainer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import build, with_loss_times
+from tiny_models import build, patched, patched_tiny, with_loss_times
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
@@ -95,7 +95,7 @@ def test_which_logits_are_about_the_next_token():
     ],
 )
 def test_a_models_own_loss_decides(architecture, kind, expected, divided):
-    model = hfp.patch_model(tiny_model(architecture, kind))
+    model = patched_tiny(architecture, kind)
     assert own_loss(model).divided_by_items == divided
     assert predicts_next(model) == predicts_next(copy.deepcopy(model)) == expected
     batch = hfp.PackingCollator()([{"input_ids": [5, 6, 3, 9, 12]}])
@@ -123,7 +123,7 @@ def test_a_small_model_answers_for_one_whose_weights_are_elsewhere():
 
 
 def test_evaluation_is_about_the_logits_alone():
-    model = hfp.patch_model(build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5))
+    model = patched("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     batch = batch_of([[5, 6, 3], [4, 4]])
     model.requires_grad_(False)
     before = model(**batch)
