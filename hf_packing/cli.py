@@ -184,8 +184,8 @@ def report(given: argparse.Namespace) -> int:
 
 def pack(given: argparse.Namespace) -> int:
     """Tokenise and pack documents into a saved dataset. Interrupted, it goes on where it was."""
-    from hf_packing.comparison import name_of
     from hf_packing.report.packed_dataset import check_output, make_packed_dataset
+    from hf_packing.strategies.compare import name_of
 
     strategy = strategy_named(given.strategy, given.max_length)
     check_that_it_plans(strategy)
@@ -237,7 +237,7 @@ def corpus_of(given: argparse.Namespace) -> Corpus:
 
 def check_that_it_plans(strategy: Strategy) -> None:
     """A strategy that needs a package says so before documents are read."""
-    from hf_packing.strategies.planning import plan_packing
+    from hf_packing.strategies.base import plan_packing
 
     plan_packing([1], strategy)
 
@@ -257,8 +257,8 @@ def documents_bar(description: str) -> Iterator[Seen]:
 
 
 def print_report(found: Any) -> None:
-    from hf_packing.comparison import aligned
     from hf_packing.report.tables import COLUMNS, cells_of, headline, lengths_line, setup_line
+    from hf_packing.strategies.compare import aligned
 
     say(out, f"{found.source}: {headline(found)}")
     say(out, lengths_line(found))

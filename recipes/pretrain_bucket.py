@@ -100,11 +100,11 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
             optimiser.step()
             optimiser.zero_grad()
         place = loader.step - 1
-        rows = [~row if row < 0 else row for row in loader.plan.micro_batch(place, accelerator.process_index)]
+        rows = [row for row, _ in loader.plan.micro_batch(place, accelerator.process_index)]
         seen.append(
             Step(
                 step=len(seen),
-                bucket=int(loader.plan.step_bucket[place]),
+                bucket=int(loader.plan.bucket[place]),
                 rows=tuple(bucket_of_row[row] for row in rows),
                 tokens=batch["input_ids"].shape[1],
                 seconds=time.perf_counter() - began,

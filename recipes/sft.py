@@ -20,13 +20,14 @@ import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
-from sft_documents import CHATML, IGNORED, read, tokenise, what_is_trained
+from sft_documents import CHATML, read, tokenise, what_is_trained
 from sft_parser import Parser
 from sft_resume import SameFlags, checkpoint_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
 
 STRATEGIES = {
     "best_fit": hfp.BestFit,
@@ -156,7 +157,7 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
 
     if config.process_index == 0:
         labels = documents.with_format("numpy")["labels"]
-        trained_tokens = sum(int((np.asarray(of_document) != IGNORED).sum()) for of_document in labels)
+        trained_tokens = sum(int((np.asarray(of_document) != IGNORED_LABEL).sum()) for of_document in labels)
         print(f"{len(documents):,} documents in {len(rows):,} rows, {trained_tokens:,} tokens to train on")
     trainer = prepare(arguments, config, tokenizer, rows, held_out, batching)
     trainer.train(resume_from_checkpoint=checkpoint)

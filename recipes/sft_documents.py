@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100
+from hf_packing.columns import IGNORED_LABEL
+
 CHATML = (
     "{% for message in messages %}"
     "{% if message.content is not string %}{{ raise_exception('a message without text needs --chat_template_path') }}"
@@ -75,7 +76,7 @@ def tokenise(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, trained
     for text, has_loss in pieces(row, tokenizer, trained):
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         input_ids += tokens
-        labels += tokens if has_loss else [IGNORED] * len(tokens)
+        labels += tokens if has_loss else [IGNORED_LABEL] * len(tokens)
     return {"input_ids": input_ids, "labels": labels}
 
 

@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_unbroken_one(train, tmp_path):
         assert len(losses(rest)) == 4
         assert weights(copy) == weights(tmp_path / "output")
         assert (copy / "checkpoint-4").is_dir()
-        assert rest.callback_handler.train_dataloader.dataset.sampler.first_step == 0
+        assert rest.callback_handler.train_dataloader.dataset.sampler.first_micro_batch == 0
 
 
 def test_two_processes_and_flags_of_ddp(tiny_model, data, tmp_path):

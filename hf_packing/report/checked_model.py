@@ -14,11 +14,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from hf_packing.attention.isolation import IsolationReport, check_isolation
-from hf_packing.attention.logits import NoLanguageModelError
-from hf_packing.attention.patch import patch_model
+from hf_packing.attention import IsolationReport, NoLanguageModelError, check_isolation, patch_model, small_copy_of
 from hf_packing.attention.tiny_model import architectures, tiny_model
-from hf_packing.attention.twin import twin_of
 from hf_packing.errors import ModelNotSupportedError, PackingError
 from hf_packing.report.documents import one_line
 
@@ -124,7 +121,7 @@ def model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreT
     try:
         with torch.device("meta"):
             large = head._from_config(config) if is_model(head) else head.from_config(config, **code)
-        small = twin_of(large, torch.float32)
+        small = small_copy_of(large)
     except PackingError:
         raise
     except Exception as error:  # whatever a configuration may lead to

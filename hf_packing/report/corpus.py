@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_packing.arrow.columns import PACKED_ONLY
-from hf_packing.arrow.loss_masks import IGNORED_LABEL, LOSS_MASKS, apply_loss_masks
+from hf_packing.columns import ATTENTION_MASK, IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS
+from hf_packing.data.loss_masks import apply_loss_masks
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import INT32_MAX, IntArray
 from hf_packing.report.documents import Documents, Row
@@ -18,7 +18,7 @@ CHARACTERS_AT_ONCE = 2_000_000
 """About so many are tokenised in one call, which uses all cores."""
 ENDED = ("text", "prompt")
 """Kinds that get a token at their end; a chat template ends its messages itself."""
-TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", *LOSS_MASKS)
+TOKEN_FIELDS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS)
 """What is used of a row with tokens."""
 
 
@@ -35,13 +35,13 @@ class Tokenised(NamedTuple):
     """Columns that are not used."""
 
 
-ALLOWED = {"labels": (IGNORED_LABEL, INT32_MAX), "attention_mask": (0, INT32_MAX)} | dict.fromkeys(LOSS_MASKS, (0, 1))
+ALLOWED = {LABELS: (IGNORED_LABEL, INT32_MAX), ATTENTION_MASK: (0, INT32_MAX)} | dict.fromkeys(LOSS_MASKS, (0, 1))
 """The least and the greatest value of the columns beside input_ids."""
 
 
 def tokenised(row: Row) -> Tokenised:
     """The tokens of a row that has them, and its labels with the row's loss masks applied."""
-    if packed := row.keys() & set(PACKED_ONLY):
+    if packed := row.keys() & set(SEGMENT_COLUMNS):
         raise PackingError(f"DATA: expected documents, rows with {min(packed)} are packed already")
     input_ids = whole_numbers("input_ids", row["input_ids"])
     per_token = {

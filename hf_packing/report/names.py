@@ -1,50 +1,34 @@
-"""Strategies by the names that the command knows."""
+"""Strategies by the names that the command accepts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hf_packing.errors import PackingError
-from hf_packing.strategies.base import Strategy
-from hf_packing.strategies.buckets import Bucket, BucketByLength
-from hf_packing.strategies.counting import BestFit, NonNegativeLeastSquares, Optimal, ShortestPackFirst
-from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
+from hf_packing.strategies.base import Strategy, registered_strategies
 
-OF_ONE_LENGTH: dict[str, Callable[[int], Strategy]] = {
-    "best_fit": BestFit,
-    "first_come": FirstCome,
-    "fixed_length": FixedLength,
-    "multipack": Multipack,
-    "non_negative_least_squares": NonNegativeLeastSquares,
-    "optimal": Optimal,
-    "shortest_pack_first": ShortestPackFirst,
-}
-OF_SEVERAL: dict[str, Callable[[Sequence[int]], Strategy]] = {"bucket": Bucket, "bucket_by_length": BucketByLength}
-
-STRATEGIES = tuple(sorted([*OF_ONE_LENGTH, *OF_SEVERAL]))
+STRATEGIES = tuple(registered_strategies())
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
-    """Each with each length; those with buckets once, with all lengths."""
+    """Return each strategy with each length; those with buckets once, with all lengths."""
     strategies: list[Strategy] = []
     for name in dict.fromkeys(names):
-        if check_name(name) in OF_SEVERAL:
-            strategies.append(OF_SEVERAL[name](sorted(set(max_lengths))))
-        else:
-            strategies += [OF_ONE_LENGTH[name](length) for length in sorted(set(max_lengths))]
+        strategy, lengths = _strategy_class(name), sorted(set(max_lengths))
+        strategies += [strategy(lengths)] if strategy.has_buckets else [strategy(length) for length in lengths]
     return strategies
 
 
 def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
-    """The one strategy of that name.
+    """Return the one strategy of that name.
 
     Raises:
-        PackingError: no such name, or several lengths for a strategy with one.
+        PackingError: no such name, or several lengths for a strategy that takes one.
     """
-    if check_name(name) in OF_ONE_LENGTH and len(set(max_lengths)) > 1:
+    if not _strategy_class(name).has_buckets and len(set(max_lengths)) > 1:
         raise PackingError(f"--max-length: expected one with {name}, got {', '.join(map(str, max_lengths))}")
     return strategies_named([name], max_lengths)[0]
 
 
-def check_name(name: str) -> str:
+def _strategy_class(name: str) -> type[Strategy]:
     if name not in STRATEGIES:
         raise PackingError(f"--strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
-    return name
+    return registered_strategies()[name]

@@ -12,13 +12,12 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 import hf_packing
-from hf_packing.dataset import pack_one
+from hf_packing.data.pack import pack_split
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
 from hf_packing.report.corpus import Corpus, Seen
-from hf_packing.strategies.base import Strategy
-from hf_packing.strategies.planning import plan_packing
+from hf_packing.strategies.base import Strategy, plan_packing
 
 JOB = "job.json"
 PLAN = "plan"
@@ -123,7 +122,7 @@ def make(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> Packed
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
     plan = plan_packing(lengths, strategy)
-    packed = pack_one(tokens, strategy, position_ids=True, load_from_cache_file=False, plan=plan)
+    packed = pack_split(tokens, strategy, position_ids=True, load_from_cache_file=False, plan=plan)
     packed.save_to_disk(fresh)
     rows = len(packed)
     plan.save(fresh / PLAN)

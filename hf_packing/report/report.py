@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from hf_packing.comparison import ComparedStrategy, each_planned, with_best_bounds, workload_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.plan import PackingPlan
@@ -19,12 +18,12 @@ from hf_packing.report.sample import PlanSample, sample_of
 from hf_packing.report.summary_of_lengths import LengthSummary, summary_of_lengths
 from hf_packing.report.tables import as_html, as_text
 from hf_packing.report.work import Work, packed_work, padded_work
-from hf_packing.sampling.level import LINEAR_COST
-from hf_packing.strategies.base import Strategy, check_strategy
-from hf_packing.strategies.buckets import Bucket
-from hf_packing.strategies.counting import BestFit
-from hf_packing.strategies.in_order import FirstCome, FixedLength
-from hf_packing.strategies.planning import read_lengths
+from hf_packing.sampling.balance import LINEAR_COST
+from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
+from hf_packing.strategies.bucket import Bucket
+from hf_packing.strategies.compare import ComparedStrategy, each_planned, with_best_bounds, workload_of
+from hf_packing.strategies.greedy import BestFit
+from hf_packing.strategies.sequential import FirstCome, FixedLength
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from hf_packing.comparison import aligned
+from hf_packing.strategies.compare import aligned
 
 if TYPE_CHECKING:
     from hf_packing.report.report import PackingReport, PaddedRow, ReportRow

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.report.documents import one_line

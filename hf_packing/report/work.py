@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.shuffle import random_order
-from hf_packing.sampling.level import run_together
+from hf_packing.sampling.balance import group_by_cost
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -76,7 +76,7 @@ def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, levelled: boo
     tokens, squares = (np.add.reduceat(values, plan.pack_offsets[:-1]) for values in (lengths, lengths**2))
     if levelled and plan.num_packs >= ranks:
         whole = plan.num_packs // ranks * ranks
-        order = run_together(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
+        order = group_by_cost(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
         order = np.concatenate([order, np.arange(whole, plan.num_packs)])
         tokens, squares = tokens[order], squares[order]
     documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # pieces of one are one

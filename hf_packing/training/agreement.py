@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.sampling.row_sizes import RowSizes
 
 Result = TypeVar("Result")
 

@@ -7,11 +7,9 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.patch import unpatch_model
+from hf_packing.attention import inner_model, is_patched, unpatch_model
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, check_batching
+from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.agreement import PlannedFrom, on_all_ranks
 from hf_packing.training.isolate import isolate
@@ -76,7 +74,7 @@ def attach(
         ...     transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none"),
         ...     train_dataset=documents,
         ... )
-        >>> hfp.attach(trainer, hfp.TokenBudget(5)).micro_batches
+        >>> hfp.attach(trainer, hfp.TokenBudget(5)).num_micro_batches
         2
     """
     planned, kind, summary = on_all_ranks(

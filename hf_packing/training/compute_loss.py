@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.seen_labels import refuse_seen_labels
+from hf_packing.attention import inner_model, refuse_copied_labels
 from hf_packing.errors import PackingError
 from hf_packing.training.loss_of_model import check_patched, predicts_next, router_loss
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, weighted_loss, weights_of
@@ -44,7 +43,7 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         raise PackingError(f"batch: expected one of prepare_dataloader, got {', '.join(batch) or 'nothing'}")
     check_patched(model)
     if model.training:
-        refuse_seen_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
+        refuse_copied_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
     not_for_the_model = ("labels", ITEMS, TARGETS, WEIGHTS)
     outputs = model(**{name: value for name, value in batch.items() if name not in not_for_the_model})
     loss = weighted_loss(outputs.logits, batch[TARGETS], batch[WEIGHTS], predicts_next(model))

@@ -10,9 +10,8 @@ from datasets.utils import tqdm
 from torch import nn
 
 from hf_packing.errors import PackingError
-from hf_packing.sampling.in_order import InOrder
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import sizes_of
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.training.agreement import PlannedFrom, on_all_ranks
 from hf_packing.training.loss_of_model import check_patched, predicts_next
 from hf_packing.training.losses import exact_type, trainable_per_document, weighted_loss, weights_of

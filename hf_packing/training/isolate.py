@@ -3,11 +3,7 @@
 from accelerate import Accelerator
 from torch import nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patch import patch_model, unpatch_model
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention import check_isolation, has_local_weights, inner_model, is_patched, patch_model, unpatch_model
 from hf_packing.errors import ModelNotSupportedError
 
 
@@ -27,7 +23,7 @@ def isolate(model: nn.Module, accelerator: Accelerator, prove: bool = True) -> b
     """
     was_patched = is_patched(inner_model(model))
     patch_model(model, prove=prove)
-    if accelerator.mixed_precision == "no" or where_weights_are(model) is not None:
+    if accelerator.mixed_precision == "no" or not has_local_weights(model):
         return not was_patched
     with accelerator.autocast():
         report = check_isolation(model)

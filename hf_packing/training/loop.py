@@ -6,14 +6,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.patch import unpatch_model
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention import has_local_weights, inner_model, is_patched, unpatch_model
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, check_batching
+from hf_packing.sampling.epoch_plan import Batching, check_batching
+from hf_packing.sampling.row_sizes import RowSizes, sizes_of
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, sizes_of
 from hf_packing.training.agreement import PlannedFrom, on_all_ranks
 from hf_packing.training.isolate import isolate
 from hf_packing.training.loss_of_model import own_loss, refuse_unknown_loss
@@ -111,7 +108,7 @@ def isolate_and_check(accelerator: Accelerator, model: nn.Module, loss: Loss, da
 
     def settle(_: PlannedFrom) -> None:
         isolate(model, accelerator)
-        if own_loss(model) is None and where_weights_are(model) is None:
+        if own_loss(model) is None and has_local_weights(model):
             refuse_unknown_loss(model, loss)
         check_labels(dataset, sizes, model)
 

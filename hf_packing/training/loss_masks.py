@@ -8,12 +8,17 @@ import numpy as np
 import numpy.typing as npt
 from transformers import Trainer
 
-from hf_packing.arrow.columns import INPUT_IDS, LABELS, check_same_lengths
-from hf_packing.arrow.loss_masks import COMPLETION_MASK, IGNORED_LABEL, first_unmasked, masks_among
-from hf_packing.arrow.packed_rows import SEQ_LENGTHS
-from hf_packing.arrow.token_column import TOKENS_AT_ONCE, TokenColumn, blocks_of_packs, is_token_type
-from hf_packing.arrow.visible import visible_columns
-from hf_packing.dataset import row_numbers
+from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
+from hf_packing.data.loss_masks import find_unmasked_label
+from hf_packing.data.token_columns import (
+    TOKENS_AT_ONCE,
+    TokenColumn,
+    blocks_of_rows,
+    check_same_lengths,
+    is_token_type,
+    row_numbers,
+    visible_columns,
+)
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.training.refusals import sft_trainer_of
@@ -45,7 +50,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return
     names = visible_columns(dataset)
-    masks = masks_among(names)
+    masks = [name for name in LOSS_MASKS if name in names]
     if masks and LABELS not in names and not applies_masks(trainer):
         raise PackingError(
             f"column {masks[0]!r}: expected labels beside it, since {type(trainer).__name__} ignores it; pack(dataset, "
@@ -72,7 +77,7 @@ def wants_all_labels(trainer: Trainer) -> bool:
 
 def check_masks_are_applied(dataset: datasets.Dataset, masks: list[str]) -> None:
     for rows, values, _ in blocks(dataset, [LABELS, *masks]):
-        if found := first_unmasked(values[LABELS], {name: values[name] for name in masks}):
+        if found := find_unmasked_label(values[LABELS], {name: values[name] for name in masks}):
             name, token = found
             raise PackingError(
                 f"column {name!r}: expected labels that are -100 where it is 0, row {rows[token]} has the label "
@@ -108,7 +113,7 @@ def blocks(
         TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers) if SEQ_LENGTHS in table.column_names else None
     )
     length = columns[LABELS].length
-    for first, end in blocks_of_packs(length, TOKENS_AT_ONCE):
+    for first, end in blocks_of_rows(length, TOKENS_AT_ONCE):
         rows = np.arange(first, end)
         whole = np.zeros_like(rows)
         values = {name: columns[name].gather(rows, whole, length[rows]) for name in names}

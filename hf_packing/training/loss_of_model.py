@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_packing.attention.documents import random_documents
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.logits import SUPPORTED
-from hf_packing.attention.probe import device_of_inputs
-from hf_packing.attention.sharded import where_weights_are
-from hf_packing.attention.twin import twin_of
+from hf_packing.attention import (
+    NoLanguageModelError,
+    has_local_weights,
+    inner_model,
+    input_device,
+    is_patched,
+    random_documents,
+    small_copy_of,
+    takes_argument,
+)
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, weighted_loss, weights_of
@@ -57,8 +59,9 @@ def predicts_next(model: nn.Module) -> bool:
         return False
     name = type(inner).__name__
     raise PackingError(
-        f"model: expected a causal or a masked language model of transformers, got {name}; {SUPPORTED}. A classifier "
-        "of tokens can be patched by patch_model, and trained by a Trainer with PackingCollator(keep_first_labels=True)"
+        f"model: expected a causal or a masked language model of transformers, got {name}; "
+        f"{NoLanguageModelError.SUPPORTED}. A classifier of tokens can be patched by patch_model, and trained by "
+        "a Trainer with PackingCollator(keep_first_labels=True)"
     )
 
 
@@ -71,13 +74,13 @@ def own_loss(model: nn.Module) -> OwnLoss | None:
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in LEARNT or LEARNT[inner][0] is not function:
-        LEARNT[inner] = function, ask(inner if where_weights_are(inner) is None else small_model_like(inner))
+        LEARNT[inner] = function, ask(inner if has_local_weights(inner) else small_model_like(inner))
     return LEARNT[inner][1]
 
 
 def small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
     try:
-        return twin_of(model, torch.float32)
+        return small_copy_of(model)
     except Exception:  # a configuration may be refused for a hundred reasons
         return None
 
@@ -88,11 +91,11 @@ def ask(model: PreTrainedModel | None) -> OwnLoss | None:
         return None
     documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
     packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
-    packed = send_to_device(packed, device_of_inputs(model))
+    packed = send_to_device(packed, input_device(model))
     batch = packed
     if not is_patched(model):
         batch = {name: packed[name] for name in ("input_ids", "labels")}
-        batch |= {"use_cache": False} if Signature(model).takes("use_cache") else {}
+        batch |= {"use_cache": False} if takes_argument(model, "use_cache") else {}
     unlabelled = answer(model, {name: value for name, value in batch.items() if name != "labels"})
     logits = getattr(unlabelled, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] <= max(documents[0]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
 Loss = Literal["token", "sequence"]

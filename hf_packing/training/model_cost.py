@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.sampling.batching import Batching
-from hf_packing.sampling.level import LINEAR_COST
+from hf_packing.attention import inner_model
+from hf_packing.sampling.balance import LINEAR_COST
+from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import TokenBudget
 
 

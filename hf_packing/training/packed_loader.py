@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import EpochPlan
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.training.agreement import PlannedFrom, on_all_ranks
 from hf_packing.training.losses import Loss, exact_type, items_in, with_share
@@ -106,7 +106,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if self.gradient_state.active_dataloader is None:  # else another loader is in the middle of its steps
             self.accelerator.step = 0
         self.batches.set_epoch(self.epoch)
-        self.batches.first_step = self.step = self.begin_at
+        self.batches.first_micro_batch = self.step = self.begin_at
         self.begin_at = 0
         self.begin()
         try:
@@ -122,7 +122,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         finally:
             if self.step == len(self):
                 self.epoch, self.step = self.epoch + 1, 0
-            self.batches.first_step = 0
+            self.batches.first_micro_batch = 0
             self.end()
 
     def check_nothing_changed(self, _: PlannedFrom) -> None:
@@ -132,7 +132,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             PackingError: accelerate accumulates another number of batches now, or would cut batches; rows came or went.
         """
         check_accelerator(self.accelerator)
-        self.dataset.check_number()
+        self.dataset.check_num_rows()
         accumulated = self.accelerator.gradient_accumulation_steps
         if accumulated != self.batches.accumulation:
             raise PackingError(
@@ -167,7 +167,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         return {
             "epoch": self.epoch + done,
             "step": 0 if done else self.step,
-            **self.batches.what_decides(),
+            **self.batches.plan_inputs(),
             LOSS: self.loss,
         }
 
@@ -180,6 +180,6 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """
         if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected one that state_dict returned, it has no {min(missing)!r}")
-        self.batches.check_same(state, whole_epochs=not state["step"])
+        self.batches.check_can_resume(state, whole_epochs=not state["step"])
         check_same_loss(state, self.loss)
         self.epoch, self.step, self.begin_at = state["epoch"], state["step"], state["step"]

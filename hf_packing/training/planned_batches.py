@@ -10,14 +10,13 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention import inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.bucket_batches import BucketBatches
-from hf_packing.sampling.in_order import InOrder
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, sizes_of
+from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.sampling.row_sizes import RowSizes, sizes_of
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.agreement import Appointment, PlannedFrom, on_all_ranks
 from hf_packing.training.evaluation import TokenMean

@@ -6,7 +6,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from hf_packing.errors import PackingError
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.training.losses import Loss
 
 LOSS = "loss"
@@ -50,7 +50,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     "resume_from_checkpoint: expected a checkpoint of a trainer with attached batches, this one knows "
                     "nothing of them; ignore_data_skip=True begins with a whole epoch"
                 )
-            rows.sampler.check_same(saved)
+            rows.sampler.check_can_resume(saved)
             check_same_loss(saved, self.loss)
             if saved.get(STEPS_AHEAD):
                 raise PackingError(
@@ -58,5 +58,5 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                     f"{saved[STEPS_AHEAD]} steps into an epoch, with a whole epoch; got False, but its steps no longer "
                     "say which rows come next, and some would be trained on twice and others not at all"
                 )
-        self.batches = {**rows.sampler.what_decides(), LOSS: self.loss, STEPS_AHEAD: steps_ahead}
+        self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, STEPS_AHEAD: steps_ahead}
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of others has no place for it

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_packing.arrow.columns import TOKEN_TYPE_IDS
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention import inner_model
 from hf_packing.collate import PackingCollator
-from hf_packing.sampling.rows import SampledRows
+from hf_packing.columns import TOKEN_TYPE_IDS
+from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.training.loss_of_model import predicts_next
 

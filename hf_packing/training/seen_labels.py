@@ -5,16 +5,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from hf_packing.arrow.columns import TOKEN_TYPE_IDS
-from hf_packing.arrow.loss_masks import LOSS_MASKS
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.route import route_of
-from hf_packing.attention.seen_labels import LabelsSeen, note_that_labels_differ
+from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.collate import PackingCollator
-from hf_packing.sampling.in_order import InOrder
-from hf_packing.sampling.rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.columns import LOSS_MASKS, TOKEN_TYPE_IDS
+from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 
 ROWS_READ = 16
 
@@ -31,15 +27,14 @@ def check_labels(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
         PackingError: all tokens of these rows are labels of themselves.
     """
     inner = inner_model(model)
-    route = route_of(inner)
     rows = np.flatnonzero(sizes.tokens)
-    if route is None or not route.sees_labels or not len(rows):
+    if not sees_labels(inner) or not len(rows):
         return
     numbers = rows[np.unique(np.linspace(0, len(rows) - 1, ROWS_READ).astype(np.int64))].tolist()
     read = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
-    labelled = [{name: row[name] for name in row if name not in LOSS_MASKS} for row in read.__getitems__(numbers)]
+    labelled = [
+        {name: row[name] for name in row if name not in LOSS_MASKS}
+        for row in read.__getitems__([(number, False) for number in numbers])
+    ]
     batch = PackingCollator(keep_first_labels=True)(labelled)
-    seen = LabelsSeen()
-    seen.refuse_repeated(type(inner).__name__, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"])
-    if seen.differed:
-        note_that_labels_differ(inner)
+    refuse_copied_labels(inner, batch["input_ids"], batch["labels"], batch["cu_seq_lens_q"], is_sample=True)

@@ -4,9 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.patch import patch_model
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention import has_local_weights, inner_model, patch_model
 from hf_packing.errors import PackingError
 from hf_packing.training.isolate import isolate
 from hf_packing.training.loss_of_model import own_loss, refuse_unknown_loss
@@ -34,7 +32,7 @@ def settle_loss(trainer: Trainer, planned: "PlannedBatches") -> None:
     planned.own_loss = own_loss(trainer.model)
     planned.loss_of_trainer, planned.divided = planned.trainer_has_own, True
     if not planned.loss_of_trainer:
-        if planned.own_loss is not None or where_weights_are(trainer.model) is not None:
+        if planned.own_loss is not None or not has_local_weights(trainer.model):
             trainer.model_accepts_loss_kwargs = True
             return
         if planned.loss == "sequence":

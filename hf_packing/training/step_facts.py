@@ -50,11 +50,11 @@ class StepFacts:
             "packing_efficiency": float(tokens.mean()) / budget,
             "documents_per_step": float(together[..., DOCUMENTS].sum()) / steps,
             "tokens_per_step": float(tokens.sum()) / steps,
-            "token_utilisation": utilisation(tokens),
-            "attention_utilisation": utilisation(squares),
+            "token_utilization": utilization(tokens),
+            "attention_utilization": utilization(squares),
         }
 
 
-def utilisation(work: Tensor) -> float:
+def utilization(work: Tensor) -> float:
     """Mean over largest across ranks [ranks, steps], averaged over steps."""
     return float((work.mean(dim=0) / work.amax(dim=0)).mean())

@@ -8,11 +8,7 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import Trainer
 
-from hf_packing.attention.documents import random_documents
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.probe import device_of_inputs
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention import has_local_weights, inner_model, input_device, random_documents, takes_argument
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS
@@ -47,7 +43,7 @@ def refuse_undivided(trainer: Trainer, divided: bool) -> None:
 
 
 def takes_items(trainer: Trainer) -> bool:
-    return Signature(inner_model(trainer.model)).takes(ITEMS)
+    return takes_argument(inner_model(trainer.model), ITEMS)
 
 
 def is_divided(trainer: Trainer) -> bool:
@@ -59,7 +55,7 @@ def is_divided(trainer: Trainer) -> bool:
     sft_trainer = sft_trainer_of(trainer)
     if sft_trainer is not None and has_loss_of(trainer, sft_trainer) and trainer.compute_loss_func is None:
         return True
-    if where_weights_are(trainer.model) is not None:
+    if not has_local_weights(trainer.model):
         return True
     if not takes_items(trainer) and trainer.compute_loss_func is None and trainer.label_smoother is None:
         return False
@@ -72,7 +68,7 @@ def loss_with(trainer: Trainer, items: int) -> float:
     model = trainer.model
     documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
     packed = PackingCollator()([{"input_ids": documents[0], "labels": others[0]}])  # a masked one refuses its tokens
-    batch = send_to_device(packed, device_of_inputs(inner_model(model)))
+    batch = send_to_device(packed, input_device(inner_model(model)))
     aside: Any = copy.copy(trainer)
     aside.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or takes_items(trainer)
     aside.current_gradient_accumulation_steps = 1

@@ -10,10 +10,9 @@ from tiny_models import patched_tiny
 from training_by_hand import batch_of
 
 import hf_packing as hfp
-from hf_packing.attention.as_it_was import as_it_was, with_weights_everywhere
-from hf_packing.attention.feed import Feed, Signature
-from hf_packing.attention.nested import TokenAxes, counts
-from hf_packing.attention.row import PackedRow
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.route import InputFormat
 from hf_packing.attention.tiny_model import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -77,9 +76,9 @@ def test_an_argument_that_nobody_knows_is_passed_on():
         def forward(self, input_ids):
             return input_ids
 
-    row = PackedRow.of([2, 3])
+    row = PackedRow.from_lengths([2, 3])
     given = {"input_ids": torch.arange(5)[None], "position_ids": row.position_ids, "labls": 1}
-    assert Feed()(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
+    assert InputFormat().build(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
 
 
 def difference(model, documents):
@@ -266,7 +265,10 @@ def test_a_forward_called_by_name():
 def test_a_module_that_was_exchanged():
     model = patched_tiny("mamba", "causal")
     model.backbone.layers[0].mixer = torch.nn.Identity()
-    with pytest.raises(hfp.PackingError, match="backbone.layers.0.mixer: expected the MambaMixer .* Identity there"):
+    with pytest.raises(
+        hfp.PackingError,
+        match="backbone.layers.0.mixer: expected the MambaMixer .* got another Identity, which",
+    ):
         packed_logits(model, documents_of([3, 4]))
 
 
@@ -277,7 +279,7 @@ def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
     model.set_submodule(name, fresh)
-    with pytest.raises(hfp.PackingError, match="somebody has put another"):
+    with pytest.raises(hfp.PackingError, match="which was put there later"):
         packed_logits(model, documents_of([3, 4]))
 
 
@@ -292,54 +294,3 @@ def test_a_mask_of_another_length():
     model = patched_tiny("llama", "causal")
     with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
         model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 9))
-
-
-class TestAsItWas:
-    def test_attributes_buffers_and_modules(self):
-        module = torch.nn.Module()
-        module.scale, module.inner = 1, torch.nn.Identity()
-        module.register_buffer("table", torch.zeros(2))
-        inner, table = module.inner, module.table
-        with as_it_was(module):
-            module.scale, module.grown, module.inner = 2, 3, torch.nn.ReLU()
-            module.register_buffer("table", torch.ones(3))
-            module.register_buffer("more", torch.ones(3))
-        assert (module.scale, module.inner, module.table) == (1, inner, table)
-        assert not hasattr(module, "grown")
-        assert not hasattr(module, "more")
-
-    def test_weights_of_zero_are_zero_again(self):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-        torch.nn.init.zeros_(model[0].weight)
-        known = model[1].weight.detach().clone()
-        with with_weights_everywhere(model):
-            assert model[0].weight.all()
-        assert not model[0].weight.any()
-        assert torch.equal(model[1].weight, known)
-
-
-def test_what_counts_along_a_row():
-    positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
-    causal = torch.full((41, 41), -torch.inf).triu(1)
-    assert counts(positions, (0,))
-    assert counts(positions[None].expand(3, -1) + 2, (1,))
-    assert counts((slopes * positions).to(torch.bfloat16), (2,))
-    assert counts((causal + slopes * positions).to(torch.bfloat16), (1, 2))
-    assert not counts(torch.zeros(41), (0,))
-    assert not counts(torch.cat([positions[:20], positions[:21]]), (0,))
-    assert not counts(torch.randn(2, 41), (1,))
-    assert not counts(causal, (0, 1))
-    assert not counts(torch.randn(41, 41), (0, 1))
-
-
-def test_axes_of_tokens_are_not_guessed():
-    axes = TokenAxes("Module (name)", 41)
-    assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
-    axes.row = None
-    assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
-    counted = TokenAxes("Module (name)", 41)
-    assert counted.of(("positions",), torch.arange(41)) == (0,)
-    with pytest.raises(hfp.PackingError, match="is there a padding token in a document"):
-        counted.check({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
-    with pytest.raises(hfp.PackingError, match=r"Module \(name\): it has not been seen with other of shape \[1, 41\]"):
-        axes.of(("other",), torch.zeros(1, 41))

@@ -11,14 +11,9 @@ from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.row import (
-    CALL_OVERHEAD,
-    MAX_PADDING,
+from hf_packing.attention.packed_row import (
     PackedRow,
-    current,
-    share_if_equal,
-    share_if_similar,
-    working_on,
+    use_row,
 )
 from hf_packing.attention.tiny_model import tiny_model
 from tools.survey.measure import VARIANTS
@@ -233,7 +228,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 def test_a_cache_is_refused():
     model = patched("attention and a state")
     with pytest.raises(
-        hfp.PackingError, match="past_key_values: expected none on a model that is given packed rows end to end"
+        hfp.PackingError, match="past_key_values: expected none on a model that runs modules by segment"
     ):
         model(
             **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
@@ -246,8 +241,8 @@ def test_an_argument_that_was_not_there_when_it_was_patched():
     name = hfp.check_isolation(model).route.by_segment[0].name
     mixer = model.get_submodule(name)
     with (
-        working_on(PackedRow.of([2, 3])),
-        pytest.raises(hfp.PackingError, match=f"{name}.*has not been seen with 1.gate of shape"),
+        use_row(PackedRow.from_lengths([2, 3])),
+        pytest.raises(hfp.PackingError, match=f"{name}.*: 1.gate of shape .* was not seen when the model was patched"),
     ):
         mixer(hidden_states=torch.zeros(1, 5, 64), gate=torch.zeros(1, 5))
 
@@ -262,47 +257,3 @@ def test_the_route_is_found_once():
     first = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route
     second = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route
     assert second is first
-
-
-class TestSharing:
-    def test_equal(self):
-        assert share_if_equal([3, 5, 3, 3, 2]) == [[0, 2, 3], [1], [4]]
-
-    def test_similar_segments_share_and_no_segment_is_lost(self):
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(200):
-            lengths = torch.randint(
-                1, 500, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
-            ).tolist()
-            calls = share_if_similar(lengths)
-            assert sorted(number for call in calls for number in call) == list(range(len(lengths)))
-            for call in calls:
-                assert max(lengths[i] for i in call) <= 4 * min(lengths[i] for i in call)
-
-    @pytest.mark.parametrize("seed", range(60))
-    def test_segments_of_similar_length_share_calls_at_the_least_cost(self, seed):
-        """Against all ways to cut up to seven sorted segments."""
-        generator = torch.Generator().manual_seed(seed)
-        number = int(torch.randint(1, 8, (), generator=generator))
-        lengths = torch.randint(1, 10 ** (1 + seed % 3), (number,), generator=generator).tolist()
-
-        def cost(calls):
-            if any(max(call) > MAX_PADDING * min(call) for call in calls):
-                return float("inf")
-            return sum(max(call) * (CALL_OVERHEAD + len(call)) for call in calls)
-
-        def cuts(rest):
-            yield [rest]
-            for end in range(1, len(rest)):
-                yield from ([rest[:end], *others] for others in cuts(rest[end:]))
-
-        found = [[lengths[segment] for segment in call] for call in share_if_similar(lengths)]
-        assert cost(found) == min(map(cost, cuts(sorted(lengths))))
-
-    def test_a_row_is_what_runs_inside(self):
-        row = PackedRow.of([2, 3])
-        assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
-        assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
-        with working_on(row):
-            assert current.get() is row
-        assert current.get() is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packing.attention.row import PackedRow, working_on
+from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.search import Search
 
 LENGTHS = (5, 8, 4, 6)
@@ -34,12 +34,12 @@ def search(*inner, lengths=LENGTHS):
     """The plans of modules that have to run by segment, and errors of those that cannot, both by name."""
     model = Model(*inner).eval()
     ids = torch.randint(32, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    searched = Search(model, PackedRow.of(lengths))
-    with torch.no_grad(), working_on(searched.row):
+    searched = Search(model, PackedRow.from_lengths(lengths))
+    with torch.no_grad(), use_row(searched.row):
         plans = searched.run(lambda **_: model(ids))
     assert not any(vars(module).get("forward") for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return {plan.name: plan for plan in plans}, searched.uncuttable
+    return {plan.name: plan for plan in plans}, searched.unsliceable
 
 
 class Sum(nn.Module):
@@ -173,9 +173,9 @@ def test_others_run_by_segment_in_the_calls_that_change_nothing(inner, sharing):
 
 def test_projections_stay_packed():
     plans, _ = search(Attention)
-    assert plans["inner.0"].packed_inside() == ["query", "key", "value", "out"]
+    assert plans["inner.0"].packed_modules() == ["query", "key", "value", "out"]
     plans, _ = search(Sum)
-    assert plans["inner.0"].packed_inside() == []
+    assert plans["inner.0"].packed_modules() == []
 
 
 def test_a_projection_of_something_else_does_not():
@@ -184,7 +184,7 @@ def test_a_projection_of_something_else_does_not():
             return super().forward(hidden + hidden.roll(1, 1))
 
     plans, _ = search(Shifted)
-    assert plans["inner.0"].packed_inside() == ["out"]
+    assert plans["inner.0"].packed_modules() == ["out"]
 
 
 def test_a_projection_that_is_called_twice_does_not():
@@ -193,12 +193,12 @@ def test_a_projection_that_is_called_twice_does_not():
             return self.query(super().forward(hidden))
 
     plans, _ = search(Twice)
-    assert plans["inner.0"].packed_inside() == ["key", "value"]
+    assert plans["inner.0"].packed_modules() == ["key", "value"]
 
 
 def test_a_module_that_changes_itself_is_noted():
     plans, _ = search(Remembering, Sum)
-    assert {name: plan.remembers for name, plan in plans.items()} == {"inner.0": True, "inner.1": False}
+    assert {name: plan.is_stateful for name, plan in plans.items()} == {"inner.0": True, "inner.1": False}
 
 
 def test_every_module_is_tried_on_what_it_will_be_given():
@@ -298,9 +298,17 @@ class Halves(Routed):
 @pytest.mark.parametrize(
     ("inner", "name", "message"),
     [
-        (Routed, "inner.0.router", r"PackingError: Router \(inner.0.router\): it returns a number made of all tokens"),
-        (Noting, "inner.0", r"PackingError: Noting \(inner.0\): it leaves a number made of all tokens .* in its loss"),
-        (Halves, "inner.0.router", r"PackingError: .*: it returns a tensor of shape \[11\], made of all tokens"),
+        (
+            Routed,
+            "inner.0.router",
+            r"PackingError: Router \(inner.0.router\): it returns a number computed from all its tokens",
+        ),
+        (
+            Noting,
+            "inner.0",
+            r"PackingError: Noting \(inner.0\): it stores a number computed from all tokens .* in its loss",
+        ),
+        (Halves, "inner.0.router", r"PackingError: .*: it returns a tensor of shape \[11\] computed from all tokens"),
     ],
 )
 def test_what_is_made_of_the_whole_row_is_refused(inner, name, message):

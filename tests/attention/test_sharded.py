@@ -1,4 +1,4 @@
-"""Models on the meta device and sharded ones: proven on a small model of the same kind, and never left waiting."""
+"""Models on the meta device and sharded ones: proven on a small copy, and never left waiting."""
 
 import copy
 import json
@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
+from hf_packing.attention.by_segment import refuse_uneven_gathers
 from hf_packing.attention.route import packed_share, route_of
-from hf_packing.attention.sharded import refuse_uneven_gathers
 from hf_packing.attention.tiny_model import tiny_model
 
 ON_A_SMALL_ONE = "proved isolation on a small"
@@ -55,7 +55,7 @@ def test_a_model_patched_on_meta_is_right_once_it_has_weights(architecture):
     assert all(float((found[name] - gradients[name]).abs().max()) <= 1e-4 * largest for name in gradients)
     report = hfp.check_isolation(model)
     assert report.isolated
-    assert report.route.lines() == hfp.check_isolation(hfp.patch_model(known)).route.lines()
+    assert report.route.describe() == hfp.check_isolation(hfp.patch_model(known)).route.describe()
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_a_small_model_with_other_modules():
 
 def test_what_cannot_be_proven_is_refused_there_too():
     model = on_meta(tiny_model("mra", "masked"))
-    with pytest.raises(hfp.ModelNotSupportedError, match="a small model of the same kind in torch.float32"):
+    with pytest.raises(hfp.ModelNotSupportedError, match="a small copy of the model in torch.float32"):
         hfp.patch_model(model, prove=False)
 
 
@@ -200,7 +200,7 @@ def test_zero_3_inside_a_module_that_runs_by_segment_is_refused(monkeypatch):
 def test_zero_3_of_what_stays_packed_inside(monkeypatch):
     model = patched_tiny("jamba", "causal")
     steps = hfp.check_isolation(model).route.by_segment
-    assert all(step.packed_inside() == ["in_proj", "out_proj"] for step in steps)
+    assert all(step.packed_modules() == ["in_proj", "out_proj"] for step in steps)
     for step in steps:
         model.get_submodule(step.name).in_proj.weight.ds_id = 0
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)

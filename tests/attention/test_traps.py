@@ -15,7 +15,7 @@ from transformers.masking_utils import flash_attention_mask
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TrlCollator
 
 import hf_packing as hfp
-from hf_packing.attention.segments import attend_by_segment
+from hf_packing.attention.exact_attention import attend_by_segment
 
 
 def stacked(rows, names=("input_ids", "position_ids")):

@@ -203,7 +203,7 @@ def test_another_end_of_sequence_tokenises_anew(capsys, tmp_path, data, tokenize
 def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     monkeypatch.setattr(
-        "hf_packing.report.packed_dataset.pack_one", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+        "hf_packing.report.packed_dataset.pack_split", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     assert main(given) == 130
     monkeypatch.undo()
@@ -218,8 +218,8 @@ def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenize
 def test_other_documents_of_the_same_size_and_time_are_seen(capsys, tmp_path, data, tokenizer, monkeypatch):
     """As copying that keeps times leaves them."""
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
-    pack_one = "hf_packing.report.packed_dataset.pack_one"
-    monkeypatch.setattr(pack_one, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    pack_split = "hf_packing.report.packed_dataset.pack_split"
+    monkeypatch.setattr(pack_split, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(given) == 130
     monkeypatch.undo()
     stat, text = os.stat(data), Path(data).read_text()

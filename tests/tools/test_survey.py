@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_packing.attention.route import known_routes
+from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS
 from tools.survey.measure import EXACT, KINDS, Measured, all_jobs, feedings, make_documents, measure, measure_all
 from tools.survey.page import TITLES, page

@@ -25,19 +25,19 @@ def test_what_is_reported(tmp_path):
     summary = hfp.attach(trainer, hfp.TokenBudget(64))
     lengths = [len(row) for row in documents(45)["input_ids"]]
     assert (summary.documents, summary.tokens) == (45, sum(lengths))
-    assert summary.optimiser_steps == -(-summary.micro_batches // 2)
-    assert summary.documents_per_step == pytest.approx(45 / summary.optimiser_steps)
+    assert summary.optimizer_steps == -(-summary.num_micro_batches // 2)
+    assert summary.documents_per_step == pytest.approx(45 / summary.optimizer_steps)
     assert summary.largest_micro_batch <= 64
     assert summary.unpacked_documents_per_step == 8
     assert "match_documents_per_step=8 keeps that schedule" in str(summary)
     trainer.train()
-    assert len(trainer.get_train_dataloader()) == summary.micro_batches
+    assert len(trainer.get_train_dataloader()) == summary.num_micro_batches
 
 
 def test_the_unpacked_schedule(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=-1, num_train_epochs=2)
     summary = hfp.attach(trainer, hfp.TokenBudget(500), match_documents_per_step=9)
-    assert summary.optimiser_steps == 5
+    assert summary.optimizer_steps == 5
     trainer.train()
     assert trainer.state.global_step == 10
 
@@ -264,11 +264,11 @@ def test_token_types_that_a_model_does_not_embed_are_left_out(tmp_path):
     assert found[0] == found[1]
 
 
-LOGGED = ("packing_efficiency", "documents_per_step", "tokens_per_step", "token_utilisation", "attention_utilisation")
+LOGGED = ("packing_efficiency", "documents_per_step", "tokens_per_step", "token_utilization", "attention_utilization")
 
 
 def test_what_is_logged_while_training(tmp_path):
-    steps = hfp.attach(trainer_of(tmp_path), hfp.TokenBudget(64)).optimiser_steps
+    steps = hfp.attach(trainer_of(tmp_path), hfp.TokenBudget(64)).optimizer_steps
     trainer = trainer_of(tmp_path, max_steps=2 * steps, logging_steps=steps)
     summary = hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.train()
@@ -276,8 +276,8 @@ def test_what_is_logged_while_training(tmp_path):
     for entry in (first, second):
         assert entry["documents_per_step"] == pytest.approx(summary.documents_per_step)
         assert entry["tokens_per_step"] == pytest.approx(summary.tokens_per_step)
-        assert entry["packing_efficiency"] == pytest.approx(summary.tokens / (64 * summary.micro_batches))
-        assert entry["token_utilisation"] == entry["attention_utilisation"] == 1
+        assert entry["packing_efficiency"] == pytest.approx(summary.tokens / (64 * summary.num_micro_batches))
+        assert entry["token_utilization"] == entry["attention_utilization"] == 1
     assert not set(LOGGED) & set(last)
     assert not set(LOGGED) & set(trainer.evaluate(documents(9)))
 

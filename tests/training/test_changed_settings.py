@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention.installed import is_patched
+from hf_packing.attention import is_patched
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 

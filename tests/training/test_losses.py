@@ -147,8 +147,8 @@ def test_facts_of_steps_on_two_ranks(steps):
     assert found["packing_efficiency"] == pytest.approx(np.mean(tokens) / 50)
     assert found["documents_per_step"] == pytest.approx(sum(len(own) for ranks in steps for own in ranks) / len(steps))
     assert found["tokens_per_step"] == pytest.approx(np.sum(tokens) / len(steps))
-    assert found["token_utilisation"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in tokens]))
-    assert found["attention_utilisation"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in squares]))
+    assert found["token_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in tokens]))
+    assert found["attention_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in squares]))
     assert seen.take(50) == {}
 
 

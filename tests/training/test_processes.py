@@ -82,8 +82,8 @@ def test_logs_are_about_all_ranks(folders, through):
         assert sum(facts["tokens_per_step"] for facts in of_first_epoch) == sum(
             map(len, documents(NUMBER)["input_ids"])
         )
-        assert all(0.5 < facts["token_utilisation"] <= 1 for facts in of_first_epoch)
-        assert min(facts["attention_utilisation"] for facts in of_first_epoch) < 1
+        assert all(0.5 < facts["token_utilization"] <= 1 for facts in of_first_epoch)
+        assert min(facts["attention_utilization"] for facts in of_first_epoch) < 1
 
 
 def test_packed_rows_once_in_every_epoch_on_two_ranks(folders):

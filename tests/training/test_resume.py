@@ -68,7 +68,7 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     def losses(folder, resume=None, ignore=False):
         options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2}
         trainer = trainer_of(folder, gradient_accumulation_steps=4, ignore_data_skip=ignore, **options)
-        assert hfp.attach(trainer, hfp.TokenBudget(64)).optimiser_steps == 2
+        assert hfp.attach(trainer, hfp.TokenBudget(64)).optimizer_steps == 2
         trainer.train(resume_from_checkpoint=resume and str(resume))
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

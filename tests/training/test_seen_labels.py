@@ -12,7 +12,7 @@ from trainers import logged, trainer_of
 from training_process import documents
 
 import hf_packing as hfp
-from hf_packing.attention.installed import is_patched
+from hf_packing.attention import is_patched
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError

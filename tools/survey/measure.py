@@ -16,10 +16,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.logits import comparable, logits_of, spread
 from hf_packing.attention.patch import patch_model, unpatch_model
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.tiny_model import VOCABULARY, architectures, tiny_model
+from hf_packing.attention.tolerance import comparable, logits_of, spread
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import ModelNotSupportedError
 
@@ -165,9 +165,9 @@ def _explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], a
     """Return the difference of a logit that rounding explains."""
     probe = Probe(model)
     probe.documents = documents
-    with probe.quiet():
+    with probe.undisturbed():
         probe.measure_rounding(list(torch.split(alone, [len(each) for each in documents])), use_cache=False)
-    return probe.tolerance.apart * spread(alone)
+    return probe.tolerance.difference * spread(alone)
 
 
 def _differences(
