@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from tiers import fast_only
+from tiny_models import patched_tiny
 from training_by_hand import batch_of
 
 import hf_packing as hfp
@@ -61,7 +62,7 @@ def packed_logits(model, documents):
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "gemma4", "mamba", "opt", "gpt_oss"], "llama", "mamba"))
 def test_what_a_trainer_gives(architecture):
-    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    model = patched_tiny(architecture, "causal")
     documents = documents_of([9, 4, 7])
     batch = batch_of(documents)
     output = model(**batch, num_items_in_batch=torch.tensor(17))
@@ -128,7 +129,7 @@ def test_norms_of_mixers_that_begin_at_zero(architecture):
 
 @pytest.mark.parametrize(("model_type", "kind"), [("xlm", "causal"), ("flaubert", "masked")])
 def test_a_pad_token_that_a_model_alone_takes_for_padding(model_type, kind):
-    model = hfp.patch_model(tiny_model(model_type, kind))
+    model = patched_tiny(model_type, kind)
     documents = documents_of([5, 9, 7])
     assert difference(model, documents) <= 1e-4
     documents[1][4] = model.config.pad_token_id
@@ -141,7 +142,7 @@ ORDINARY_PADS = [("llama", "causal"), ("roberta", "masked"), ("jamba", "causal")
 
 @pytest.mark.parametrize(("model_type", "kind"), fast_only(ORDINARY_PADS, ("roberta", "masked")))
 def test_a_pad_token_that_is_a_token_like_others(model_type, kind):
-    model = hfp.patch_model(tiny_model(model_type, kind))
+    model = patched_tiny(model_type, kind)
     documents = documents_of([5, 9, 7])
     for document in documents:
         document[-1] = model.config.pad_token_id
@@ -226,7 +227,7 @@ def test_projections_that_begin_at_zero(architecture):
 @pytest.mark.parametrize("architecture", ["llama", "mamba"])
 @pytest.mark.parametrize("interruption", fast_only([KeyboardInterrupt, RuntimeError], KeyboardInterrupt))
 def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
-    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    model = patched_tiny(architecture, "causal")
     first, second = documents_of([10, 20, 5]), documents_of([5, 20, 10])
     expected = packed_logits(model, second)
 
@@ -241,7 +242,7 @@ def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
 
 
 def test_two_threads():
-    model = hfp.patch_model(tiny_model("jamba", "causal"))
+    model = patched_tiny("jamba", "causal")
     work = [documents_of(lengths) for lengths in ([10, 20, 5], [5, 25, 5])]
     expected = [packed_logits(model, documents) for documents in work]
 
@@ -254,7 +255,7 @@ def test_two_threads():
 
 
 def test_a_forward_called_by_name():
-    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    model = patched_tiny("mamba", "causal")
     documents = documents_of([10, 20, 5])
     batch = {name: value for name, value in batch_of(documents).items() if name != "labels"}
     with torch.no_grad():
@@ -262,7 +263,7 @@ def test_a_forward_called_by_name():
 
 
 def test_a_module_that_was_exchanged():
-    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    model = patched_tiny("mamba", "causal")
     model.backbone.layers[0].mixer = torch.nn.Identity()
     with pytest.raises(
         hfp.PackingError,
@@ -273,7 +274,7 @@ def test_a_module_that_was_exchanged():
 
 @pytest.mark.parametrize("architecture", fast_only(["pegasus", "jamba", "lfm2"], "lfm2"))
 def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
-    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    model = patched_tiny(architecture, "causal")
     name = hfp.check_isolation(model).route.by_segment[0].name
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
@@ -283,13 +284,13 @@ def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
 
 
 def test_logits_to_keep_of_several_rows():
-    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    model = patched_tiny("mamba", "causal")
     rows = torch.tensor([[5, 6, 7], [8, 9, 4]])
     with pytest.raises(hfp.PackingError, match="logits_to_keep: expected none with several packed rows, got 1"):
         model(rows, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), logits_to_keep=1)
 
 
 def test_a_mask_of_another_length():
-    model = hfp.patch_model(tiny_model("llama", "causal"))
+    model = patched_tiny("llama", "causal")
     with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
         model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 9))

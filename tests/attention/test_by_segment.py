@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import cache
 
 import pytest
 import torch
@@ -49,6 +50,16 @@ def model_of(trait, dtype=torch.float32):
     return tiny_model(model_type, kind[0] if kind else "causal", dtype, **changes), route, modules
 
 
+@cache
+def stock_and_patched_once(trait):
+    model = model_of(trait)[0]
+    return model, hfp.patch_model(copy.deepcopy(model))
+
+
+def patched(trait):
+    return copy.deepcopy(stock_and_patched_once(trait)[1])
+
+
 def alone(model, documents=DOCUMENTS):
     """[tokens, vocabulary]: what one document leaves behind in the model is not for the next."""
     with torch.no_grad():
@@ -67,8 +78,7 @@ def packed(documents):
 @pytest.fixture(scope="module", params=fast_only(TRAITS, *FAST))
 def stock_and_patched(request):
     """A model as it is and the same one patched, for tests that leave them so."""
-    model = model_of(request.param)[0]
-    return model, hfp.patch_model(copy.deepcopy(model))
+    return stock_and_patched_once(request.param)
 
 
 @pytest.mark.parametrize("trait", fast_only(TRAITS, *FAST, "attention and a state"))
@@ -182,7 +192,7 @@ CHECKPOINTED = ("attention and a state", "linear attention", "alibi", "positions
 @pytest.mark.parametrize("trait", fast_only(CHECKPOINTED, "alibi"))
 def test_gradient_checkpointing(trait, use_reentrant):
     """Layers run again in the backward pass, when another row has come in between."""
-    model = hfp.patch_model(model_of(trait)[0]).train()
+    model = patched(trait).train()
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": use_reentrant})
@@ -202,7 +212,7 @@ def test_gradient_checkpointing(trait, use_reentrant):
 
 
 def test_a_wrapped_module_called_past_its_model():
-    model = hfp.patch_model(model_of("a state")[0])
+    model = patched("a state")
     with pytest.raises(hfp.PackingError, match=r"MambaMixer \(backbone.layers.0.mixer\) was called outside its model"):
         model.backbone.layers[0].mixer(torch.zeros(1, 5, 64))
 
@@ -216,7 +226,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 
 
 def test_a_cache_is_refused():
-    model = hfp.patch_model(model_of("attention and a state")[0])
+    model = patched("attention and a state")
     with pytest.raises(
         hfp.PackingError, match="past_key_values: expected none on a model that runs modules by segment"
     ):
@@ -227,7 +237,7 @@ def test_a_cache_is_refused():
 
 
 def test_an_argument_that_was_not_there_when_it_was_patched():
-    model = hfp.patch_model(model_of("attention and a state")[0])
+    model = patched("attention and a state")
     name = hfp.check_isolation(model).route.by_segment[0].name
     mixer = model.get_submodule(name)
     with (
@@ -238,12 +248,12 @@ def test_an_argument_that_was_not_there_when_it_was_patched():
 
 
 def test_labels_that_would_be_predicted_from_the_row_before():
-    model, ids = hfp.patch_model(model_of("a state")[0]), torch.tensor([[5, 6, 7], [8, 9, 4]])
+    model, ids = patched("a state"), torch.tensor([[5, 6, 7], [8, 9, 4]])
     with pytest.raises(hfp.PackingError, match="labels: expected -100 at the first token of every packed row"):
         model(ids, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), labels=ids)
 
 
 def test_the_route_is_found_once():
-    first = hfp.check_isolation(hfp.patch_model(model_of("attention and a state")[0])).route
-    second = hfp.check_isolation(hfp.patch_model(model_of("attention and a state")[0])).route
+    first = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route
+    second = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route
     assert second is first

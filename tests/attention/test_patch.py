@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from tiers import fast_only
-from tiny_models import SUPPORTED, build
+from tiny_models import SUPPORTED, build, patched, patched_tiny
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_those_of_documents_alone(name):
 
 @pytest.mark.parametrize("name", fast_only(SUPPORTED, *FAST))
 def test_isolated_however_it_is_fed(name):
-    model = hfp.patch_model(build(name).eval())
+    model = patched(name).eval()
     full = batch_of(DOCUMENTS)
     other = batch_of([[61, 62, 63, 64, 65], *DOCUMENTS[1:]])
     feedings = [["position_ids"], ["cu_seq_lens_q"], ["seq_idx"], ["position_ids", "seq_idx"], list(full)]
@@ -72,7 +72,7 @@ def test_isolated_however_it_is_fed(name):
 
 
 def test_two_packed_rows():
-    model = hfp.patch_model(build("Llama").eval())
+    model = patched("Llama").eval()
     rows = [batch_of([[5, 6, 7], [8, 9]]), batch_of([[4], [1, 2, 3, 9]])]
     together = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
     with torch.no_grad():
@@ -89,13 +89,13 @@ def test_unpadded_batches_of_plain_documents():
 
 
 def test_padding_is_refused():
-    model = hfp.patch_model(build("Llama"))
+    model = patched("Llama")
     with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
         model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]))
 
 
 def test_bad_borders_are_refused():
-    model = hfp.patch_model(build("Llama"))
+    model = patched("Llama")
     for borders in ([0, 2], [0, 2, 1, 3], [1, 3]):
         with pytest.raises(hfp.PackingError, match="cu_seq_lens_q: expected .* lengths that rise from 0 to 3 tokens"):
             model(torch.tensor([[5, 6, 7]]), cu_seq_lens_q=torch.tensor(borders))
@@ -103,7 +103,7 @@ def test_bad_borders_are_refused():
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_gradient_checkpointing(name):
-    model = hfp.patch_model(build(name, torch.float64).train())
+    model = patched(name, torch.float64).train()
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
@@ -127,7 +127,7 @@ def test_under_autocast():
 
 def test_borders_given_again_are_checked_again():
     """The same tensor with other tokens is not taken for the one that was checked."""
-    model = hfp.patch_model(build("Llama").eval())
+    model = patched("Llama").eval()
     borders = torch.tensor([0, 2, 5], dtype=torch.int32)
     model(torch.tensor([[5, 6, 7, 8, 9]]), cu_seq_lens_q=borders)
     with pytest.raises(hfp.PackingError, match="rise from 0 to 4 tokens"):
@@ -137,7 +137,7 @@ def test_borders_given_again_are_checked_again():
 @pytest.mark.parametrize("name", ["Llama", "StableLm", "GPT2"])
 def test_calls_past_the_outer_model(name):
     """PEFT calls forward, others the inner model; neither runs hooks of the outer one."""
-    model = hfp.patch_model(build(name).eval())
+    model = patched(name).eval()
     full = batch_of(DOCUMENTS)
     with torch.no_grad():
         expected = model.base_model(**{key: full[key] for key in ("input_ids", "position_ids")})[0]
@@ -148,13 +148,13 @@ def test_calls_past_the_outer_model(name):
 
 
 def test_training_without_borders_is_refused():
-    model = hfp.patch_model(build("Llama").train())
+    model = patched("Llama").train()
     with pytest.raises(hfp.PackingError, match="in training, got none, so packed documents could not be told apart"):
         model(torch.tensor([[5, 6, 7]]))
 
 
 def test_attention_set_by_somebody_else_is_noticed():
-    model = hfp.patch_model(build("Llama"))
+    model = patched("Llama")
     model.set_attn_implementation("eager")
     with pytest.raises(hfp.PackingError, match="attention: expected 'packed_varlen' on a patched model, .* 'eager'"):
         model(**batch_of(DOCUMENTS))
@@ -190,14 +190,14 @@ def test_models_that_share_a_configuration():
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "lfm2", "qwen3_next", "bart"], "llama", "bart"))
 def test_positions_of_one_row_for_all(architecture):
-    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    model = patched_tiny(architecture, "causal")
     ids, positions = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]), torch.tensor([[0, 1, 2, 0, 1]])
     expected = model(input_ids=ids, position_ids=positions.expand(2, -1)).logits
     assert torch.equal(model(input_ids=ids, position_ids=positions).logits, expected)
 
 
 def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
-    model = hfp.patch_model(tiny_model("bart", "causal"))
+    model = patched_tiny("bart", "causal")
     with pytest.raises(hfp.PackingError, match=r"position_ids: expected positions that restart at 0"):
         model(
             input_ids=torch.tensor([[5, 6, 7, 8]]),
@@ -209,7 +209,7 @@ def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba"], "llama"))
 @pytest.mark.parametrize("implementation", CheckpointImpl)
 def test_the_checkpointing_that_fsdp_uses(architecture, implementation):
-    model = hfp.patch_model(tiny_model(architecture, "causal")).train()
+    model = patched_tiny(architecture, "causal").train()
     expected, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     layers = model.base_model.layers
     apply_activation_checkpointing(

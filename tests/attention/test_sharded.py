@@ -12,6 +12,7 @@ import torch
 import transformers
 from processes import HANGS
 from tiers import fast_only
+from tiny_models import patched_tiny
 from torch.distributed.fsdp import FSDPModule
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
@@ -168,7 +169,7 @@ def of_fsdp(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "jamba"])
 def test_two_processes_of_fsdp_with_other_numbers_of_documents(of_fsdp, architecture):
-    known = hfp.patch_model(tiny_model(architecture, "causal"))
+    known = patched_tiny(architecture, "causal")
     for rank, of_rank in enumerate(of_fsdp[architecture, "outside"]):
         expected = known(**batch_of(fsdp_process.DOCUMENTS[rank])).loss.item()
         assert (of_rank["rank"], of_rank["isolated"]) == (rank, True)
@@ -182,7 +183,7 @@ def test_fsdp_inside_a_module_that_runs_by_segment_is_refused(of_fsdp):
 
 
 def test_zero_3_inside_a_module_that_runs_by_segment_is_refused(monkeypatch):
-    model = hfp.patch_model(tiny_model("jamba", "causal"))
+    model = patched_tiny("jamba", "causal")
     steps = hfp.check_isolation(model).route.by_segment
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
@@ -197,7 +198,7 @@ def test_zero_3_inside_a_module_that_runs_by_segment_is_refused(monkeypatch):
 
 
 def test_zero_3_of_what_stays_packed_inside(monkeypatch):
-    model = hfp.patch_model(tiny_model("jamba", "causal"))
+    model = patched_tiny("jamba", "causal")
     steps = hfp.check_isolation(model).route.by_segment
     assert all(step.packed_modules() == ["in_proj", "out_proj"] for step in steps)
     for step in steps:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_utils
 from tiers import fast_only
-from tiny_models import build
+from tiny_models import build, patched
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -88,7 +88,7 @@ def test_the_default_cache_leaks_however_fed(setup):
 
 @pytest.mark.parametrize("trap", LEAKS)
 def test_patched_is_right_or_raises(trap):
-    model = hfp.patch_model(build("Llama"))
+    model = patched("Llama")
     if trap in ("a mask of a padded packed row", "a mask of numbers"):
         with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
             hfp.check_isolation(model, collator=LEAKS[trap])
@@ -135,7 +135,7 @@ def test_two_rows_of_positions_leak_with_flash_attention(monkeypatch):
 
 @pytest.mark.parametrize("name", fast_only(["Llama", "Mistral", "Gemma2", "GptOss"], "Llama"))
 def test_collators_of_others_on_patched_models(name):
-    model = hfp.patch_model(build(name))
+    model = patched(name)
     flattening = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     trl = TrlCollator(pad_token_id=0, padding_free=True)
     assert hfp.check_isolation(model, collator=trl).isolated
