@@ -181,10 +181,12 @@ class Batching(ABC):
             EpochPlan: the same for the same arguments, on any machine.
 
         Raises:
-            PackingError: fewer rows than ranks, a row longer than a micro-batch, or rows without a bucket where the
-                batching needs one.
+            PackingError: a bad argument, fewer rows than ranks, a row longer than a micro-batch, or rows without a
+                bucket where the batching needs one.
         """
-        epoch = epoch or Epoch()
+        epoch = Epoch() if epoch is None else epoch
+        if not isinstance(epoch, Epoch):
+            raise PackingError(f"epoch: expected Epoch(number, world_size, accumulation), got {epoch!r}")
         rows = self.fit(check_sizes(sizes))
         self.check_enough_rows(rows, epoch)
         return self.plan_fitted(rows, epoch)

@@ -4,7 +4,7 @@ import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -169,48 +169,38 @@ def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray | N
     return bucket if numbers is None else bucket[numbers]
 
 
-class _RowSize(NamedTuple):
-    seq_lengths: IntArray
-    """integers [segments], tokens."""
-    tokens: int
-    bucket: int | None
-
-
 def _sizes_by_reading(dataset: Any) -> RowSizes:
     """Return the sizes of rows that exist only when they are read: every row is read once."""
     first: Mapping[str, Any] = {}
-    sizes: list[_RowSize] = []
+    packs, tokens, buckets = [], [], []
     for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
         row = dataset[number]
         if not isinstance(row, Mapping):
             raise PackingError(f"dataset: expected rows that are mappings, row {number} is a {type(row).__name__}")
+        _check_columns(row)
         first = first or row
-        sizes.append(_size_of_row(row, first, number))
+        _check_columns_like_first(row, first, number)
+        if INPUT_IDS in row:
+            _check_list(INPUT_IDS, row[INPUT_IDS], number)
+        if SEQ_LENGTHS in row:
+            packs.append(_seq_lengths_of_row(row, number))
+            buckets.append(_bucket_of_row(row[BUCKET], number) if BUCKET in row else 0)
+        tokens.append(len(row[INPUT_IDS]) if INPUT_IDS in row else int(packs[-1].sum()))
     sample = b""
     if isinstance(dataset, Sequence):
-        sample = sample_of_rows([dataset[number] for number in rows_to_sample(len(sizes))])
-    seq_lengths = np.concatenate([np.zeros(0, dtype=np.int64), *(size.seq_lengths for size in sizes)])
+        sample = sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))])
     if SEQ_LENGTHS not in first:
-        return replace(sizes_of_documents(seq_lengths), sample=sample)
-    offsets = np.cumsum([0, *(len(size.seq_lengths) for size in sizes)], dtype=np.int64)
-    buckets = np.array([size.bucket for size in sizes]) if BUCKET in first else None
-    packs = sizes_of_packs(seq_lengths, offsets, buckets)
-    _check_seq_lengths(seq_lengths, packs, np.array([size.tokens for size in sizes]))
-    return replace(packs, sample=sample)
+        return replace(sizes_of_documents(np.array(tokens, dtype=np.int64)), sample=sample)
+    seq_lengths = np.concatenate([np.zeros(0, dtype=np.int64), *packs])
+    offsets = np.cumsum([0, *map(len, packs)], dtype=np.int64)
+    sizes = sizes_of_packs(seq_lengths, offsets, np.array(buckets) if BUCKET in first else None)
+    _check_seq_lengths(seq_lengths, sizes, np.array(tokens))
+    return replace(sizes, sample=sample)
 
 
-def _size_of_row(row: Mapping[str, Any], first: Mapping[str, Any], number: int) -> _RowSize:
-    _check_columns(row)
-    _check_columns_like_first(row, first, number)
-    if INPUT_IDS in row:
-        _check_list(INPUT_IDS, row[INPUT_IDS], number)
-    if SEQ_LENGTHS not in row:
-        tokens = len(row[INPUT_IDS])
-        return _RowSize(np.array([tokens]), tokens, None)
+def _seq_lengths_of_row(row: Mapping[str, Any], number: int) -> IntArray:
     _check_list(SEQ_LENGTHS, row[SEQ_LENGTHS], number)
-    seq_lengths = check_whole_numbers(f"column 'seq_lengths', row {number}", row[SEQ_LENGTHS])
-    bucket = _bucket_of_row(row[BUCKET], number) if BUCKET in row else None
-    return _RowSize(seq_lengths, len(row[INPUT_IDS]) if INPUT_IDS in row else int(seq_lengths.sum()), bucket)
+    return check_whole_numbers(f"column 'seq_lengths', row {number}", row[SEQ_LENGTHS])
 
 
 def _bucket_of_row(bucket: Any, number: int) -> int:

@@ -145,11 +145,12 @@ class InOrder(Batching):
         return -(-len(rows.kept) // (self.rows_per_batch * epoch.world_size))
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        filled = self.num_micro_batches(rows, epoch) * epoch.world_size * self.rows_per_batch
+        num_rows = self.num_micro_batches(rows, epoch) * epoch.world_size * self.rows_per_batch
+        copies = np.resize(rows.kept, num_rows - len(rows.kept))
         return EpochPlan(
             epoch.world_size,
-            rows=np.resize(rows.kept, filled),
-            is_copy=np.arange(filled) >= len(rows.kept),
-            offsets=np.arange(0, filled + 1, self.rows_per_batch),
+            rows=np.concatenate([rows.kept, copies]),
+            is_copy=np.arange(num_rows) >= len(rows.kept),
+            offsets=np.arange(0, num_rows + 1, self.rows_per_batch),
             left_out=rows.left_out,
         )

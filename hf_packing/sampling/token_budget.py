@@ -106,6 +106,7 @@ class TokenBudget(Batching):
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         wanted = self.num_micro_batches(rows, epoch) * epoch.world_size
         filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), epoch.world_size, seed)
+        # only where each micro-batch has a single row are fewer filled than wanted: copies of the shortest are the rest
         copies = np.argsort(tokens, kind="stable")[: wanted - len(filled), None].tolist()
         micro_batches = filled + copies
 

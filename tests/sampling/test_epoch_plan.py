@@ -32,6 +32,12 @@ def test_bad_epochs(arguments, message):
         Epoch(**arguments)
 
 
+@pytest.mark.parametrize("epoch", [0, 3, (0, 2)], ids=str)
+def test_what_is_no_epoch(epoch):
+    with pytest.raises(PackingError, match=r"epoch: expected Epoch\(number, world_size, accumulation\), got"):
+        hfp.TokenBudget(8).plan(sizes_of_documents(np.array([3, 2])), epoch)
+
+
 def test_micro_batches_by_number_and_rank():
     plan = EpochPlan(
         world_size=2,

@@ -106,7 +106,7 @@ def test_no_rank_waits(sizes):
     assert plan.utilization(sizes.squared_lengths) > 0.98
 
 
-def test_that_utilisation_would_show_packs_dealt_at_random(sizes, rng):
+def test_that_utilization_would_show_packs_dealt_at_random(sizes, rng):
     plan = hfp.TokenBudget(16384).plan(sizes, Epoch(0, 8))
     number = rng.permutation(len(plan.offsets) - 1)
     parts = [plan.rows[plan.offsets[n] : plan.offsets[n + 1]] for n in number]
