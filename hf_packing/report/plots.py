@@ -167,6 +167,7 @@ def _draw_documents_per_pack(axes: Any, report: Figures, theme: Theme) -> None:
         share = 100 * packs / max(packs.sum(), 1)
         shown = share[: int(np.searchsorted(np.cumsum(share), 99)) + 2]
         axes.step(np.arange(len(shown)), shown, where="mid", color=color, linewidth=1.6, label=row.name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="documents in a pack, up to 99 % of the packs", ylabel="packs (%)")
 
 
