@@ -25,7 +25,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
-from documents import standard_library_functions, tokenise, train_tokenizer
+from documents import standard_library_functions, tokenize, train_tokenizer
 from measure import figure, in_turn, machine, ratio, recorded
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
@@ -148,8 +148,8 @@ def main() -> None:
     functions = standard_library_functions().shuffle(seed=0)
     functions = functions.select(range(arguments.sample or len(functions)))
     tokenizer = train_tokenizer(functions)
-    tokenised = tokenise(functions, tokenizer)
-    fitting = tokenised.filter(lambda row: 2 <= len(row["input_ids"]) <= arguments.longest)
+    tokenized = tokenize(functions, tokenizer)
+    fitting = tokenized.filter(lambda row: 2 <= len(row["input_ids"]) <= arguments.longest)
     documents = fitting.select(range(min(arguments.documents, len(fitting))))
     lengths = np.array([len(ids) for ids in documents["input_ids"]])
     print(machine("hf-packing", "trl", "transformers", "torch"))

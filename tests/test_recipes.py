@@ -183,6 +183,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         runpy.run_path(str(RECIPES / "quickstart.py"))
 
 
+@pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 def test_data_that_is_not_there(monkeypatch):
     nowhere = "--data: expected a file or a dataset's name, got 'nowhere.jsonl'"
     arguments = ("--model", "none", "--output_dir", "none", "--report_to", "none")

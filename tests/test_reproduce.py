@@ -138,11 +138,11 @@ def test_the_papers_best_fit_has_as_many_packs_as_ours(modules, rng, max_length)
 
 
 def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
-    from packed_bert import IGNORED, masked, mean_over_sequences
+    from packed_bert import IGNORED_LABEL, masked, mean_over_sequences
 
     tokens, mask = rng.integers(0, 100, 2000), 100
     document = masked(tokens.copy(), mask, rng)
-    asked = document["labels"] != IGNORED
+    asked = document["labels"] != IGNORED_LABEL
     assert asked.mean() == pytest.approx(0.15, abs=0.01)
     assert not asked[0]
     assert (document["labels"][asked] == tokens[asked]).all()
@@ -150,8 +150,8 @@ def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
     assert (document["input_ids"][asked] == mask).mean() == pytest.approx(0.8, abs=0.1)
 
     logits = torch.from_numpy(rng.normal(size=(1, 6, 9))).float()
-    labels = torch.tensor([[3, 4, IGNORED, IGNORED, 5, IGNORED]])
-    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED)
+    labels = torch.tensor([[3, 4, IGNORED_LABEL, IGNORED_LABEL, 5, IGNORED_LABEL]])
+    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED_LABEL)
     loss = mean_over_sequences(logits, labels, torch.tensor([[0, 0, 0, 1, 2, 2]]))
     assert loss.item() == pytest.approx(((each[0] + each[1]) / 2 + each[4]).item() / 2)
 

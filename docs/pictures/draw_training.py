@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import hf_packing as hfp
+from hf_packing.sampling.epoch_plan import Epoch
 from hf_packing.sampling.row_sizes import sizes_of_documents
 
 
@@ -177,10 +178,13 @@ def token_budget() -> Figure:
     plan = hfp.plan_packing(lengths, hfp.BestFit(budget, seed=3))
     work = np.array([sum(linear * tokens + tokens**2 for _, tokens in pack) for pack in packs_of(plan)], dtype=float)
     at_random = work[: len(work) // ranks * ranks].reshape(-1, ranks)
-    epoch = hfp.TokenBudget(budget, linear_cost=linear).plan_epoch(sizes_of_documents(lengths), world_size=ranks)
+    epoch = hfp.TokenBudget(budget, linear_cost=linear).plan(sizes_of_documents(lengths), Epoch(0, ranks))
     cost = (linear * lengths + lengths**2).astype(float)
     leveled = np.array(
-        [[cost[epoch.micro_batch(step, rank)].sum() for rank in range(ranks)] for step in range(epoch.num_steps)]
+        [
+            [cost[[row for row, _ in epoch.micro_batch(step, rank)]].sum() for rank in range(ranks)]
+            for step in range(epoch.num_micro_batches)
+        ]
     )
     figure, axes = figure_of(2, (14, 3.2))
     longest = max(at_random.max(axis=1).sum(), leveled.max(axis=1).sum())

@@ -40,7 +40,7 @@ def test_warnings_are_one_line_on_the_error_stream(tmp_path, data, tokenizer):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     command = [sys.executable, "-m", "hf_packing.cli", *given]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "warning: pack skips 1 documents without a token\n" in done.stderr
+    assert "warning: pack skips 1 document without a token\n" in done.stderr
     assert "pack.py" not in done.stderr
     assert json.loads(done.stdout)["num_documents"] == 301
 

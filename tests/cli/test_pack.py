@@ -200,7 +200,7 @@ def test_another_end_of_sequence_tokenizes_anew(capsys, tmp_path, data, tokenize
 
 def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenizer, monkeypatch):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
-    monkeypatch.setattr("hf_packing.cli.pack.pack_one", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("hf_packing.cli.pack.pack_split", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(given) == 130
     monkeypatch.undo()
     with open(data, "a") as file:
@@ -214,7 +214,7 @@ def test_shards_of_other_documents_are_not_used(capsys, tmp_path, data, tokenize
 def test_other_documents_of_the_same_size_and_time_are_seen(capsys, tmp_path, data, tokenizer, monkeypatch):
     """As copying that keeps times leaves them."""
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
-    pack_one = "hf_packing.cli.pack.pack_one"
+    pack_one = "hf_packing.cli.pack.pack_split"
     monkeypatch.setattr(pack_one, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(given) == 130
     monkeypatch.undo()

@@ -105,7 +105,7 @@ def test_columns_that_would_stand_beside_the_wrong_rows_of_a_stream():
     ],
 )
 def test_arguments_of_map_that_a_strategy_does_not_take(documents, options, given):
-    with pytest.raises(hfp.PackingError, match=f"batch: expected nothing beside it, got {given}; call map without"):
+    with pytest.raises(hfp.PackingError, match=f"batch: expected no other arguments, got {given}; call map without"):
         documents.map(STRATEGY, batched=True, **options)
 
 
