@@ -1,16 +1,24 @@
-# Everything from a fresh clone: `make demo` packs real documents and trains on them, `make test` runs the tests.
+# From a fresh clone: `make demo` packs real documents and trains on them. `make test` checks every law and every public
+# path in minutes, `make test-all` runs every test, `make docs` builds the site, `make survey` writes
+# docs/SUPPORTED_MODELS.md.
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-all survey lint bench docs clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python recipes/quickstart.py
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -m "not slow and not survey"
+
+test-all: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -m "not survey"
+
+survey: $(INSTALLED)
+	$(VENV)/bin/python -m tools.survey
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -23,8 +31,12 @@ bench: $(INSTALLED)
 	for name in $(BENCHMARKS); do $(VENV)/bin/python benchmarks/$$name.py --save || exit 1; done
 	$(VENV)/bin/python benchmarks/write_readme.py
 
+docs: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs site
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
-from hf_packing.attention.row import PackedRow, working_on
+from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.varlen import packed_varlen
 
 ROWS = {"8 x 512": [512] * 8, "32 x 128": [128] * 32, "1 x 4096": [4096]}
@@ -56,7 +56,7 @@ def plain_loop(query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Ten
 
 def side(name: str, lengths: list[int]) -> Callable[[], Tensor]:
     """Forward and backward of one layer; returns what it attends to."""
-    row, module = PackedRow.of(lengths), Attention()
+    row, module = PackedRow.from_lengths(lengths), Attention()
     q, k, v = tensors(row.tokens)
     mask = mask_of(row) if name == "sdpa with mask" else None
 
@@ -65,7 +65,7 @@ def side(name: str, lengths: list[int]) -> Callable[[], Tensor]:
             return plain_loop(q, k, v, row)
         if name == "sdpa with mask":
             return sdpa_attention_forward(module, q, k, v, mask, is_causal=mask is None)[0]
-        with working_on(row):
+        with use_row(row):
             return packed_varlen(module, q, k, v, None)[0]
 
     def both() -> Tensor:
@@ -84,7 +84,7 @@ def peak() -> int:
 def memory_of(name: str, lengths: list[int]) -> float:
     """MiB beyond what the process had, in a process of its own, mask included."""
     torch.set_num_threads(1)
-    plain_loop(*tensors(8), PackedRow.of([8])).sum().backward()
+    plain_loop(*tensors(8), PackedRow.from_lengths([8])).sum().backward()
     before = peak()
     side(name, lengths)()
     return (peak() - before) / 1024
@@ -115,7 +115,7 @@ def main() -> None:
             figure(row=title, side=name, seconds=seconds[name], peak_mebibytes=memory)
             median = statistics.median(seconds[name]) * 1e3
             print(f"{title:10}{name:16}{median:>9.1f}{times:>24}{memory:>10.0f}")
-        row = PackedRow.of(lengths)
+        row = PackedRow.from_lengths(lengths)
         making = in_turn({"mask": lambda row=row: mask_of(row)}, arguments.rounds)["mask"]
         print(f"{title:10}{'making the mask':16}{statistics.median(making) * 1e3:>9.1f}\n")
 

@@ -18,11 +18,12 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 
-from documents import standard_library_functions, tokenise, train_tokenizer
+from documents import standard_library_functions, tokenize, train_tokenizer
 from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
 
 VOCABULARY = 8192
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
@@ -41,7 +42,12 @@ def padded(documents: list[list[int]]) -> dict:
     longest = max(map(len, documents))
     ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in documents])
     mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in documents])
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "use_cache": False}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, IGNORED_LABEL),
+        "use_cache": False,
+    }
 
 
 def packed(documents: list[list[int]]) -> dict:
@@ -80,7 +86,7 @@ def main() -> None:
     print(machine("hf-packing", "transformers", "torch"))
     texts = standard_library_functions().shuffle(seed=0)
     texts = texts.select(range(arguments.sample or len(texts)))
-    ids = tokenise(texts, train_tokenizer(texts))["input_ids"]
+    ids = tokenize(texts, train_tokenizer(texts))["input_ids"]
     random = np.random.default_rng(0)
     for name in ("Mamba", "Jamba"):
         chosen = random.choice(len(ids), arguments.steps * arguments.documents, replace=len(ids) < 200)
@@ -98,7 +104,7 @@ def main() -> None:
         real = sum(map(len, rows))
         slots = sum(len(documents) * max(map(len, documents)) for documents in steps)
         route = hfp.check_isolation(sides["packed"].model).route
-        print(f"\n{name}: {'; '.join(route.lines())}")
+        print(f"\n{name}: {'; '.join(route.describe().splitlines())}")
         print(f"{real:,} real tokens in {len(steps)} steps, {1 - real / slots:.0%} padding")
         for side, run in sides.items():
             figure(model=name, side=side, real_tokens=real, seconds=seconds[side], losses=run.losses)

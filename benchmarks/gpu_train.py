@@ -21,6 +21,7 @@ from measure import figure, in_turn, machine, ratio, recorded
 from transformers import PreTrainedModel
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
 
 
 @dataclass
@@ -72,7 +73,8 @@ def padded_steps(lengths: np.ndarray, arguments: argparse.Namespace) -> Iterator
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         yield Step(
-            {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}, int(mask.sum())
+            {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED_LABEL)},
+            int(mask.sum()),
         )
         begin += count
 

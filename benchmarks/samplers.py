@@ -15,7 +15,8 @@ from torch.utils.data import RandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 import hf_packing as hfp
-from hf_packing.sampling.sizes import sizes_of_documents
+from hf_packing.sampling.epoch_plan import Epoch
+from hf_packing.sampling.row_sizes import sizes_of_documents
 
 Steps = list[list[np.ndarray]]
 """For each step, the documents of every rank."""
@@ -42,8 +43,9 @@ def dealt_at_random(lengths: np.ndarray, tokens: int, ranks: int) -> Steps:
 
 
 def ours(lengths: np.ndarray, tokens: int, ranks: int) -> Steps:
-    plan = hfp.TokenBudget(tokens).plan_epoch(sizes_of_documents(lengths), world_size=ranks)
-    return [[np.array(plan.micro_batch(step, rank)) for rank in range(ranks)] for step in range(plan.num_steps)]
+    plan = hfp.TokenBudget(tokens).plan(sizes_of_documents(lengths), Epoch(0, world_size=ranks))
+    micro_batches = np.split(plan.rows, plan.offsets[1:-1])
+    return [micro_batches[first : first + ranks] for first in range(0, len(micro_batches), ranks)]
 
 
 def busy(work: np.ndarray) -> float:
@@ -87,8 +89,8 @@ def main() -> None:
         slots = np.array(
             [[len(b) * int(lengths[b].max()) if padded else int(lengths[b].sum()) for b in s] for s in steps]
         )
-        facts = {"padding": 1 - real.sum() / slots.sum(), "token_utilisation": busy(real)}
-        facts |= {"attention_utilisation": busy(squares), "largest": int(slots.max()), "seconds": seconds}
+        facts = {"padding": 1 - real.sum() / slots.sum(), "token_utilization": busy(real)}
+        facts |= {"attention_utilization": busy(squares), "largest": int(slots.max()), "seconds": seconds}
         figure(sampler=name, ranks=ranks, **facts)
         left_out = len(lengths) - sum(len(batch) for step in steps for batch in step)
         print(

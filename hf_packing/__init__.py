@@ -8,73 +8,72 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0.dev0"
 
-HOME_OF = {
-    "BestFit": "strategies.counting",
-    "Bucket": "strategies.buckets",
+_HOME_OF = {
+    "BestFit": "strategies.greedy",
+    "Bucket": "strategies.bucket",
     "BucketBatches": "sampling.bucket_batches",
-    "BucketByLength": "strategies.buckets",
-    "ComparedStrategy": "comparison",
-    "Comparison": "comparison",
-    "DealtShard": "planning.deal",
+    "BucketByLength": "strategies.bucket",
+    "ComparedStrategy": "strategies.compare",
+    "Comparison": "strategies.compare",
+    "DealtShard": "planning.assign",
     "EpochPlan": "sampling.epoch_plan",
     "EpochSummary": "training.summary",
-    "FirstCome": "strategies.in_order",
-    "FixedLength": "strategies.in_order",
-    "IsolationReport": "attention.isolation",
+    "FirstCome": "strategies.sequential",
+    "FixedLength": "strategies.sequential",
+    "IsolationReport": "attention",
     "MissingDependencyError": "errors",
     "ModelNotSupportedError": "errors",
-    "Multipack": "strategies.in_order",
-    "NonNegativeLeastSquares": "strategies.counting",
-    "Optimal": "strategies.counting",
-    "PackedLoader": "training.packed_loader",
+    "Multipack": "strategies.sequential",
+    "NonNegativeLeastSquares": "strategies.nnls",
+    "Optimal": "strategies.optimal.strategy",
+    "PackedLoader": "training.loader",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
     "PackingPlan": "planning.plan",
     "PackingReport": "report.report",
-    "PatternTable": "planning.table",
-    "ShortestPackFirst": "strategies.counting",
+    "PatternTable": "planning.pattern_table",
+    "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
     "attach": "training.attach",
-    "check_isolation": "attention.isolation",
-    "compare": "comparison",
-    "compute_loss": "training.compute_loss",
-    "evaluation_loss": "training.evaluation",
-    "pack": "dataset",
+    "check_isolation": "attention",
+    "compare": "strategies.compare",
+    "compute_loss": "training.loop",
+    "evaluation_loss": "training.loop",
+    "pack": "data.pack",
     "packing_report": "report.report",
-    "patch_model": "attention.patch",
-    "patched": "attention.patch",
-    "plan_counts": "strategies.planning",
-    "plan_packing": "strategies.planning",
+    "patch_model": "attention",
+    "patched": "attention",
+    "plan_counts": "strategies.base",
+    "plan_packing": "strategies.base",
     "prepare_dataloader": "training.loop",
-    "unpack": "dataset",
-    "unpatch_model": "attention.patch",
+    "unpack": "data.pack",
+    "unpatch_model": "attention",
 }
 
 if TYPE_CHECKING:
-    from hf_packing.attention.isolation import IsolationReport, check_isolation
-    from hf_packing.attention.patch import patch_model, patched, unpatch_model
+    from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
-    from hf_packing.comparison import ComparedStrategy, Comparison, compare
-    from hf_packing.dataset import pack, unpack
+    from hf_packing.data.pack import pack, unpack
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
-    from hf_packing.planning.deal import DealtShard
+    from hf_packing.planning.assign import DealtShard
     from hf_packing.planning.metrics import PackingMetrics
+    from hf_packing.planning.pattern_table import PatternTable
     from hf_packing.planning.plan import PackingPlan
-    from hf_packing.planning.table import PatternTable
     from hf_packing.report.report import PackingReport, packing_report
     from hf_packing.sampling.bucket_batches import BucketBatches
     from hf_packing.sampling.epoch_plan import EpochPlan
     from hf_packing.sampling.token_budget import TokenBudget
-    from hf_packing.strategies.buckets import Bucket, BucketByLength
-    from hf_packing.strategies.counting import BestFit, NonNegativeLeastSquares, Optimal, ShortestPackFirst
-    from hf_packing.strategies.in_order import FirstCome, FixedLength, Multipack
-    from hf_packing.strategies.planning import plan_counts, plan_packing
+    from hf_packing.strategies.base import plan_counts, plan_packing
+    from hf_packing.strategies.bucket import Bucket, BucketByLength
+    from hf_packing.strategies.compare import ComparedStrategy, Comparison, compare
+    from hf_packing.strategies.greedy import BestFit, ShortestPackFirst
+    from hf_packing.strategies.nnls import NonNegativeLeastSquares
+    from hf_packing.strategies.optimal.strategy import Optimal
+    from hf_packing.strategies.sequential import FirstCome, FixedLength, Multipack
     from hf_packing.training.attach import attach
-    from hf_packing.training.compute_loss import compute_loss
-    from hf_packing.training.evaluation import evaluation_loss
-    from hf_packing.training.loop import prepare_dataloader
-    from hf_packing.training.packed_loader import PackedLoader
+    from hf_packing.training.loader import PackedLoader
+    from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
     from hf_packing.training.summary import EpochSummary
 
 __all__ = [
@@ -122,12 +121,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOME_OF:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'hf_packing' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hf_packing.{HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(f"hf_packing.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

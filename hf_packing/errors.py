@@ -1,4 +1,4 @@
-"""Every exception that hf_packing raises on purpose."""
+"""The exceptions that hf_packing raises on purpose."""
 
 
 class PackingError(ValueError):
@@ -6,8 +6,8 @@ class PackingError(ValueError):
 
 
 class MissingDependencyError(ImportError):
-    """An optional package is needed and absent; the message is the pip line that installs it."""
+    """A missing optional package; the message has the pip command that installs it."""
 
 
 class ModelNotSupportedError(PackingError):
-    """A model that cannot be shown to keep packed documents apart; the message says why."""
+    """A model that cannot be shown to keep packed documents apart; the message gives the reason."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from checkpoints import Progress, add_checkpoints, checkpoint_of, positive, save
-from documents import load_tokenizer, read_documents, tokenise
+from documents import load_tokenizer, read_documents, tokenize
 from models import load_model
 from tqdm.auto import tqdm
 
@@ -55,7 +55,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     with accelerator.main_process_first():
         texts = read_documents(arguments.data)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
-        documents = tokenise(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
+        documents = tokenize(texts, tokenizer).train_test_split(test_size=0.02, seed=0)
 
     model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     budget = hfp.TokenBudget(arguments.max_tokens, overflow="split")
@@ -66,14 +66,18 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     accelerator.register_for_checkpointing(done)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
-        accelerator.print(f"going on in epoch {loader.epoch} after {loader.step} of {len(loader)} micro-batches")
+        accelerator.print(
+            f"going on in epoch {loader.epoch} after {loader.micro_batches_done} of {len(loader)} micro-batches"
+        )
     if loader.epoch >= arguments.epochs:
         raise SystemExit(f"--epochs: expected more than the {loader.epoch} of the checkpoint, got {arguments.epochs}")
 
     last = done.steps + arguments.steps if arguments.steps else None
     for epoch in range(loader.epoch, arguments.epochs):
         model.train()
-        progress = tqdm(loader, desc=f"Epoch {epoch}", initial=loader.step, disable=not accelerator.is_main_process)
+        progress = tqdm(
+            loader, desc=f"Epoch {epoch}", initial=loader.micro_batches_done, disable=not accelerator.is_main_process
+        )
         for batch in progress:
             with accelerator.accumulate(model):
                 loss = hfp.compute_loss(model, batch)

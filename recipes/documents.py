@@ -1,4 +1,4 @@
-"""Documents for the recipes: the standard library's own functions, or the user's data; and their tokens."""
+"""Documents for the recipes: the functions of the standard library, or the user's data; and their tokens."""
 
 import ast
 import sysconfig
@@ -9,12 +9,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-TEXT_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+from hf_packing.data.documents import Documents, load
+from hf_packing.data.rendering import EVERYTHING, BadRowError, chatml, kind_of_row, render
+from hf_packing.data.tokenize import text_tokenizer
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 VOCABULARY = 8192
 
 
 def standard_library_functions() -> datasets.Dataset:
-    """The source of every function and method of the standard library, tests left out."""
+    """Return the source of every function and method of the standard library, without its tests."""
     library = Path(sysconfig.get_paths()["stdlib"])
     functions = []
     files = sorted(library.rglob("*.py"))
@@ -39,32 +43,48 @@ def standard_library_functions() -> datasets.Dataset:
     return datasets.Dataset.from_dict({"text": functions})
 
 
-def read_documents(data: str | None) -> datasets.Dataset:
+def read_documents(data: str | None, flag: str = "--data") -> datasets.Dataset:
+    """Return the rows of a file, of a saved dataset or of one on the hub; without data, the standard library's.
+
+    `datasets` keeps the rows of a file in its cache, for the next run and for the other processes.
+    """
     if data is None:
         return standard_library_functions()
-    suffixes = [suffix for suffix in Path(data).suffixes if suffix in TEXT_FORMATS]
-    if Path(data).is_file():
-        if not suffixes:
-            raise SystemExit(f"--data: expected a file ending in {', '.join(TEXT_FORMATS)}, got {data!r}")
-        return datasets.load_dataset(TEXT_FORMATS[suffixes[-1]], data_files=data, split="train")
-    if suffixes:
-        raise SystemExit(f"--data: expected a file or a dataset's name, got {data!r}, which does not exist")
-    return datasets.load_dataset(data, split="train")
+    formats = [FORMATS[suffix] for suffix in Path(data).suffixes if suffix in FORMATS]
+    if not Path(data).is_file():
+        if formats:
+            raise SystemExit(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
+        return load(data)
+    if not formats:
+        raise SystemExit(f"{flag}: expected a file ending in {', '.join(FORMATS)}, got {data!r}")
+    try:
+        return datasets.load_dataset(formats[-1], data_files=data, split="train")
+    except datasets.exceptions.DatasetGenerationError:
+        documents = Documents(data, skip_bad=True)  # which knows the line that is wrong
+        for _ in documents:
+            pass
+        if documents.skipped:
+            raise SystemExit(f"{flag}: {documents.skipped[0]}") from None
+        raise
 
 
 def as_text(row: dict) -> str:
-    if "text" in row:
-        return row["text"]
-    if "prompt" in row and "completion" in row:
-        return f"{row['prompt']}\n{row['completion']}"
-    if "messages" in row:
-        return "\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
-    raise SystemExit(
-        f"--data: expected text, prompt and completion, messages or input_ids, got columns {', '.join(row)}"
-    )
+    """Return the text of a row; chats are written as ChatML."""
+    return render(row, kind_of(row), chatml).text
+
+
+def kind_of(row: dict) -> str:
+    """Return the column that a row is known by."""
+    try:
+        return kind_of_row(row, None)
+    except BadRowError:
+        raise SystemExit(
+            f"--data: expected text, prompt and completion, messages or input_ids, got columns {', '.join(row)}"
+        ) from None
 
 
 def train_tokenizer(documents: datasets.Dataset) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE trained on the documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,7 +98,7 @@ def train_tokenizer(documents: datasets.Dataset) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name: str | None, documents: datasets.Dataset) -> PreTrainedTokenizerBase:
-    """The named tokenizer, or one trained on the documents."""
+    """Return the named tokenizer, or one trained on the documents."""
     if name:
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -88,13 +108,22 @@ def load_tokenizer(name: str | None, documents: datasets.Dataset) -> PreTrainedT
     return train_tokenizer(documents)
 
 
-def tokenise(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
+def tokenize(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
+    """Return the tokens of the documents, all of which are trained on."""
     if "input_ids" in documents.column_names:
         return documents.select_columns("input_ids")
+    return documents.map(
+        tokens_of,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer},
+        remove_columns=documents.column_names,
+        desc="Tokenizing",
+    )
 
-    def encode(batch: dict) -> dict:
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        texts = [as_text(row) + tokenizer.eos_token for row in rows]
-        return {"input_ids": tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]}
 
-    return documents.map(encode, batched=True, remove_columns=documents.column_names, desc="Tokenising")
+def tokens_of(batch: dict, tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Return the tokens of a batch of rows, as `hf-packing pack` makes them."""
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    texts = text_tokenizer(tokenizer)
+    rendered = [render(row, kind_of(row), texts.template, train_on=EVERYTHING) for row in rows]
+    return {"input_ids": texts.tokens(rendered, ended=True)[0]}

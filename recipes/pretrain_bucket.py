@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from checkpoints import Progress, add_checkpoints, checkpoint_of, positive, save
-from documents import load_tokenizer, read_documents, tokenise
+from documents import load_tokenizer, read_documents, tokenize
 from models import load_model
 from tqdm.auto import tqdm
 
@@ -72,7 +72,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     with accelerator.main_process_first():
         texts = read_documents(arguments.data)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, texts)
-        packed = hfp.pack(tokenise(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
+        packed = hfp.pack(tokenize(texts, tokenizer), hfp.Bucket(arguments.buckets), position_ids=False)
     model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     batching = hfp.BucketBatches(arguments.tokens_per_batch, order=arguments.order, cycles=arguments.cycles or 1)
     loader = hfp.prepare_dataloader(accelerator, packed, batching, model=model)
@@ -99,12 +99,12 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
             accelerator.backward(loss)
             optimiser.step()
             optimiser.zero_grad()
-        place = loader.step - 1
-        rows = [~row if row < 0 else row for row in loader.plan.micro_batch(place, accelerator.process_index)]
+        place = loader.micro_batches_done - 1
+        rows = [row for row, _ in loader.plan.micro_batch(place, accelerator.process_index)]
         seen.append(
             Step(
                 step=len(seen),
-                bucket=int(loader.plan.step_bucket[place]),
+                bucket=int(loader.plan.bucket[place]),
                 rows=tuple(bucket_of_row[row] for row in rows),
                 tokens=batch["input_ids"].shape[1],
                 seconds=time.perf_counter() - began,

@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 import torch
 from checkpoints import positive
-from documents import load_tokenizer, read_documents, tokenise
+from documents import load_tokenizer, read_documents, tokenize
 from in_turn import DEVICE, SPEED, Side, in_turn, summary
 from transformers import (
     AutoModelForCausalLM,
@@ -217,7 +217,7 @@ def main() -> None:
     output: Path = arguments.output
     documents = read_documents(arguments.data)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model, documents)
-    documents = tokenise(documents, tokenizer)
+    documents = tokenize(documents, tokenizer)
     lengths = np.array([len(ids) for ids in documents.with_format("numpy")["input_ids"]])
     print(
         f"{len(lengths):,} documents, {lengths.sum():,} tokens: "

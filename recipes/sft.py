@@ -20,13 +20,15 @@ import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
-from sft_documents import CHATML, IGNORED, read, tokenise, what_is_trained
+from sft_documents import CHATML, read, tokenize, what_is_trained
 from sft_parser import Parser
 from sft_resume import SameFlags, checkpoint_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
+from hf_packing.data.rendering import BadRowError
 
 STRATEGIES = {
     "best_fit": hfp.BestFit,
@@ -123,14 +125,18 @@ def documents_of(
     rows: datasets.Dataset, config: SFTConfig, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> datasets.Dataset:
     """Tokens and labels."""
-    trained = what_is_trained(rows, given.get("assistant_only_loss"), config.completion_only_loss)
-    return rows.map(
-        tokenise,
-        fn_kwargs={"tokenizer": tokenizer, "trained": trained},
-        remove_columns=rows.column_names,
-        num_proc=config.dataset_num_proc,
-        desc="Tokenising",
-    )
+    train_on = what_is_trained(rows, given.get("assistant_only_loss"), config.completion_only_loss)
+    try:
+        return rows.map(
+            tokenize,
+            fn_kwargs={"tokenizer": tokenizer, "train_on": train_on},
+            remove_columns=rows.column_names,
+            num_proc=config.dataset_num_proc,
+            desc="Tokenizing",
+        )
+    except BadRowError as error:
+        hint = "; --chat_template_path takes another template" if "chat template" in str(error) else ""
+        sys.exit(f"--data: {error}{hint}")
 
 
 def main(flags: Sequence[str] | None = None) -> SFTTrainer:
@@ -156,7 +162,7 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
 
     if config.process_index == 0:
         labels = documents.with_format("numpy")["labels"]
-        trained_tokens = sum(int((np.asarray(of_document) != IGNORED).sum()) for of_document in labels)
+        trained_tokens = sum(int((np.asarray(of_document) != IGNORED_LABEL).sum()) for of_document in labels)
         print(f"{len(documents):,} documents in {len(rows):,} rows, {trained_tokens:,} tokens to train on")
     trainer = prepare(arguments, config, tokenizer, rows, held_out, batching)
     trainer.train(resume_from_checkpoint=checkpoint)

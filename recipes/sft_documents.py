@@ -1,14 +1,16 @@
-"""Chats, prompts and completions as tokens and labels; what is not to be trained on has the label -100."""
+"""Chats, prompts and completions as tokens and labels; what is not trained on has the label -100."""
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import datasets
+from documents import read_documents
 from transformers import PreTrainedTokenizerBase
+
+from hf_packing.data.rendering import TrainOn, render
+from hf_packing.data.tokenize import text_tokenizer
 
 IGNORED = -100
 CHATML = (
@@ -19,34 +21,9 @@ CHATML = (
 )
 
 
-class Trained(NamedTuple):
-    """Which tokens have a loss: those that are both, where both are asked for."""
-
-    assistant_only: bool
-    completion_only: bool
-
-    def covers(self, by_assistant: bool, in_completion: bool) -> bool:
-        return (by_assistant or not self.assistant_only) and (in_completion or not self.completion_only)
-
-
-class Edge(NamedTuple):
-    """The end of a piece of a chat."""
-
-    messages: int
-    """How many of them come before it."""
-    asks: bool
-    """Whether the template's beginning of an answer comes before it, too."""
-    trained: bool
-
-
 def read(data: str, flag: str = "--data") -> datasets.Dataset:
-    """Rows with messages, or with prompt and completion."""
-    if Path(data).suffix and not Path(data).exists():
-        sys.exit(f"{flag}: expected a file or a dataset's name, got {data!r}, which does not exist")
-    if Path(data).is_file():
-        rows = datasets.load_dataset("json", data_files=data, split="train")
-    else:
-        rows = datasets.load_dataset(data, split="train")
+    """Return rows with messages, or with prompt and completion."""
+    rows = read_documents(data, flag)
     if not len(rows):
         sys.exit(f"{flag}: expected rows, {data!r} has none")
     names = set(rows.column_names)
@@ -55,7 +32,7 @@ def read(data: str, flag: str = "--data") -> datasets.Dataset:
     return rows
 
 
-def what_is_trained(rows: datasets.Dataset, assistant_only: bool | None, completion_only: bool | None) -> Trained:
+def what_is_trained(rows: datasets.Dataset, assistant_only: bool | None, completion_only: bool | None) -> TrainOn:
     """Resolve the flags, None for one that was not given: answers alone, unless they say otherwise."""
     has_messages = "messages" in rows.column_names
     is_chat = has_messages or not isinstance(rows[0]["prompt"], str)
@@ -67,58 +44,25 @@ def what_is_trained(rows: datasets.Dataset, assistant_only: bool | None, complet
         assistant_only = is_chat and completion_only is not False
     if completion_only is None:
         completion_only = not has_messages
-    return Trained(assistant_only, completion_only)
+    return TrainOn(assistant_only, completion_only)
 
 
-def tokenise(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, trained: Trained) -> dict[str, list[int]]:
-    input_ids, labels = [], []
-    for text, has_loss in pieces(row, tokenizer, trained):
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        input_ids += tokens
-        labels += tokens if has_loss else [IGNORED] * len(tokens)
+def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> dict[str, list[int]]:
+    """Return the tokens and labels of a row, as `hf-packing pack` makes them.
+
+    Raises:
+        PackingError: the tokenizer's chat template cannot write the row, or rewrites earlier turns.
+    """
+    check_tools(row, tokenizer)
+    texts = text_tokenizer(tokenizer)
+    document = render(row, "messages" if "messages" in row else "prompt", texts.template, train_on=train_on)
+    (input_ids,), (labels,) = texts.tokens([document], ended=True)
     return {"input_ids": input_ids, "labels": labels}
 
 
-def pieces(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, trained: Trained) -> Iterator[tuple[str, bool]]:
-    """The row as pieces of text, each with whether it is trained on."""
-    has_messages = "messages" in row
-    if not has_messages and isinstance(row["prompt"], str):
-        yield row["prompt"] + "\n", trained.covers(by_assistant=False, in_completion=False)
-        yield row["completion"] + tokenizer.eos_token, trained.covers(by_assistant=True, in_completion=True)
-        return
-    prompt = [] if has_messages else row["prompt"]
-    messages = row["messages"] if has_messages else prompt + row["completion"]
-    more = {"tools": tools_of(row, tokenizer), **(row.get("chat_template_kwargs") or {})}
-    rendered = ""
-    for edge in edges(messages, len(prompt), trained):
-        text = tokenizer.apply_chat_template(
-            messages[: edge.messages], tokenize=False, add_generation_prompt=edge.asks, **more
-        )
-        if not text.startswith(rendered):
-            sys.exit(
-                f"--model: its chat template rewrites earlier turns, so turn {edge.messages} cannot be masked apart; "
-                "--chat_template_path takes another template"
-            )
-        yield text[len(rendered) :], edge.trained
-        rendered = text
-
-
-def edges(messages: Sequence[Mapping[str, Any]], prompt: int, trained: Trained) -> list[Edge]:
-    """Where pieces end: only where what is trained on changes, and not after the last of it."""
-    found = []
-    for turn, message in enumerate(messages):
-        by_assistant = message["role"] == "assistant"
-        if by_assistant and turn:
-            found.append(Edge(turn, True, trained.covers(False, turn > prompt)))
-        found.append(Edge(turn + 1, False, trained.covers(by_assistant, turn >= prompt)))
-    changes = [edge for edge, following in pairwise(found) if edge.trained != following.trained]
-    return changes + [edge for edge in found[-1:] if edge.trained]
-
-
-def tools_of(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The tools that the chat's template is to describe."""
+def check_tools(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse tools that the chat template would leave out without a word."""
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
     if tools and "tools" not in tokenizer.chat_template:
         sys.exit("--chat_template_path: expected a template that shows tools, as the data has some")
-    return tools

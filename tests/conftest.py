@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: as many run as there are cores
@@ -14,9 +15,17 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=1000)  # of make test-all
 settings.load_profile("default")
 
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take longest begin first: a process has a whole file, and none should wait for the last one."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: -slow[item.path] / tests[item.path])
 
 
 @pytest.fixture(autouse=True)

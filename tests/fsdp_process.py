@@ -1,10 +1,13 @@
-"""One of the processes of test_sharded: a model on the meta device, patched, sharded by FSDP2, filled, and called.
+"""One of the processes of test_sharded: models on the meta device, patched, sharded by FSDP2, filled, and called.
 
-python fsdp_process.py RANK PROCESSES FILE ARCHITECTURE {outside,inside}: the weights of a tiny model are in FILE.
-Prints rank, loss and whether the model is isolated; each process has other documents, and another number of them.
+    python fsdp_process.py RANK PROCESSES FOLDER
+
+The weights of tiny models are in FOLDER/ARCHITECTURE.pt. Writes the loss of each of CASES and whether the model is
+isolated, or why it is refused, into FOLDER/found-RANK.json. Each process has other documents, and another number.
 """
 
 import gc
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -15,15 +18,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.collate import PackingCollator
 
 DOCUMENTS = ([[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]], [[41, 42, 43], [51, 52, 53, 54, 55, 56, 57, 58]])
 
 
-def sharded_model(architecture: str, file: str, where: str) -> torch.nn.Module:
+CASES = [("llama", "outside"), ("jamba", "outside"), ("jamba", "inside")]
+
+
+def sharded_model(architecture: str, folder: Path, where: str) -> torch.nn.Module:
     warnings.simplefilter("ignore")
-    known = torch.load(file)
+    known = torch.load(folder / f"{architecture}.pt")
     ordinary = tiny_model(architecture, "causal")
     with torch.device("meta"):
         model = type(ordinary)(ordinary.config).eval()
@@ -40,25 +46,30 @@ def sharded_model(architecture: str, file: str, where: str) -> torch.nn.Module:
     return model
 
 
-def measure(rank: int, file: str, architecture: str, where: str) -> None:
-    model = sharded_model(architecture, file, where)
-    batch = PackingCollator()([{"input_ids": tokens} for tokens in DOCUMENTS[rank]])
-    loss = model(**batch).loss
-    loss.backward()
-    print(rank, loss.item(), hfp.check_isolation(model).isolated)
+def measure(rank: int, folder: Path, architecture: str, where: str) -> dict:
+    try:
+        model = sharded_model(architecture, folder, where)
+        batch = PackingCollator()([{"input_ids": tokens} for tokens in DOCUMENTS[rank]])
+        loss = model(**batch).loss
+        loss.backward()
+        found = {"rank": rank, "loss": loss.item(), "isolated": hfp.check_isolation(model).isolated}
+    except hfp.PackingError as error:
+        found = {"refused": str(error)}
     dist.barrier()
+    return found
 
 
-def main(rank: int, processes: int, file: str, architecture: str, where: str) -> None:
-    """The model is gone before its process group: torch aborts at times where a sharded model outlives it."""
-    store = dist.FileStore(str(Path(file).with_suffix(f".{where}")), processes)
+def main(rank: int, processes: int, folder: Path) -> None:
+    """Models are gone before their process group: torch aborts at times where a sharded model outlives it."""
+    store = dist.FileStore(str(folder / "store"), processes)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     try:
-        measure(rank, file, architecture, where)
+        found = [(case, measure(rank, folder, *case)) for case in CASES]
+        (folder / f"found-{rank}.json").write_text(json.dumps(found))
     finally:
         gc.collect()
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

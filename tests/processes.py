@@ -9,15 +9,25 @@ from pathlib import Path
 
 import training_process
 
+HANGS = 1800
+"""Seconds after which processes are taken to hang, also on a busy machine."""
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
 
 
-def run(folder, ranks=1, fails=False, **settings):
-    """Train in processes of their own; the folder is made where it does not exist."""
-    unknown = settings.keys() - training_process.SETTINGS.keys()
-    assert not unknown, unknown
-    return launch("training_process.py", folder, json.dumps(settings), ranks=ranks, fails=fails)
+def run(folder, runs, ranks, fails=False):
+    """Do runs of training_process.py, one after the other, on so many processes.
+
+    Args:
+        folder: for results, in a folder for each run.
+        runs: settings by name.
+        ranks: processes.
+        fails: whether the processes are expected to fail, as when they are killed.
+    """
+    for settings in runs.values():
+        assert settings.keys() <= training_process.SETTINGS.keys(), settings
+    return launch("training_process.py", folder, json.dumps(runs), ranks=ranks, fails=fails)
 
 
 def launch(script, folder, *arguments, ranks, fails=False):
@@ -28,7 +38,7 @@ def launch(script, folder, *arguments, ranks, fails=False):
     known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
     start = [sys.executable, *(TORCHRUN + [str(ranks)] if ranks > 1 else []), *arguments]
-    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=HANGS, check=False)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 
@@ -38,12 +48,12 @@ def read(folder, kind, rank):
 
 
 def losses(folder, rank=0):
-    """By step of the optimiser; the latest where a step was trained twice."""
+    """By optimizer step; the latest where a step was trained twice."""
     return {line["step"]: line["loss"] for line in read(folder, "losses", rank)}
 
 
 def logged(folder, rank):
-    """Everything that a trainer logs with the loss, by step of the optimiser."""
+    """Everything that a trainer logs with the loss, by optimizer step."""
     return {line["step"]: line for line in read(folder, "logged", rank)}
 
 

@@ -24,10 +24,7 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 
-STATE = PartialState(cpu=True, timeout=timedelta(seconds=120))
-RANK, RANKS = STATE.process_index, STATE.num_processes
 DATA = documents(64)
-LAST = RANK == RANKS - 1
 
 
 class Rows(torch.utils.data.Dataset):
@@ -56,26 +53,50 @@ def other(column):
     return lambda row: {column: [token if token == -100 else token + 1 for token in row[column]]}
 
 
-def shifted(data, column):
-    return data.map(other(column), load_from_cache_file=False) if LAST else data
+class Rank:
+    """What one of several ranks brings along."""
+
+    def __init__(self, rank, ranks):
+        self.rank, self.ranks = rank, ranks
+        self.last = rank == ranks - 1
+
+    def shifted(self, column):
+        return DATA.map(other(column), load_from_cache_file=False) if self.last else DATA
+
+    def data(self):
+        """By case, a function that makes the data of this rank, which others have in part or not at all."""
+        rank, ranks, last = self.rank, self.ranks, self.last
+        return {
+            "shard": lambda: DATA.shard(ranks, rank),
+            "shuffle": lambda: DATA.shuffle(seed=rank),
+            "40 against 48": lambda: documents(40 + 8 * last),
+            "12 against 64": lambda: documents(64 if last else 12),
+            "fewer rows than ranks": lambda: documents(64 if last else 1),
+            "a row too long": lambda: longer(DATA) if last else DATA,
+            "other tokens": lambda: self.shifted("input_ids"),
+            "other labels": lambda: self.shifted("labels"),
+            "list": lambda: DATA.to_list()[rank::ranks],
+            "list of other labels": lambda: self.shifted("labels").to_list(),
+            "torch dataset": lambda: Rows(range(rank, 64, ranks)),
+            "torch dataset of as many rows": lambda: Rows(range(rank * 32, rank * 32 + 32)),
+            "random transform": lambda: DATA.shuffle(seed=rank).with_transform(masked_at_random),
+            "packed": lambda: hfp.pack(DATA.shard(ranks, rank), hfp.BestFit(48), load_from_cache_file=False),
+        }
+
+    def batching(self):
+        """By case, the batching of this rank and further settings."""
+        last = self.last
+        return {
+            "seed": (hfp.TokenBudget(64, seed=self.rank), {}),
+            "max_tokens": (hfp.TokenBudget(64 + 8 * last), {}),
+            "a budget too small": (hfp.TokenBudget(8 if last else 64), {}),
+            "overflow": (hfp.TokenBudget(64, overflow="drop" if last else "error"), {}),
+            "no batching": (None if last else hfp.TokenBudget(64), {}),
+            "loss": (hfp.TokenBudget(64), {"loss": "sequence" if last else "token"}),
+            "no loss": (hfp.TokenBudget(64), {"loss": "mean" if last else "token"}),
+        }
 
 
-DATA_OF_RANKS = {
-    "shard": lambda: DATA.shard(RANKS, RANK),
-    "shuffle": lambda: DATA.shuffle(seed=RANK),
-    "40 against 48": lambda: documents(40 + 8 * LAST),
-    "12 against 64": lambda: documents(64 if LAST else 12),
-    "fewer rows than ranks": lambda: documents(64 if LAST else 1),
-    "a row too long": lambda: longer(DATA) if LAST else DATA,
-    "other tokens": lambda: shifted(DATA, "input_ids"),
-    "other labels": lambda: shifted(DATA, "labels"),
-    "list": lambda: DATA.to_list()[RANK::RANKS],
-    "list of other labels": lambda: shifted(DATA, "labels").to_list(),
-    "torch dataset": lambda: Rows(range(RANK, 64, RANKS)),
-    "torch dataset of as many rows": lambda: Rows(range(RANK * 32, RANK * 32 + 32)),
-    "random transform": lambda: DATA.shuffle(seed=RANK).with_transform(masked_at_random),
-    "packed": lambda: hfp.pack(DATA.shard(RANKS, RANK), hfp.BestFit(48), load_from_cache_file=False),
-}
 SAME = {
     "table": lambda: DATA,
     "list": lambda: DATA.to_list(),
@@ -83,15 +104,6 @@ SAME = {
     "random transform": lambda: DATA.with_transform(masked_at_random),
 }
 """Data that all ranks have, which they train on: none of these is refused."""
-BATCHING_OF_RANKS = {
-    "seed": lambda: (hfp.TokenBudget(64, seed=RANK), {}),
-    "max_tokens": lambda: (hfp.TokenBudget(64 + 8 * LAST), {}),
-    "a budget too small": lambda: (hfp.TokenBudget(8 if LAST else 64), {}),
-    "overflow": lambda: (hfp.TokenBudget(64, overflow="drop" if LAST else "error"), {}),
-    "no batching": lambda: (None if LAST else hfp.TokenBudget(64), {}),
-    "loss": lambda: (hfp.TokenBudget(64), {"loss": "sequence" if LAST else "token"}),
-    "no loss": lambda: (hfp.TokenBudget(64), {"loss": "mean" if LAST else "token"}),
-}
 
 
 class Steps(TrainerCallback):
@@ -105,8 +117,8 @@ class Steps(TrainerCallback):
 class Log:
     """What this process was told in each case."""
 
-    def __init__(self, folder):
-        self.file = folder / f"ranks-{RANK}.json"
+    def __init__(self, folder, rank):
+        self.file = folder / f"ranks-{rank}.json"
         self.told = {}
 
     def told_of(self, name, act, steps=None):
@@ -133,16 +145,15 @@ def attach_and_train(made, batching=None, **settings):
     made.train()
 
 
-def through_trainer(log, folder, kind, data_of_ranks):
-    for name, data in data_of_ranks.items():
+def through_trainer(log, folder, kind, own):
+    for name in ("shard", "shuffle", "40 against 48", "12 against 64", "other tokens"):
         steps = Steps()
-        made = trainer(folder, kind, data(), steps)
+        made = trainer(folder, kind, own.data()[name](), steps)
         log.told_of(f"{kind.__name__}: data: {name}", lambda made=made: attach_and_train(made), steps)
     steps = Steps()
-    made = trainer(folder, kind, DATA, steps, gradient_accumulation_steps=1 + LAST)
+    made = trainer(folder, kind, DATA, steps, gradient_accumulation_steps=1 + own.last)
     log.told_of(f"{kind.__name__}: batching: accumulation", lambda: attach_and_train(made), steps)
-    for name, batching in BATCHING_OF_RANKS.items():
-        given, settings = batching()
+    for name, (given, settings) in own.batching().items():
         made = trainer(folder, kind, DATA)
         log.told_of(
             f"{kind.__name__}: batching: {name}",
@@ -150,11 +161,11 @@ def through_trainer(log, folder, kind, data_of_ranks):
         )
 
 
-def evaluations(log, folder, kind):
+def evaluations(log, folder, kind, own):
     for name, evaluated in {
-        "eval_dataset": DATA.shard(RANKS, RANK),
-        "one of several": {"all": DATA, "some": DATA.shard(RANKS, RANK)},
-        "no eval_dataset": None if LAST else DATA,
+        "eval_dataset": DATA.shard(own.ranks, own.rank),
+        "one of several": {"all": DATA, "some": DATA.shard(own.ranks, own.rank)},
+        "no eval_dataset": None if own.last else DATA,
     }.items():
         made = trainer(folder, kind, DATA)
         made.eval_dataset = evaluated
@@ -164,73 +175,71 @@ def evaluations(log, folder, kind):
     for method in ("evaluate", "predict"):
         call = getattr(made, method)
         log.told_of(f"{kind.__name__}: same: {method}", lambda call=call: call(documents(9)))
-        log.told_of(f"{kind.__name__}: evaluation: {method}", lambda call=call: call(DATA.shuffle(seed=RANK)))
+        log.told_of(f"{kind.__name__}: evaluation: {method}", lambda call=call: call(DATA.shuffle(seed=own.rank)))
         if kind is Trainer:  # SFTTrainer prepares what it evaluates, and other ranks wait for that
-            log.told_of(f"Trainer: evaluation: {method} nothing", lambda call=call: call([] if LAST else DATA))
-    made.train_dataset = documents(50) if LAST else DATA
+            log.told_of(f"Trainer: evaluation: {method} nothing", lambda call=call: call([] if own.last else DATA))
+    made.train_dataset = documents(50) if own.last else DATA
     log.told_of(f"{kind.__name__}: later: another train_dataset", made.train)
     made.train_dataset = DATA
-    made.data_collator = None if LAST else made.data_collator
+    made.data_collator = None if own.last else made.data_collator
     log.told_of(f"{kind.__name__}: later: another collator on one rank", made.train)
     made.data_collator = made.planned_batches.collator
-    if RANK == 0:
+    if own.rank == 0:
         assert next(iter(made.get_train_dataloader()))["input_ids"].shape[0] == 1  # no other rank waits for it
     log.told_of(f"{kind.__name__}: same: after all that", made.train)
 
 
-def loops(log):
-    def loop(data, batching=None, **settings):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.pop("accumulation", 1))
-        for _ in hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **settings):
-            pass
+def loop(data, batching=None, **settings):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings.pop("accumulation", 1))
+    for _ in hfp.prepare_dataloader(accelerator, data, batching or hfp.TokenBudget(64), **settings):
+        pass
 
-    for name, data in DATA_OF_RANKS.items():
+
+def loops(log, own):
+    for name, data in own.data().items():
         log.told_of(f"loop: data: {name}", lambda data=data: loop(data()))
     for name, data in SAME.items():
         log.told_of(f"loop: same: {name}", lambda data=data: loop(data()))
-    for name, batching in BATCHING_OF_RANKS.items():
-        given, settings = batching()
+    for name, (given, settings) in own.batching().items():
         given = 64 if given is None else given
         log.told_of(f"loop: batching: {name}", lambda given=given, settings=settings: loop(DATA, given, **settings))
-    log.told_of("loop: batching: accumulation", lambda: loop(DATA, accumulation=1 + LAST))
-    model = build("Llama")
-    log.told_of("loop: batching: model", lambda: loop(DATA, model=build("Llama", intermediate_size=96 + 32 * LAST)))
-    accelerator = Accelerator(cpu=True)
+    log.told_of("loop: batching: accumulation", lambda: loop(DATA, accumulation=1 + own.last))
+    model, other_model = build("Llama"), build("Llama", intermediate_size=96 + 32 * own.last)
+    log.told_of("loop: batching: model", lambda: loop(DATA, model=other_model))
+    accelerator, shard = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank)
     hfp.patch_model(model)
-    log.told_of("loop: evaluation: shard", lambda: hfp.evaluation_loss(accelerator, model, DATA.shard(RANKS, RANK)))
+    log.told_of("loop: evaluation: shard", lambda: hfp.evaluation_loss(accelerator, model, shard))
     rows = DATA.to_list()
     loader = hfp.prepare_dataloader(accelerator, rows, hfp.TokenBudget(64))
-    rows.extend(rows[:9] if LAST else [])
+    rows.extend(rows[:9] if own.last else [])
     log.told_of("loop: later: rows on one rank", lambda: next(iter(loader)))
     log.told_of("loop: same: evaluation", lambda: hfp.evaluation_loss(accelerator, model, documents(9)))
 
     def shared(data):
         assert len(list(hfp.prepare_dataloader(accelerator, data, hfp.TokenBudget(64)).plan.micro_batches(0))) == 13
 
-    accelerator.state.parallelism_config = SimpleNamespace(tp_size=RANKS, cp_size=1, sp_size=1)
-    log.told_of("tensor parallel ranks: data: shard", lambda: shared(DATA.shard(RANKS, RANK)))
+    accelerator.state.parallelism_config = SimpleNamespace(tp_size=own.ranks, cp_size=1, sp_size=1)
+    log.told_of("tensor parallel ranks: data: shard", lambda: shared(shard))
     log.told_of("tensor parallel ranks: same: table", lambda: shared(DATA))
     accelerator.state.parallelism_config = None
 
 
 def main():
-    folder = Path(sys.argv[1])
+    folder, state = Path(sys.argv[1]), PartialState(cpu=True, timeout=timedelta(seconds=120))
     torch.set_num_threads(1)
-    log = Log(folder)
-    some = {
-        name: DATA_OF_RANKS[name] for name in ("shard", "shuffle", "40 against 48", "12 against 64", "other tokens")
-    }
+    own = Rank(state.process_index, state.num_processes)
+    log = Log(folder, own.rank)
     for kind in (Trainer, SFTTrainer):
-        through_trainer(log, folder, kind, some)
-        evaluations(log, folder, kind)
+        through_trainer(log, folder, kind, own)
+        evaluations(log, folder, kind, own)
     for name, data in SAME.items():
         steps = Steps()
         made = trainer(folder, Trainer, data(), steps)
         log.told_of(f"Trainer: trained: {name}", lambda made=made: attach_and_train(made), steps)
-    loops(log)
-    accelerator, shard = Accelerator(cpu=True), DATA.shard(RANKS, RANK)
+    loops(log, own)
+    accelerator, shard = Accelerator(cpu=True), DATA.shard(own.ranks, own.rank)
     end = log.told_of("loop: end: shard", lambda: hfp.prepare_dataloader(accelerator, shard, hfp.TokenBudget(64)))
-    STATE.wait_for_everyone()  # the first process that ends takes the others with it
+    state.wait_for_everyone()  # the first process that ends takes the others with it
     raise end
 
 

@@ -31,6 +31,7 @@ TOY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", TOY)
 def test_runs(script):
     options, expected = TOY[script]
@@ -45,6 +46,7 @@ def test_every_benchmark_is_run_by_make():
     assert set(names.split()) == scripts - {"gpu_train", "write_readme"}
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_run(tmp_path):
     for folder in (BENCHMARKS, BENCHMARKS.parent / "recipes"):
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("results", "__pycache__"))

@@ -1,115 +1,219 @@
-"""All Python in the README and in docs is run, page by page; links lead somewhere."""
+"""README and docs: their Python runs and prints what they say, their links resolve, their pictures are drawn.
 
-import importlib.util
+HF_PACKING_WRITE_PAGES=1 python -m pytest tests/test_documentation.py writes what is printed into the pages.
+"""
+
+import contextlib
+import doctest
+import io
+import json
+import os
 import re
+import string
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
+import trl
+import yaml
 from accelerate import Accelerator
 from matplotlib import image
-from tiny_models import build
-from trainers import arguments
-from training_process import documents, tokenizer
-from transformers import Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from tiny_models import SIZES, build
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from training_process import documents
+from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
-from hf_packing.training.step_facts import StepFacts
+from hf_packing.training.summary import StepCounts
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+pytestmark = pytest.mark.filterwarnings(
+    "default::FutureWarning",  # TRL uses names that transformers has renamed
+    "default:patch_model:UserWarning",  # a page says that it warns with prove=False
+)
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "recipes").rglob("README.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+DOCS, PICTURES = ROOT / "docs", ROOT / "docs" / "pictures"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
+PYTHON = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+"""A block of Python; a block of text right after it is what it prints."""
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+QUICK = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False}
+QUICK |= {"dataloader_pin_memory": False, "disable_tqdm": True, "logging_strategy": "no"}
+"""Arguments of trainers that keep a test short, beside those of the page."""
 
 
-def of_tests(folder):
-    """SFTConfig as pages write it, with what a test needs beside."""
-    return lambda **changes: arguments(folder, SFTConfig, **changes)
+def names(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
-class WithTokenizer(SFTTrainer):
-    """Which would be loaded from the hub."""
+def tokenizer(vocabulary: int = 128) -> PreTrainedTokenizerFast:
+    """One token for each byte, as far as the vocabulary of the tiny models goes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [each for each in alphabet if each in string.printable or each in "ĠĊ"]
+    known = {each: number for number, each in enumerate(["<pad>", "<bos>", "<eos>", "<mask>", *letters][:vocabulary])}
+    made = Tokenizer(models.BPE(known, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", mask_token="<mask>")
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, processing_class=tokenizer(), **kwargs)
+
+def masked_model() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
 
 
-def names_of_pages(folder):
-    """What pages take for granted."""
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(6, 0.8, 500), 1, 4096).astype(int).tolist()
-    tokenised = documents(60)
-    accelerator, model = Accelerator(cpu=True), build("Llama")
-    shards = np.array_split(np.array(lengths), 2)
+@pytest.fixture
+def page_names(tmp_path, monkeypatch) -> dict:
+    """What a reader of the pages has: small files, tiny models by any name, and the names that pages use."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    texts = ["lorem ipsum " * int(times) for times in rng.integers(1, 9, 60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    chats = ({"prompt": text[:20], "completion": text[20:40]} for text in texts)
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
+    for name, made in {
+        "AutoModelForCausalLM": lambda *_, **__: build("Llama"),
+        "AutoModelForMaskedLM": lambda *_, **__: masked_model(),
+        "AutoTokenizer": lambda *_, **__: tokenizer(),
+        "AutoProcessor": lambda *_, **__: tokenizer(),
+    }.items():
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", made)
+    for arguments in (transformers.TrainingArguments, trl.SFTConfig):
+        monkeypatch.setattr(arguments, "__init__", quick(arguments.__init__))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    tokenized = documents(60)
+    lengths = np.clip(rng.lognormal(6, 0.8, 500), 1, 4096).astype(int)
     return {
-        "Trainer": Trainer,
-        "TrainingArguments": TrainingArguments,
-        "SFTTrainer": WithTokenizer,
-        "SFTConfig": of_tests(folder),
-        "hfp": hfp,
-        "np": np,
-        "args": arguments(folder, remove_unused_columns=False),
-        "model": model,
-        "tokenised": tokenised,
-        "dataset": tokenised,
-        "ds": tokenised,
-        "packed": hfp.pack(tokenised, hfp.BestFit(64)),
-        "lengths": lengths,
-        "all_lengths": np.array(lengths),
-        "shard_lengths": shards[1],
-        "already_dealt": np.bincount(shards[0], minlength=max(lengths) + 1),
-        "accelerator": accelerator,
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "epochs": 1,
+        "__name__": "__main__",
+        "tokenized": tokenized,
+        "packed": hfp.pack(tokenized, hfp.BestFit(64)),
+        "lengths": lengths.tolist(),
+        "model": build("Llama"),
+        "trainer": transformers.Trainer(build("Llama"), transformers.TrainingArguments("out"), train_dataset=tokenized),
+        "accelerator": Accelerator(),
     }
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=lambda page: page.stem
-)
-def test_the_python_of_a_page_runs(page, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = names_of_pages(tmp_path)
-    for block in PYTHON.findall(page.read_text()):
-        if block.startswith(("hfp.compare(lengths", "loader = ")):
-            names["lengths"] = names["lengths"][:100]
-            names["model"] = build("Llama")
-            names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
-        exec(compile(block, str(page), "exec"), names)
-    assert "Traceback" not in capsys.readouterr().out
+def quick(init):
+    return lambda self, *given, **named: init(self, *given, **(named | QUICK))
 
 
-def test_pages_have_python():
-    assert sum(len(PYTHON.findall(page.read_text())) for page in PAGES) > 15
+def run(page: Path, names_of_page: dict) -> str:
+    """The page, with what its blocks print where it says what they print."""
+
+    def printed(block: re.Match[str]) -> str:
+        # on the lines that the block has in the page, for tracebacks
+        code = "\n" * page_text[: block.start()].count("\n") + "\n" + block["code"]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(code, str(page), "exec"), names_of_page)
+        said = block["printed"]
+        if said is None or doctest.OutputChecker().check_output(said, output.getvalue(), doctest.ELLIPSIS):
+            return block[0]
+        return block[0].replace(f"```text\n{said}", f"```text\n{output.getvalue()}")
+
+    page_text = page.read_text()
+    return PYTHON.sub(printed, page_text)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=names)
+def test_python_runs_and_prints_what_the_page_says(page, page_names):
+    text = run(page, page_names)
+    if os.environ.get("HF_PACKING_WRITE_PAGES"):
+        page.write_text(text)
+    assert text == page.read_text()
+
+
+def test_pages_have_python_and_output():
+    blocks = [block for page in PAGES for block in PYTHON.finditer(page.read_text())]
+    assert len(blocks) > 40
+    assert sum(block["printed"] is not None for block in blocks) > 10
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target, anchor in LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            assert re.fullmatch(r"https://[\w.-]+\.[a-z]+(/[\w./~%=?&+-]*)?", target), f"{page.name}: {target}"
+            continue
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), f"{page.name}: {target}"
+        assert found.is_relative_to(ROOT), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+
+
+def navigation(entry) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [page for each in (entry.values() if isinstance(entry, dict) else entry) for page in navigation(each)]
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    pages = navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(page for page in pages if (DOCS / page).exists()) == sorted(
+        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
+    )
+    assert all((DOCS / page).exists() or (ROOT / page).exists() for page in pages)
+
+
+def test_every_make_target_that_pages_name_exists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        for target in re.findall(r"\bmake ([a-z][\w-]*)`|^make ([\w-]+)", page.read_text(), flags=re.MULTILINE):
+            assert "".join(target) in targets, f"{page.name}: make {''.join(target)}"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_public_name_is_in_the_reference():
+    assert sorted(re.findall(r"^<!-- api: (\w+) -->$", (DOCS / "API.md").read_text(), re.MULTILINE)) == hfp.__all__
 
 
 def test_what_a_trainer_logs_is_defined():
-    facts = StepFacts()
+    facts = StepCounts()
     facts.add(torch.ones(2, 1, 4, dtype=torch.int64))
-    logged = facts.take(budget=4)
+    logged = facts.take(max_tokens=4)
     assert len(logged) == 5
-    text = (ROOT / "README.md").read_text()
+    text = (DOCS / "guides" / "train.md").read_text()
     assert all(f"\n| `{name}` | " in text for name in logged)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
-    for target in LINK.findall(page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+def test_pictures_are_those_of_their_script(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(PICTURES))
+    draw = __import__("draw")
+    draw.main(tmp_path)
+    for name in draw.PICTURES:
+        made, kept = tmp_path / name, PICTURES / name
+        if name.endswith(".svg"):
+            words = re.compile("<!-- (.*?) -->")
+            assert words.findall(made.read_text()) == words.findall(kept.read_text())
+            continue
+        made, kept = image.imread(made), image.imread(kept)
+        assert made.shape == kept.shape
+        assert np.abs(made - kept).mean() < 0.02, name  # fonts differ between machines
 
 
-def test_the_picture_is_that_of_its_script(tmp_path):
-    script = importlib.util.spec_from_file_location("draw", ROOT / "docs" / "pictures" / "draw.py")
-    draw = importlib.util.module_from_spec(script)
-    script.loader.exec_module(draw)
-    draw.main(tmp_path / "packing.png")
-    made, kept = (image.imread(folder / "packing.png") for folder in (tmp_path, ROOT / "docs" / "pictures"))
-    assert made.shape == kept.shape
-    assert np.abs(made - kept).mean() < 0.02  # fonts differ between machines
+def test_every_picture_is_shown():
+    text = "".join(page.read_text() for page in PAGES)
+    for picture in [*PICTURES.glob("*.png"), *PICTURES.glob("*.svg")]:
+        assert f"pictures/{picture.name})" in text, picture.name
 
 
 def test_every_strategy_has_a_page():
@@ -117,9 +221,10 @@ def test_every_strategy_has_a_page():
     assert len(strategies) == 9
     for name in strategies:
         file = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-        page = (ROOT / "docs" / "strategies" / f"{file}.md").read_text()
+        page = (DOCS / "strategies" / f"{file}.md").read_text()
         assert page.startswith(f"# {name}\n")
-        assert f"({file}.md)" in (ROOT / "docs" / "strategies" / "README.md").read_text()
+        assert f"](../pictures/{file}.png)" in page
+        assert f"({file}.md)" in (DOCS / "strategies" / "README.md").read_text()
 
 
 def is_strategy(name):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from processes import HANGS
 
 import hf_packing as hfp
 
@@ -28,7 +29,7 @@ def call(script, folder, *options, **environment):
     known = {"HF_HOME": str(folder / "huggingface"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(REPRODUCE / f"{script}.py"), "--quick", "--output", str(folder), *options]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | known | environment, timeout=300
+        command, capture_output=True, text=True, check=False, env=os.environ | known | environment, timeout=HANGS
     )
 
 
@@ -56,6 +57,7 @@ def number(cell):
     return float(cell.strip("%").replace(",", ""))
 
 
+@pytest.mark.slow
 def test_bucket_pre_training(tmp_path):
     found = tables("bucket_pretraining", tmp_path)
     table = {row[0]: row for row in starting_with(found, "Table 1")[1:]}
@@ -71,6 +73,7 @@ def test_bucket_pre_training(tmp_path):
     assert number(speeds[0][2]) > number(speeds[-1][2])
 
 
+@pytest.mark.slow
 def test_krell(tmp_path, shared_data):  # noqa: ARG001
     found = tables("krell", tmp_path)
     packs = {(row[0], row[1]): row for row in starting_with(found, "16,279,552 sequences")[1:]}
@@ -84,6 +87,7 @@ def test_krell(tmp_path, shared_data):  # noqa: ARG001
     assert number(losses[-1][1]) < number(losses[0][1])
 
 
+@pytest.mark.slow
 def test_fewer_truncations(tmp_path):
     found = tables("fewer_truncations", tmp_path)
     for row in starting_with(found, "Table 2")[1:]:
@@ -97,21 +101,22 @@ def test_fewer_truncations(tmp_path):
     assert (tmp_path / "fewer_truncations.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_packing_with_flash_attention(tmp_path, shared_data):  # noqa: ARG001
-    found = tables("packing_with_flash_attention", tmp_path, "--sets", "math", "instruct")
-    for name in ("math", "instruct"):
-        methods = {row[0]: row for row in starting_with(found, f"{name}: 24 documents")[1:]}
-        assert len(methods) == 11
-        padded, flat = methods["random + padding"], methods["minibatch + PosID"]
-        assert (padded[1], flat[1]) == ("6", "6")
-        assert number(flat[3]) == pytest.approx(number(padded[3]), abs=1e-3)
-        assert number(flat[4]) == pytest.approx(number(padded[4]), abs=1e-3)
-        assert methods["fixed length"][4] != methods["fixed length + PosID"][4]
-        assert number(methods["multipack + PosID, 1 pack a step"][1]) > number(methods["multipack + PosID"][1])
+    found = tables("packing_with_flash_attention", tmp_path, "--sets", "math")
+    methods = {row[0]: row for row in starting_with(found, "math: 24 documents")[1:]}
+    assert len(methods) == 11
+    padded, flat = methods["random + padding"], methods["minibatch + PosID"]
+    assert (padded[1], flat[1]) == ("6", "6")
+    assert number(flat[3]) == pytest.approx(number(padded[3]), abs=1e-3)
+    assert number(flat[4]) == pytest.approx(number(padded[4]), abs=1e-3)
+    assert methods["fixed length"][4] != methods["fixed length + PosID"][4]
+    assert number(methods["multipack + PosID, 1 pack a step"][1]) > number(methods["multipack + PosID"][1])
     assert len(starting_with(found, "The paper's claims")) == 13
     assert [row[0] for row in starting_with(found, "math: validation loss by row length")] == ["row", "64", "128"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "file"),
     [("krell", "bert_wikipedia_512_histogram.json"), ("packing_with_flash_attention", "math.jsonl.gz")],
@@ -133,11 +138,11 @@ def test_the_papers_best_fit_has_as_many_packs_as_ours(modules, rng, max_length)
 
 
 def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
-    from packed_bert import IGNORED, masked, mean_over_sequences
+    from packed_bert import IGNORED_LABEL, masked, mean_over_sequences
 
     tokens, mask = rng.integers(0, 100, 2000), 100
     document = masked(tokens.copy(), mask, rng)
-    asked = document["labels"] != IGNORED
+    asked = document["labels"] != IGNORED_LABEL
     assert asked.mean() == pytest.approx(0.15, abs=0.01)
     assert not asked[0]
     assert (document["labels"][asked] == tokens[asked]).all()
@@ -145,8 +150,8 @@ def test_masks_and_the_loss_of_packed_bert(modules, rng):  # noqa: ARG001
     assert (document["input_ids"][asked] == mask).mean() == pytest.approx(0.8, abs=0.1)
 
     logits = torch.from_numpy(rng.normal(size=(1, 6, 9))).float()
-    labels = torch.tensor([[3, 4, IGNORED, IGNORED, 5, IGNORED]])
-    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED)
+    labels = torch.tensor([[3, 4, IGNORED_LABEL, IGNORED_LABEL, 5, IGNORED_LABEL]])
+    each = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="none", ignore_index=IGNORED_LABEL)
     loss = mean_over_sequences(logits, labels, torch.tensor([[0, 0, 0, 1, 2, 2]]))
     assert loss.item() == pytest.approx(((each[0] + each[1]) / 2 + each[4]).item() / 2)
 

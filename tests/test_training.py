@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 LEARNING_RATE = 2e-3
 STEPS = 3
@@ -131,6 +131,7 @@ def test_trainer_with_a_model_that_runs_by_segment(packed, tmp_path):
     assert logged_losses(trainer) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default::FutureWarning")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_sft_trainer_with_a_model_that_runs_by_segment(packed, tokenizer, tmp_path, gradient_checkpointing):

@@ -14,15 +14,15 @@ from tiny_models import build
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer, TrainerState
 from transformers.masking_utils import flash_attention_mask
+from trl.trainer import sft_trainer
 
 import hf_packing as hfp
-from hf_packing.arrow import map_call
-from hf_packing.arrow.map_call import MapCall
-from hf_packing.training.progress import BatchesOfCheckpoint
+from hf_packing.data import map_batch
+from hf_packing.training.checkpoint import BatchesOfCheckpoint
 
 
 def test_fingerprint_of_a_dataset():
-    """cache.fingerprint_of: without it, packed rows cannot be cached by what they were made from."""
+    """data.cache.fingerprint_of: without it, packed rows cannot be cached by what they were made from."""
     one, same, other = (datasets.Dataset.from_dict({"input_ids": rows}) for rows in ([[1]], [[1]], [[2]]))
     assert isinstance(one._fingerprint, str)
     assert one._fingerprint == same._fingerprint != other._fingerprint
@@ -30,29 +30,30 @@ def test_fingerprint_of_a_dataset():
 
 
 def test_indices_of_a_dataset():
-    """dataset.row_numbers: without it, a shuffled dataset would be packed in the order of its table."""
+    """data.token_columns.row_numbers: without it, a shuffled dataset would be packed in the order of its table."""
     dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2], [3]]})
     assert dataset._indices is None
     assert dataset.select([2, 0])._indices.column(0).to_pylist() == [2, 0]
 
 
 def test_a_dataset_takes_a_table_from_a_file_and_a_fingerprint():
-    """dataset.pack_one: without it, the packed dataset is not memory-mapped."""
+    """data.pack.pack_split: without it, the packed dataset is not memory-mapped."""
     assert callable(MemoryMappedTable.from_file)
     assert {"arrow_table", "split", "fingerprint"} <= set(inspect.signature(datasets.Dataset.__init__).parameters)
 
 
 def test_the_batch_of_a_map_holds_an_arrow_table():
-    """arrow.batch.pack_batch: without it, map hands out Python lists, and stores what it gets back as int64."""
+    """data.map_batch.pack_batch: without it, map hands out Python lists, and stores what it gets back as int64."""
     seen = []
     datasets.Dataset.from_dict({"input_ids": [[1]]}).map(lambda batch: seen.append(batch.pa_table), batched=True)
     assert isinstance(seen[0], pa.Table)
 
 
 def test_the_frames_of_a_map(monkeypatch):
-    """arrow.map_call: without them, one row of a table would pass for a batch, and streams would keep old columns."""
+    """data.map_batch: without them, one row of a table would pass for a batch, and streams would keep old columns."""
     seen, strategy, batched = [], hfp.BestFit(4), {"batched": True, "remove_columns": ["text"]}
-    monkeypatch.setattr(map_call, "MapCall", lambda *args, **more: seen.append(MapCall(*args, **more)) or seen[-1])
+    made = map_batch._MapCall
+    monkeypatch.setattr(map_batch, "_MapCall", lambda *args, **more: seen.append(made(*args, **more)) or seen[-1])
     dataset = datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]})
     stream = dataset.to_iterable_dataset()
     dataset.map(strategy, **batched)
@@ -69,7 +70,7 @@ def test_the_frames_of_a_map(monkeypatch):
 
 
 def test_lazy_rows_and_batches():
-    """arrow.batch: without their names a row would pass for a batch, without keys_to_format a change would be lost."""
+    """data.map_batch: without their names a row passes for a batch, without keys_to_format a change is lost."""
     seen = []
     dataset = datasets.Dataset.from_dict({"input_ids": [[1]]})
     for batched in (False, True):
@@ -114,7 +115,7 @@ class Told(torch.utils.data.Dataset):
 
 
 def test_a_dataset_is_told_the_epoch_also_where_batches_are_skipped():
-    """sampling.rows.SampledRows: without it, a resumed epoch would have the order of another."""
+    """sampling.sampled_rows.SampledRows: without it, a resumed epoch would have the order of another."""
     dataset = Told()
     batches = [[0], [1, 2], [3]]
     loader = prepare_data_loader(DataLoader(dataset, batch_sampler=batches), num_processes=1, process_index=0)
@@ -127,7 +128,7 @@ def test_a_dataset_is_told_the_epoch_also_where_batches_are_skipped():
 
 
 def test_a_loader_of_batches_of_any_size_has_no_remainder():
-    """training.packed_loader.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
+    """training.loader.PackedLoader: with a remainder, gather_for_metrics would cut the last batches."""
     loader = prepare_data_loader(DataLoader(Told(), batch_sampler=[[0, 1, 2], [3]]), num_processes=1, process_index=0)
     list(loader)
     assert loader.remainder == -1
@@ -148,8 +149,15 @@ def test_what_trainer_calls():
     assert "self.model_accepts_loss_kwargs" in source
 
 
+def test_what_sft_trainer_keeps_and_computes():
+    """training.trainer_loss: its metrics would see a document that is none, and its loss could not be weighted."""
+    source = inspect.getsource(sft_trainer)
+    assert "self._metrics[" in source
+    assert "log_probs" in source
+
+
 def test_the_state_of_callbacks_is_saved_by_their_class(tmp_path):
-    """training.progress.BatchesOfCheckpoint: without it, a resumed run could not tell whose batches it goes on with."""
+    """training.checkpoint.BatchesOfCheckpoint: without it, a resumed run could not compare its batches."""
     state = TrainerState(stateful_callbacks=[BatchesOfCheckpoint("token")])
     state.save_to_json(tmp_path / "state.json")
     found = TrainerState.load_from_json(tmp_path / "state.json").stateful_callbacks

@@ -1,6 +1,6 @@
 """Trainers on small documents, for the tests of what attach makes of them."""
 
-from tiny_models import build
+from patched_models import patched
 from training_process import documents, tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -22,10 +22,11 @@ def arguments(folder, kind=TrainingArguments, **changes):
 
 
 def trainer_of(folder, kind=Trainer, model=None, data=None, **changes):
+    """A trainer; its model is patched already, unless one is given."""
     config = SFTConfig if issubclass(kind, SFTTrainer) else TrainingArguments
     more = {"processing_class": tokenizer()} if issubclass(kind, SFTTrainer) else {}
     data = documents(45) if data is None else data
-    return kind(model or build("Llama"), arguments(folder, config, **changes), train_dataset=data, **more)
+    return kind(model or patched(), arguments(folder, config, **changes), train_dataset=data, **more)
 
 
 def logged(trainer):

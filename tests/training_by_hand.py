@@ -1,6 +1,7 @@
 """Documents, and what training on them gives."""
 
 import torch
+from tiny_models import build
 
 import hf_packing as hfp
 
@@ -22,3 +23,33 @@ def losses_and_gradients(model, batches):
         loss.backward()
         total += loss.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_of_a_padded_batch(rows, loss):
+    """Gradients and loss of all documents in one padded batch, through the stock model and its logits alone.
+
+    Args:
+        rows: a dataset with input_ids and labels.
+        loss: "token" or "sequence".
+    """
+    model = build("Llama", torch.float64)
+    width = max(map(len, rows["input_ids"]))
+    ids, labels, mask = (torch.full((len(rows), width), fill) for fill in (0, -100, 0))
+    for row, (tokens, wanted) in enumerate(zip(rows["input_ids"], rows["labels"], strict=True)):
+        ids[row, : len(tokens)], labels[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(wanted)
+        mask[row, : len(tokens)] = 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    labels = labels[:, 1:]
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    trained = (labels != -100).sum(1)
+    of_documents = (each.sum(1) / trained.clamp(min=1)).sum() / (trained > 0).sum()
+    total = each.sum() / trained.sum() if loss == "token" else of_documents
+    total.backward()
+    return {name: p.grad for name, p in model.named_parameters()}, total.item()
+
+
+def largest_difference(found, expected):
+    """Of gradients by parameter, as a share of the largest expected one."""
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected) / largest

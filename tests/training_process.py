@@ -1,11 +1,13 @@
-"""One of the processes of the training tests: documents of the seed, trained on with attached or prepared batches.
+"""Runs of the training tests: documents of a seed, trained on with attached or prepared batches.
 
-    torchrun --nproc-per-node 2 training_process.py FOLDER '{"through": "trainer", ...}'
+    torchrun --nproc-per-node 2 training_process.py FOLDER '{"NAME": {"through": "trainer", ...}, ...}'
 
-Settings are those of SETTINGS. Every process writes what it saw into FOLDER/seen-RANK.jsonl, one line for each
-micro-batch, and its losses into FOLDER/losses-RANK.jsonl, one line for each step of the optimiser.
+Each run has a name and settings, those of SETTINGS. Every process writes what it saw into FOLDER/NAME/seen-RANK.jsonl,
+one line for each micro-batch, and its losses into FOLDER/NAME/losses-RANK.jsonl, one line for each optimizer step. An
+error of a run that expects one goes into FOLDER/NAME/error-RANK.txt. `train` does one run in the process that calls it.
 """
 
+import gc
 import json
 import os
 import signal
@@ -16,8 +18,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-from accelerate import Accelerator
-from tiny_models import build
+from accelerate import Accelerator, PartialState
+from accelerate.state import GradientState
+from patched_models import patched
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -35,12 +38,19 @@ SETTINGS = {
     "epochs": 3,
     "dtype": "float32",
     "resume": False,
-    "kill_at": 0,
+    "stop_at": 0,
+    "kill": False,
+    "fails": False,
     "save_steps": 0,
-    "optimiser": "adamw_torch",
+    "optimizer": "adamw_torch",
     "eval_batch_sizes": [],
 }
+"""`stop_at`: the step after whose checkpoint the run ends, or with `kill` the process does; `fails`: with an error."""
 LEARNING_RATE = 1e-3
+
+
+class StoppedError(Exception):
+    """Ends a run where a killed process would end."""
 
 
 def documents(number):
@@ -86,12 +96,18 @@ class Recorder(TrainerCallback):
             self.log.write("logged", step=state.global_step, **logs)
 
     def on_pre_optimizer_step(self, _, state, __, model=None, **___):
-        if state.global_step == 0 and self.settings["optimiser"] == "sgd":
+        if state.global_step == 0 and self.settings["optimizer"] == "sgd":
             save_gradients(model, self.folder)
 
     def on_save(self, _, state, __, **___):
-        if state.global_step == self.settings["kill_at"]:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == self.settings["stop_at"]:
+            stop(self.settings)
+
+
+def stop(settings):
+    if settings["kill"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise StoppedError
 
 
 def save_gradients(model, folder):
@@ -110,7 +126,7 @@ def through_trainer(settings, folder, data, model):
         logging_steps=1,
         save_strategy="steps" if settings["save_steps"] else "no",
         save_steps=settings["save_steps"] or 500,
-        optim=settings["optimiser"],
+        optim=settings["optimizer"],
         report_to="none",
         use_cpu=True,
         bf16=False,
@@ -140,7 +156,6 @@ def through_trainer(settings, folder, data, model):
     for size in settings["eval_batch_sizes"]:
         trainer.args.per_device_eval_batch_size = size
         log.write("evaluated", rows=size, loss=trainer.evaluate(data)["eval_loss"])
-    return trainer.accelerator
 
 
 def through_loop(settings, folder, data, model):
@@ -148,8 +163,8 @@ def through_loop(settings, folder, data, model):
     log = Log(folder, accelerator.process_index)
     budget = hfp.TokenBudget(settings["max_tokens"], match_documents_per_step=settings["match_documents_per_step"])
     loader = hfp.prepare_dataloader(accelerator, data, budget, loss=settings["loss"], model=model)
-    kind = torch.optim.SGD if settings["optimiser"] == "sgd" else torch.optim.AdamW
-    model, optimiser = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))
+    kind = torch.optim.SGD if settings["optimizer"] == "sgd" else torch.optim.AdamW
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))
     step = 0
     if settings["resume"]:
         accelerator.load_state(str(folder / "state"))
@@ -163,36 +178,53 @@ def through_loop(settings, folder, data, model):
                 accelerator.backward(loss)
                 total += accelerator.reduce(loss.detach(), reduction="mean").item() / settings["accumulation"]
                 if accelerator.sync_gradients:
-                    if step == 0 and settings["optimiser"] == "sgd":
+                    if step == 0 and settings["optimizer"] == "sgd":
                         save_gradients(accelerator.unwrap_model(model), folder)
                     step += 1
                     log.write("losses", step=step, loss=total)
                     total = 0.0
-                optimiser.step()
-                optimiser.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
             if accelerator.sync_gradients and settings["save_steps"] and step % settings["save_steps"] == 0:
                 accelerator.save_state(str(folder / "state"))
                 (folder / "state" / "step").write_text(str(step))
                 accelerator.wait_for_everyone()
-                if step == settings["kill_at"]:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if step == settings["stop_at"]:
+                    stop(settings)
     for size in settings["eval_batch_sizes"]:
         loss = hfp.evaluation_loss(accelerator, model, data, rows_per_batch=size)
         log.write("evaluated", rows=size, loss=loss)
-    return accelerator
+
+
+def train(folder, **changes):
+    """Do one run in this process; the folder is made where it does not exist."""
+    assert changes.keys() <= SETTINGS.keys(), changes.keys() - SETTINGS.keys()
+    settings = SETTINGS | changes
+    folder.mkdir(exist_ok=True)
+    data = documents(settings["documents"])
+    if settings["packed"]:
+        data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
+    model = patched("Llama", getattr(torch, settings["dtype"]))
+    try:
+        (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
+    except StoppedError:
+        GradientState._reset_state()  # else the loader that was broken off stays the active one
+    except hfp.PackingError as error:
+        if not settings["fails"]:
+            raise
+        rank = PartialState().process_index
+        (folder / f"error-{rank}.txt").write_text(str(error))
 
 
 def main():
     torch.set_num_threads(1)
-    folder, settings = Path(sys.argv[1]), SETTINGS | json.loads(sys.argv[2])
-    data = documents(settings["documents"])
-    if settings["packed"]:
-        data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
-    model = hfp.patch_model(build("Llama", getattr(torch, settings["dtype"])))
-    accelerator = (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
-    del model
-    accelerator.free_memory()  # a DDP model that outlives its processes' group can abort the interpreter at its end
-    accelerator.end_training()
+    state = PartialState(cpu=True)
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for name, settings in runs.items():
+        train(folder / name, **settings)
+        gc.collect()  # a DDP model that outlives its processes' group can abort the interpreter at its end
+        state.wait_for_everyone()
+    state.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ SFTTrainer alone; once with assistant masks, once as prompts with completions. A
 import argparse
 import tempfile
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import datasets
 import torch
@@ -17,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
@@ -36,13 +39,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def with_completion(row: dict) -> dict:
+def with_completion(row: dict[str, Any]) -> dict[str, Any]:
     """The chat up to its last answer, as prompt and completion."""
     last = max(turn for turn, message in enumerate(row["messages"]) if message["role"] == "assistant")
     return {"prompt": row["messages"][:last], "completion": row["messages"][last : last + 1]}
 
 
-def tokenise(row: dict, tokenizer: PreTrainedTokenizerFast) -> dict:
+def tokenize(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Tokens with the mask that TRL makes for the row, and no labels."""
     template = tokenizer.apply_chat_template
     if "messages" in row:
@@ -53,9 +56,7 @@ def tokenise(row: dict, tokenizer: PreTrainedTokenizerFast) -> dict:
     return {"input_ids": tokens, "completion_mask": [int(place >= len(prompt)) for place in range(len(tokens))]}
 
 
-def trainer_on(
-    data: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, attach: bool, **config: object
-) -> SFTTrainer:
+def trainer_on(data: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, attach: bool, **config: Any) -> SFTTrainer:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
@@ -86,23 +87,23 @@ def trainable_tokens(trainer: SFTTrainer) -> int:
     total = 0
     for batch in trainer.get_train_dataloader():
         labels = batch["labels"].clone()
-        labels[:, 0] = -100
+        labels[:, 0] = IGNORED_LABEL
         if "cu_seq_lens_q" in batch:
-            labels[0, batch["cu_seq_lens_q"][:-1].long()] = -100
-        total += int((labels != -100).sum())
+            labels[0, batch["cu_seq_lens_q"][:-1].long()] = IGNORED_LABEL
+        total += int((labels != IGNORED_LABEL).sum())
     return total
 
 
 def first_loss(trainer: SFTTrainer) -> float:
     trainer.train()
-    return trainer.state.log_history[0]["loss"]
+    return float(trainer.state.log_history[0]["loss"])
 
 
-def compare(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, **settings: object) -> None:
-    masks = documents.map(tokenise, fn_kwargs={"tokenizer": tokenizer}, remove_columns=documents.column_names)
+def compare(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, **settings: Any) -> None:
+    masks = documents.map(tokenize, fn_kwargs={"tokenizer": tokenizer}, remove_columns=documents.column_names)
     tokens = sum(map(len, masks["input_ids"]))
     strategy = hfp.BestFit(LONGEST)
-    ways = {
+    ways: dict[str, tuple[Callable[[range], Any], bool, dict[str, Any]]] = {
         "TRL alone": (lambda rows: documents.select(rows), False, settings),
         "attach on documents": (lambda rows: documents.select(rows), True, settings),
         "attach on packed rows": (lambda rows: hfp.pack(masks.select(rows), strategy), True, {}),

@@ -38,6 +38,6 @@ def photograph(page: Path, file: Path, width: int, height: int, options: tuple[s
 
 if __name__ == "__main__":
     page = Path(sys.argv[1])
-    photograph(page, HERE / "report-desk.png", 1200, 1900)
+    photograph(page, HERE / "report-desk.png", 1200, 2050)
     photograph(page, HERE / "report-phone.png", 390, 1600)
-    photograph(page, HERE / "report-desk-dark.png", 1200, 1900, DARK)
+    photograph(page, HERE / "report-desk-dark.png", 1200, 2050, DARK)

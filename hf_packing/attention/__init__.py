@@ -1,42 +1,52 @@
-"""Keep packed documents apart inside a model, and prove it on the model in hand.
+"""Keep packed documents apart inside a model, and prove it on that very model.
 
-row.py           the packed row that a model works on, and which segments share a call
-borders.py       a model's inputs -> the row, however the caller tells where segments end
-feed.py          the row -> what a model's forward is given
+Other rooms import from here, and from no file below. Ten ideas, in the order in which they build on each other:
 
-varlen.py        the attention function that transformers calls, and the choice of what runs it
-segments.py      exact attention segment by segment, on any device
-one_node.py      the same as a single operator, for torch.compile
-kernels.py       flash-attn 3 and 2, or torch's own variable-length attention, on CUDA
+1. A packed row is a row of tokens with borders between its segments. A patched model reads it from its inputs, and it
+   is the current row while the model's forward runs (packed_row).
+2. Attention by segment: `packed_varlen` is registered with transformers, and calls a CUDA kernel or exact attention in
+   plain torch (varlen, kernels, exact_attention).
+3. A module that is not segment-local, such as a convolution or a state, runs segment by segment: its arguments are cut
+   along their axes of tokens, and its outputs are joined (by_segment, token_axes).
+4. Which modules these are is found by experiment: a search watches one forward, and tries every module on the row and
+   on its segments (search, module_checks).
+5. A route is what keeps documents apart in one model: an attention function, the inputs that the model is given, and
+   the modules that run by segment (route).
+6. The patch puts a route into a model: its forward is replaced by one that reads the row (patched_forward).
+7. A probe runs a model on random documents, packed and alone, and leaves no trace (probe, snapshot). Whether two
+   results are the same is decided by the measured effect of rounding (tolerance).
+8. The proof: replacing a document changes no other, and all are as they are alone, in logits and gradients (proof).
+   `check_isolation` asks the same of any model, patched or not (isolation).
+9. `patch_model` installs the fastest route that is proven, or raises with the reason (find_route, patch). A model
+   without weights in memory is proven on a small copy (small_copy, with tiny sizes from tiny_model).
+10. Some models see the tokens that their labels ask for; labels that only repeat them are refused (copied_labels).
 
-nested.py        nested arguments: where their tokens are, cutting segments out, joining them again
-by_segment.py    the forward of a module that runs segment by segment
-search.py        which modules have to, by experiment
-trials.py        the experiments on rows that the probe does not have: longer, later, padded
-differ.py        whether two outputs of a module are apart by more than rounding
-replaced.py      what the forwards that are put in place of others share
-give_row.py      the forward of a patched model: reads the row, and makes it the current one
-checkpointing.py keeps the row for layers that run again in the backward pass
-as_it_was.py     puts back what a forward leaves behind
-
-inner.py         the model inside what PEFT, DDP or torch.compile made of it
-training_mode.py training mode, with what it draws at random switched off
-documents.py     random documents for a model
-logits.py        its logits, and how far apart two of them are
-rounding.py      how far rounding alone moves a model's logits, and what differences that explains
-probe.py         random documents, together and alone
-proof.py         they are apart, and each as it is alone
-seen_labels.py   labels that repeat the tokens that a model sees
-own_loss.py      a model's own loss, which may compare labels of one document with another
-isolation.py     check_isolation: the same for any setup
-
-route.py         ways to keep documents apart, and the one that a model has taken
-find_route.py    the fastest way that is proven
-twin.py          the same for a model that cannot be run, or not on long rows: found on a small one of its kind
-sharded.py       models whose weights are elsewhere
-installed.py     puts a route into a model, and takes it out
-patch.py         patch_model, unpatch_model
-sizes.py         sizes that make a configuration tiny
-random_weights.py  for what is built only to be tried
-survey/          the same for every architecture of transformers
+inspect_model looks into any model: what wraps it, which arguments it takes, where its weights are.
 """
+
+from hf_packing.attention.copied_labels import refuse_copied_labels, sees_labels
+from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
+from hf_packing.attention.isolation import IsolationReport, check_isolation
+from hf_packing.attention.patch import patch_model, patched, unpatch_model
+from hf_packing.attention.probe import random_documents
+from hf_packing.attention.route import is_patched
+from hf_packing.attention.small_copy import small_copy_of
+from hf_packing.attention.tolerance import NoLanguageModelError
+
+__all__ = [
+    "IsolationReport",
+    "NoLanguageModelError",
+    "check_isolation",
+    "has_local_weights",
+    "inner_model",
+    "input_device",
+    "is_patched",
+    "patch_model",
+    "patched",
+    "random_documents",
+    "refuse_copied_labels",
+    "sees_labels",
+    "small_copy_of",
+    "takes_argument",
+    "unpatch_model",
+]

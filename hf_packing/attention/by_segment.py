@@ -1,91 +1,151 @@
-"""Run a module segment by segment: the row that it is given is cut, and what it returns is joined again."""
+"""Run a module segment by segment: cut the row that it is given, call it on the segments, and join the outputs."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.as_it_was import as_it_was
-from hf_packing.attention.nested import Fill, Path, TokenAxes, apart, cut, joined, leaves, rebuild
-from hf_packing.attention.replaced import ReplacedForward
-from hf_packing.attention.row import PackedRow, SharedCall, Sharing, current, working_on
+from hf_packing.attention.inspect_model import GATHERED, is_fsdp
+from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing, current_row, use_row
+from hf_packing.attention.snapshot import restored
+from hf_packing.attention.token_axes import (
+    Fill,
+    Path,
+    TokenAxes,
+    cut_inputs,
+    join_outputs,
+    leaves,
+    map_leaves,
+    split_outputs,
+)
 from hf_packing.errors import PackingError
 
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
-LONGEST = ("max_length_q", "max_length_k")
+_CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_MAX_LENGTHS = ("max_length_q", "max_length_k")
+
+_results_lock = threading.RLock()
+"""Held while modules inside return what they have already computed for the row, which other threads must not get."""
 
 
-one_at_a_time = threading.RLock()
-"""Held where modules inside another return what they returned ahead, which no other thread may see."""
+class ReplacedForward:
+    """An object in place of a module's forward. It is not a function, so that a patched model can be copied and
+    pickled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        found: Any = vars(module).get("forward")
+        while isinstance(found, type(self)):
+            found = found.before
+        self.before: Any = found
+        """What was there in place of the forward of the class, such as a hook of accelerate; usually None."""
+        self.installed = False
+
+    def install(self) -> None:
+        self.module.forward = self  # type: ignore[assignment]  # subclasses can be called
+        self.installed = True
+
+    def remove(self) -> None:
+        """Restore the forward. If this object has been wrapped by others since, it stays, and only passes calls on."""
+        self.installed = False
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+            if self.before is not None:
+                self.module.forward = self.before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A module inside the one that runs by segment, which is segment-local and can run on the whole row before.
+class RunAhead:
+    """A segment-local module inside, which runs on the whole row before the module around it runs by segment.
 
     Args:
-        name: inside that module.
-        source: where its input stands among the arguments of that module, or the name of another that runs ahead.
+        name: its name inside that module.
+        source: its input: the path of an argument of that module, or the name of another module that runs ahead.
     """
 
     name: str
     source: Path | str
 
 
-@dataclass
-class Step:
-    """What is known of a module that runs by segment: how it is called, and what of it can stay packed."""
+@dataclass(frozen=True)
+class RunAfter:
+    """A segment-local module inside that makes the output, such as an output projection. It runs on the whole row after
+    the module around it has run by segment.
 
-    name: str
-    kind: str
-    given: TokenAxes
-    returned: TokenAxes
-    between: TokenAxes
-    """Of what runs ahead."""
-    sharing: Sharing = "none"
-    remembers: bool = False
-    """Whether the module changes itself when it is called, so that each segment has to find it as it was."""
-    ahead: list[Ahead] = field(default_factory=list)
-    after: tuple[str, Path] | None = None
-    """A module inside, such as an output projection, that is segment-local and makes the output at that path: it runs
-    on the whole row afterwards."""
-
-    @classmethod
-    def of(cls, name: str, module: nn.Module, row: int) -> "Step":
-        where = f"{type(module).__name__} ({name})"
-        return cls(name, type(module).__name__, TokenAxes(where, row), TokenAxes(where, row), TokenAxes(where, row))
-
-    def learned(self) -> None:
-        for axes in (self.given, self.returned, self.between):
-            axes.row = None
-
-    def packed_inside(self) -> list[str]:
-        """Modules inside that run on the whole row."""
-        return [inner.name for inner in self.ahead] + ([self.after[0]] if self.after else [])
-
-
-def called_as_a_module(*_: Any) -> None:
-    """Does nothing, but nn.TransformerEncoderLayer goes past the forwards inside it unless modules there have hooks."""
-
-
-class BySegment(ReplacedForward):
-    """The forward of a module that is not segment-local: one document's part of its output depends on the others.
-
-    Segments share a call where that has been seen to change nothing.
+    Args:
+        name: its name inside that module.
+        output: path of its output among the outputs of that module.
     """
 
-    def __init__(self, module: nn.Module, step: Step) -> None:
+    name: str
+    output: Path
+
+
+@dataclass
+class ModulePlan:
+    """How to run a module by segment: where its tokens are, which segments share a call, what in it stays packed."""
+
+    name: str
+    """Name in the model."""
+    kind: str
+    """Name of its class."""
+    inputs: TokenAxes
+    outputs: TokenAxes
+    between: TokenAxes
+    """Of the outputs of modules that run ahead."""
+    sharing: Sharing = "none"
+    is_stateful: bool = False
+    """Whether a call changes the module, so that it has to be restored before every segment."""
+    ahead: list[RunAhead] = field(default_factory=list)
+    after: RunAfter | None = None
+
+    @classmethod
+    def record(cls, name: str, module: nn.Module, row_length: int) -> "ModulePlan":
+        """Return a plan that records its token axes on a row of this length."""
+        where = f"{type(module).__name__} ({name})"
+        inputs, outputs, between = (TokenAxes(where, row_length) for _ in range(3))
+        return cls(name, type(module).__name__, inputs, outputs, between)
+
+    @property
+    def is_recording(self) -> bool:
+        return self.inputs.is_recording
+
+    def freeze(self) -> None:
+        """End the recording of token axes."""
+        for axes in (self.inputs, self.outputs, self.between):
+            axes.freeze()
+
+    def packed_modules(self) -> list[str]:
+        """Return the names of the modules inside that run on the whole row."""
+        return [inner.name for inner in self.ahead] + ([self.after.name] if self.after else [])
+
+
+class SegmentedForward(ReplacedForward):
+    """The forward of a module that is not segment-local, run segment by segment.
+
+    Args:
+        module: in a patched model, or in one that is being searched.
+        plan: how to run it.
+    """
+
+    def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
         super().__init__(module)
-        self.step = step
+        self.plan = plan
         self.hook: Any = None
 
     def install(self) -> None:
         super().install()
-        self.hook = self.module.register_forward_pre_hook(called_as_a_module)
+        self.hook = self.module.register_forward_pre_hook(_do_nothing)
 
     def remove(self) -> None:
         super().remove()
@@ -94,64 +154,90 @@ class BySegment(ReplacedForward):
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        row, step = current.get(), self.step
+        row, plan = current_row.get(), self.plan
         if not self.installed:
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(
-                f"{step.given.where} was called outside its model's forward, so where segments end is not known; "
-                "call the model that patch_model was given"
+                f"{plan.inputs.where} was called outside its model's forward, so the borders of segments are not "
+                "known; call the model that was passed to patch_model"
             )
-        with one_at_a_time if step.packed_inside() else nullcontext():
-            return self.on_row(row, args, kwargs)
+        with _results_lock if plan.packed_modules() else nullcontext():
+            return self._run(row, args, kwargs)
 
-    def on_row(self, row: PackedRow, args: Any, kwargs: dict[str, Any]) -> Any:
-        step = self.step
-        if not step.given.anywhere_in((args, kwargs)):
+    def _run(self, row: PackedRow, args: Any, kwargs: dict[str, Any]) -> Any:
+        plan = self.plan
+        if plan.is_recording:
+            plan.inputs.record((args, kwargs))
+        plan.inputs.check((args, kwargs))
+        if not plan.inputs.any_in((args, kwargs)):
             return self.forward(*args, **kwargs)
-        if row.is_one_segment_each:
-            return self.fresh(args, kwargs)
-        if step.returned.row is not None:
-            step.returned.anywhere_in(self.forward(*args, **kwargs))
-        step.given.check((args, kwargs), row.tokens)
-        return self.joined(*self.parts((args, kwargs), row.calls(step.sharing), len(row.lengths)))
+        if row.is_one_segment_per_row:
+            return self.run_restored(args, kwargs)
+        if plan.is_recording:
+            plan.outputs.record(self.forward(*args, **kwargs))
+        plan.inputs.check_row((args, kwargs), row.tokens)
+        return self.join(*self.run_segments((args, kwargs), row.calls(plan.sharing), len(row.lengths)))
 
-    def parts(
-        self, given: tuple[Any, Any], calls: list[SharedCall], number: int, fill: Fill | None = None
+    def run_segments(
+        self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill | None = None
     ) -> tuple[Any, list[dict[Path, Any]]]:
-        """The output of some call, for its nest, and what each segment returned, by path."""
-        parts: list[dict[Path, Any]] = [{} for _ in range(number)]
+        """Call the module on the segments of a row.
+
+        Args:
+            inputs: args and kwargs for the row.
+            calls: which segments go through together.
+            num_segments: in all calls.
+            fill: makes the padding of shorter segments in a call.
+
+        Returns:
+            The output of the last call, as an example of the nest, and for each segment its leaves by path.
+        """
+        parts: list[dict[Path, Any]] = [{} for _ in range(num_segments)]
         output = None
-        ahead = self.run_ahead(given)
+        ahead = self._run_ahead(inputs)
         for call in calls:
-            args, kwargs = cut(given, self.step.given, call.slices, fill)
-            with working_on(call.batch), self.without(cut(ahead, self.step.between, call.slices, fill)):
-                output = self.fresh(args, borders_of(call.batch, kwargs))
-            for segment, part in zip(call.numbers, apart(output, self.step.returned, call.lengths), strict=True):
+            args, kwargs = cut_inputs(inputs, self.plan.inputs, call.slices, fill)
+            with use_row(call.batch), self._with_results(cut_inputs(ahead, self.plan.between, call.slices, fill)):
+                output = self.run_restored(args, _with_borders(call.batch, kwargs))
+            if self.plan.is_recording:
+                self.plan.outputs.record(output)
+            for segment, part in zip(
+                call.segments, split_outputs(output, self.plan.outputs, call.lengths), strict=True
+            ):
                 parts[segment] = part
         return output, parts
 
-    def joined(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
-        whole = joined(output, self.step.returned, parts)
-        if self.step.after is None:
+    def join(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
+        """Join the segments' outputs, and run the last module on the whole row, if it is to stay packed."""
+        whole = join_outputs(output, self.plan.outputs, parts)
+        if (after := self.plan.after) is None:
             return whole
-        name, place = self.step.after
-        last = self.module.get_submodule(name)
-        return rebuild(whole, lambda path, leaf: last(leaf) if path == place else leaf)
+        last = self.module.get_submodule(after.name)
+        return map_leaves(whole, lambda path, leaf: last(leaf) if path == after.output else leaf)
 
-    def run_ahead(self, given: tuple[Any, Any]) -> dict[str, Tensor]:
-        """What modules inside return for the whole row."""
+    def run_restored(self, args: Any, kwargs: Any) -> Any:
+        """Call the module's own forward. A stateful module is restored afterwards."""
+        if not self.plan.is_stateful:
+            return self.forward(*args, **kwargs)
+        with restored(*self.module.modules()):
+            return self.forward(*args, **kwargs)
+
+    def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
+        """Return the outputs, for the whole row, of the modules that run ahead, by name."""
         made: dict[str, Tensor] = {}
-        arguments = dict(leaves(given)) if self.step.ahead else {}
-        for inner in self.step.ahead:
+        arguments = dict(leaves(inputs)) if self.plan.ahead else {}
+        for inner in self.plan.ahead:
             source = made.get(inner.source) if isinstance(inner.source, str) else arguments.get(inner.source)
-            if isinstance(source, Tensor):  # tokens are not given where embeddings are
+            if isinstance(source, Tensor):  # a caller that gives embeddings gives no tokens
                 made[inner.name] = self.module.get_submodule(inner.name)(source)
+        if self.plan.is_recording:
+            self.plan.between.record(made)
         return made
 
     @contextmanager
-    def without(self, ahead: dict[str, Tensor]) -> Iterator[None]:
-        """Modules that run on the whole row return what they returned there, or wait for it."""
+    def _with_results(self, ahead: dict[str, Tensor]) -> Iterator[None]:
+        """Inside the block, modules that ran ahead return their results, and the one that runs after does nothing."""
         replaced: list[tuple[nn.Module, Any]] = []
 
         def replace(name: str, forward: Any) -> None:
@@ -162,8 +248,8 @@ class BySegment(ReplacedForward):
         try:
             for name, value in ahead.items():
                 replace(name, lambda *_, value=value: value)
-            if self.step.after is not None:
-                replace(self.step.after[0], lambda value: value)
+            if self.plan.after is not None:
+                replace(self.plan.after.name, lambda value: value)
             yield
         finally:
             for module, forward in replaced:
@@ -171,17 +257,56 @@ class BySegment(ReplacedForward):
                 if forward is not None:
                     module.forward = forward
 
-    def fresh(self, args: Any, kwargs: Any) -> Any:
-        if not self.step.remembers:
-            return self.forward(*args, **kwargs)
-        with as_it_was(*self.module.modules()):
-            return self.forward(*args, **kwargs)
+
+def _do_nothing(*_: Any) -> None:
+    """A hook, since nn.TransformerEncoderLayer skips the forwards of modules inside it unless one of them has a
+    hook."""
 
 
-def borders_of(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that tell of borders, where there are any, made to tell of this row's."""
-    told: dict[str, Any] = {
-        name: row.cu_seq_lens.to(kwargs[name].device) for name in BORDERS if kwargs.get(name) is not None
+def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, with this row's borders in place of those that are given."""
+    borders: dict[str, Any] = {
+        name: row.cu_seq_lens.to(kwargs[name].device) for name in _CU_SEQ_LENS if kwargs.get(name) is not None
     }
-    told |= {name: row.longest for name in LONGEST if kwargs.get(name) is not None}
-    return {**kwargs, **told}
+    borders |= {name: row.longest for name in _MAX_LENGTHS if kwargs.get(name) is not None}
+    return {**kwargs, **borders}
+
+
+_GATHERED_AT_ONCE = "_z3_leaf"
+"""What DeepSpeed ZeRO-3 sets on a module whose parameters it gathers together, with those of all modules inside."""
+
+
+def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
+    """Raise PackingError if processes would wait for each other forever.
+
+    A module inside one that runs by segment is called once for each segment. If its weights are gathered at every call,
+    all processes have to call it equally often, but they have different numbers of segments.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    if torch.distributed.get_world_size() < 2:
+        return
+    for plan in plans:
+        module = model.get_submodule(plan.name)
+        packed = plan.packed_modules()
+        for name, inner in module.named_modules():
+            if not name or any(name == each or name.startswith(f"{each}.") for each in packed):
+                continue
+            where = f"{type(inner).__name__} ({plan.name}.{name})"
+            if is_fsdp(inner):
+                raise PackingError(
+                    f"model: expected FSDP around {plan.kind}, which runs by segment, or further out; it is around "
+                    f"{where} inside"
+                )
+            gathered = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
+            if gathered and not _is_gathered_at_once(model, plan.name):
+                raise PackingError(
+                    f"model: expected DeepSpeed to gather {plan.kind}, which runs by segment, at once; it gathers "
+                    f"{where} at every call. Call deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
+                )
+
+
+def _is_gathered_at_once(model: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    outer = [".".join(parts[:end]) for end in range(len(parts) + 1)]
+    return any(getattr(model.get_submodule(each), _GATHERED_AT_ONCE, False) for each in outer)

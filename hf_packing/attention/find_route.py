@@ -1,80 +1,97 @@
-"""Find the fastest way that is proven to keep documents apart in a model, and leave it installed."""
+"""Find the fastest route that is proven to keep packed documents apart in a model, and leave it installed."""
 
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.documents import in_two_rows, pad_token_of
-from hf_packing.attention.feed import Signature
-from hf_packing.attention.installed import attention_of, install, is_patched, put_back, take_out
-from hf_packing.attention.own_loss import refuse_a_loss_across_borders
-from hf_packing.attention.probe import Probe
+from hf_packing.attention.inspect_model import Signature, configurations, pad_token_of
+from hf_packing.attention.patched_forward import attention_of, install, remove, restore_attention
+from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.proof import (
     Exam,
-    documents_alone,
-    documents_alone_in_training,
+    model_sees_labels,
     prove_isolation,
-    takes_padding_for_tokens,
+    refuse_loss_across_borders,
+    run_alone,
+    run_alone_in_training,
+    treats_pad_as_padding,
 )
-from hf_packing.attention.route import WAYS, Route, Way, key_of, known_routes, packed_share
+from hf_packing.attention.route import METHODS, Method, Route, is_patched, packed_share
 from hf_packing.attention.search import Search
-from hf_packing.attention.seen_labels import sees_its_labels
-from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT, Observed, observe
+from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed, observe
 from hf_packing.errors import ModelNotSupportedError
 
-SHARING_CALLS = (9, 14, 9, 14)
-"""Tokens of the documents of a second proof, some of which share a call where they may."""
+_SHARING_LENGTHS = (9, 14, 9, 14)
+"""Tokens of the documents of a second proof, some of which share a call if they may."""
+
+_Attention = list[tuple[PreTrainedConfig, Any]]
+"""The attention of an unpatched model, as `attention_of` returns it."""
+
+known_routes: dict[Any, Route] = {}
+"""Routes that were found in this process, by `route_key`."""
 
 
-class LostSightError(ModelNotSupportedError):
-    """A window or chunk that only the attention mask knows."""
+class _LocalMaskError(ModelNotSupportedError):
+    """A window or chunk that is only in the attention mask."""
 
 
-class SeveralRowsError(ModelNotSupportedError):
-    """Documents are kept apart in one packed row, and not in a batch of several."""
+class _SeveralRowsError(ModelNotSupportedError):
+    """Documents are kept apart in one packed row, but not in a batch of several."""
 
 
 def find_and_prove(model: PreTrainedModel) -> None:
-    """Install a route that is proven, one that is known of the same architecture before all others.
+    """Install the fastest route that is proven. A route known for the same architecture is tried first.
 
-    However it ends otherwise, by an interruption too, the model is as it was before.
+    If this fails or is interrupted, the model is as it was before.
+
+    Raises:
+        ModelNotSupportedError: no route can be proven; the message says why each failed.
     """
     before = attention_of(model)
     try:
-        exams = [documents_alone(model, Probe(model)), documents_alone(model, Probe(model, 1, SHARING_CALLS))]
-        exams.append(in_rows_of_two(exams[1]))
+        exams = [run_alone(model, Probe(model)), run_alone(model, Probe(model, 1, _SHARING_LENGTHS))]
+        exams.append(_in_two_rows(exams[1]))
         rounding = exams[0].probe.rounding
-        exams.append(documents_alone_in_training(model, rounding))
-        padding = padding_alone(model, rounding)
-        put_back(before)
+        exams.append(run_alone_in_training(model, rounding))
+        with_padding = _run_with_pad_tokens(model, rounding)
+        restore_attention(before)
         width = exams[0].references[0].logits[0].shape[-1]
-        sees_labels = sees_its_labels(exams[0].probe, width)
-        route = proven_route(model, before, exams)
+        sees_labels = model_sees_labels(exams[0].probe, width)
+        route = _install_proven_route(model, before, exams)
         for exam in (exams[0], exams[-1]):
-            refuse_a_loss_across_borders(exam.probe, width)
-        refused = pad_token_of(model) if padding is not None and takes_padding_for_tokens(padding) else None
+            refuse_loss_across_borders(exam.probe, width)
+        refuses_pad = with_padding is not None and treats_pad_as_padding(with_padding)
+        refused = pad_token_of(model) if refuses_pad else None
         if sees_labels or refused is not None:
-            take_out(model)
+            remove(model)
             install(model, replace(route, refused_token=refused, sees_labels=sees_labels), before)
     except BaseException:
         if is_patched(model):
-            take_out(model)
-        put_back(before)
+            remove(model)
+        restore_attention(before)
         raise
 
 
-def in_rows_of_two(exam: Exam) -> Exam:
-    """The same documents in a batch of two packed rows."""
-    probe = Probe(exam.probe.model, 1, exam.probe.lengths, in_two_rows)
+def _in_two_rows(exam: Exam) -> Exam:
+    """Return the same documents in a batch of two packed rows."""
+    probe = Probe(exam.probe.model, 1, exam.probe.lengths, _pack_in_two_rows)
     probe.rounding = exam.probe.rounding
     return replace(exam, probe=probe, rows=2)
 
 
-def padding_alone(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Documents with pad tokens inside; None where there is no such token, or a model alone does not take it."""
+def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
+    """Pack documents whose first and second half have equally many tokens."""
+    half = len(documents) // 2
+    rows = [pack_in_one_row(each) for each in (documents[:half], documents[half:])]
+    return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+
+
+def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
+    """Run documents with pad tokens inside; None if there is no pad token, or the model alone does not take it."""
     if (token := pad_token_of(model)) is None:
         return None
     probe = Probe(model, 2)
@@ -82,127 +99,140 @@ def padding_alone(model: PreTrainedModel, rounding: float | None) -> Exam | None
     for document in probe.documents:
         document[2] = document[-1] = token
     with suppress(ModelNotSupportedError):
-        return documents_alone(model, probe, gradients=False)
+        return run_alone(model, probe, gradients=False)
     return None
 
 
-def proven_route(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]) -> Route:
-    """The fastest that is proven, installed."""
-    key = key_of(model)
+def route_key(model: PreTrainedModel) -> Any:
+    """Return what a route depends on. Models with the same key can take the same route.
+
+    The classes of all modules are part of it, since a search looks further than the proof of a known route.
+    """
+    attention = model.config._attn_implementation
+    classes = tuple((name, type(module)) for name, module in model.named_modules())
+    settings = tuple(sorted(_settings_of(config) for config in configurations(model)))
+    return classes, settings, attention, model.dtype, model.device.type
+
+
+def _settings_of(config: PreTrainedConfig) -> str:
+    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+    return repr(sorted(settings.items(), key=str))
+
+
+def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: list[Exam]) -> Route:
+    key = route_key(model)
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
-            return prove_route(model, known, before, exams)
+            return _prove(model, known, before, exams)
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
-    for way in ways_for(model):
-        if way.attention == NAME_WITH_SIGHT and not isinstance(failure, LostSightError):
+    for method in _methods_for(model):
+        if method.attention == NAME_WITH_LOCAL_MASKS and not isinstance(failure, _LocalMaskError):
             continue
         try:
-            known_routes[key] = find_route(model, way, before, exams, tuple(dict.fromkeys(failures)))
+            known_routes[key] = _search_and_prove(model, method, before, exams, tuple(dict.fromkeys(failures)))
             return known_routes[key]
         except ModelNotSupportedError as error:
             failure = error
-            failures.append(f"{'with borders in its attention' if way.attention else 'by segment'}: {error}")
+            failures.append(f"{'with borders in its attention' if method.attention else 'by segment'}: {error}")
     raise ModelNotSupportedError(f"{type(model).__name__}: " + "; ".join(dict.fromkeys(failures)))
 
 
-def ways_for(model: PreTrainedModel) -> Iterator[Way]:
-    """The ways that differ for this model, the fastest first."""
+def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
+    """Yield the methods that differ for this model, the fastest first."""
     signature = Signature(model)
     takes_borders = signature.takes("cu_seq_lens_q")
     takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
     tried = set()
-    for way in WAYS:
-        if way.attention and not model._can_set_attn_implementation():
+    for method in METHODS:
+        if method.attention and not model._can_set_attn_implementation():
             continue
-        borders, positions = way.feed.borders and takes_borders, way.feed.positions and takes_positions
-        feeds = [replace(way.feed, borders=borders, positions=positions)]
-        if way.feed.mask_of_ones and not takes_positions:
-            feeds.insert(0, replace(feeds[0], mask_of_ones=False))  # without positions nobody looks for documents
-        for feed in feeds:
-            if (own := Way(way.attention, feed)) not in tried:
+        borders, positions = method.inputs.borders and takes_borders, method.inputs.positions and takes_positions
+        formats = [replace(method.inputs, borders=borders, positions=positions)]
+        if method.inputs.mask_of_ones and not takes_positions:
+            # without positions the model does not look for packed documents
+            formats.insert(0, replace(formats[0], mask_of_ones=False))
+        for inputs in formats:
+            if (own := Method(method.attention, inputs)) not in tried:
                 tried.add(own)
                 yield own
 
 
-def find_route(
-    model: PreTrainedModel,
-    way: Way,
-    before: list[tuple[PreTrainedConfig, Any]],
-    exams: list[Exam],
-    tried: tuple[str, ...],
+def _search_and_prove(
+    model: PreTrainedModel, method: Method, before: _Attention, exams: list[Exam], tried: tuple[str, ...]
 ) -> Route:
-    """The route of one way, installed and proven; or ModelNotSupportedError, and the model as it was."""
-    install(model, Route(way, (), 1.0), before)
+    """Search for the modules that have to run by segment with this method, and install and prove the route.
+
+    Raises:
+        ModelNotSupportedError: it cannot be proven, and the model is unpatched.
+    """
+    install(model, Route(method, (), 1.0), before)
     probe = exams[0].probe
     search = Search(model, probe.row)
     try:
-        with probe.quiet():
+        with probe.undisturbed():
             with observe() as observed:
-                steps = tuple(search.run(lambda **options: probe.packed(probe.documents, **options)))
-            refuse_what_was_observed(way, observed)
+                plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options)))
+            _check_observed(method, observed)
     except ModelNotSupportedError:
         raise
     except Exception as error:
         raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
     finally:
-        take_out(model)
-    if steps:
-        way = replace(way, feed=replace(way.feed, one_row=True))
-    route = Route(way, steps, packed_share(model, steps), tried)
+        remove(model)
+    if plans:
+        method = replace(method, inputs=replace(method.inputs, one_row=True))
+    route = Route(method, plans, packed_share(model, plans), tried)
     try:
-        return prove_route_for_all_rows(model, route, before, exams)
+        return _prove_for_several_rows(model, route, before, exams)
     except ModelNotSupportedError as error:
         failure = error
     reasons = [str(failure)]
-    if steps:
+    if plans:
         reasons.append(f"by segment ran {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
-    for name, reason in list(search.uncuttable.items())[:2]:
+    for name, reason in list(search.unsliceable.items())[:2]:
         kind = type(model.get_submodule(name)).__name__
         reasons.append(f"{kind} ({name}) cannot run on a segment alone, {reason}")
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
-def prove_route_for_all_rows(
-    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
-) -> Route:
-    """As `prove_route`; where only one row keeps documents apart, several are laid end to end."""
+def _check_observed(method: Method, observed: Observed) -> None:
+    if method.attention and not observed.calls:
+        raise ModelNotSupportedError("it never called the attention function that was set")
+    lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
+    if method.attention == NAME and lost:
+        raise _LocalMaskError(f"{' and '.join(sorted(map(str, lost)))} is only in its attention mask")
+
+
+def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
+    """As `_prove`. If only a single row keeps documents apart, several rows are laid end to end."""
     try:
-        return prove_route(model, route, before, exams)
-    except SeveralRowsError:
-        if route.way.feed.one_row:
+        return _prove(model, route, before, exams)
+    except _SeveralRowsError:
+        if route.method.inputs.one_row:
             raise
-        way = replace(route.way, feed=replace(route.way.feed, one_row=True))
-        return prove_route(model, replace(route, way=way), before, exams)
+        method = replace(route.method, inputs=replace(route.method.inputs, one_row=True))
+        return _prove(model, replace(route, method=method), before, exams)
 
 
-def prove_route(
-    model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]], exams: list[Exam]
-) -> Route:
-    """Install a route, and leave it there only if it is proven; with what could not be."""
+def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
+    """Install a route, and leave it installed only if it is proven. Return it, with what could not be proven."""
     unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)
     try:
         for exam in exams:
-            with exam.probe.quiet():
+            with exam.probe.undisturbed():
                 prove_isolation(exam)
     except BaseException as error:
-        take_out(model)
+        remove(model)
         if not isinstance(error, Exception):
             raise
         known = isinstance(error, ModelNotSupportedError)
         if exam.rows > 1:
             reason = str(error) if known else f"it cannot be called on several packed rows: {error}"
-            raise SeveralRowsError(reason) from error
+            raise _SeveralRowsError(reason) from error
         if known:
             raise
         raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
     return route
-
-
-def refuse_what_was_observed(way: Way, observed: Observed) -> None:
-    if way.attention and not observed.calls:
-        raise ModelNotSupportedError("it never called the attention function that was set")
-    if way.attention == NAME and (lost := [sight for sight in observed.sights if sight.window not in observed.windows]):
-        raise LostSightError(f"{' and '.join(sorted(map(str, lost)))} is only in its attention mask")

@@ -1,4 +1,4 @@
-"""check_isolation: whether packed documents notice each other in a model, in logits or in gradients."""
+"""check_isolation: find out whether packed documents affect each other in a model, in logits or in gradients."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,43 +8,43 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
-from hf_packing.attention.documents import Tokens, unmistakable_lengths
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.logits import what_is_missing
-from hf_packing.attention.probe import GRADIENT_LEAK_TOLERANCE, Probe
-from hf_packing.attention.proof import CHANCE, EACH_TIME, largest_gradient_leak, through
+from hf_packing.attention.inspect_model import inner_model
+from hf_packing.attention.probe import DocumentTokens, Probe, distinctive_lengths
+from hf_packing.attention.proof import LARGEST_GRADIENT_LEAK, RANDOM, VARYING, largest_gradient_leak, through
 from hf_packing.attention.route import Route, route_of
+from hf_packing.attention.tolerance import what_is_missing
 from hf_packing.collate import PackingCollator
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """Whether packed documents stay apart in a model, as it was called."""
+    """Whether packed documents stay isolated in a model, called as it was."""
 
     isolated: bool
     max_leak: float
-    """Largest change of a logit of a document when another one was changed; nan where the model cannot be called."""
+    """Largest change of a logit of a document when another one was changed; nan if the model cannot be called."""
     reason: str
-    """What was seen, in words."""
+    """What was observed, in words."""
     max_gradient_leak: float = float("nan")
-    """Largest gradient of a document's logits in another's embeddings, as a share of the largest in its own; nan where
+    """Largest gradient of a document's logits in another's embeddings, as a share of the largest in its own; nan if
     there are no gradients."""
     route: Route | None = None
     """How patch_model keeps documents apart; None for a model that is not patched."""
     modes: tuple[str, ...] = ("evaluation",)
-    """In which of "evaluation" and "training" mode this was seen."""
+    """Modes in which this was observed: "evaluation", "training" or both."""
     unproven: str = ""
-    """Why it was not looked at in training mode, or not at all of it."""
+    """Why nothing, or not everything, was checked in training mode; empty if it was."""
 
     def __str__(self) -> str:
         lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
-        lines.append(f"seen in {' and '.join(self.modes)} mode, with dropout off")
+        lines.append(f"checked in {' and '.join(self.modes)} mode, with dropout off")
         if self.unproven and not (self.route and self.route.unproven):
             lines.append(f"training mode not proven: {self.unproven}")
         lines.append(f"largest change of a logit {self.max_leak:.2g}, gradient leak {self.max_gradient_leak:.2g}")
-        return "\n".join(lines + (self.route.lines() if self.route else ["route: none, the model is not patched"]))
+        lines.append(self.route.describe() if self.route else "route: none, the model is not patched")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         rows = [line.partition(": ") if ": " in line else ("", "", line) for line in str(self).split("\n")]
@@ -60,33 +60,33 @@ Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
 def check_isolation(
     model: PreTrainedModel, *, collator: Collator | None = None, rows: int = 1, seed: int = 0
 ) -> IsolationReport:
-    """Whether packed documents read each other in this model, called as a plain training loop would call it.
+    """Find out whether packed documents affect each other in this model, called as a plain training loop calls it.
 
-    Three random documents are packed in a row, collated and given to the model as it is, with its own configuration
-    (its `use_cache` among it), in evaluation and in training mode, dropout, noise and layer dropping off. Then one
-    document at a time is replaced, and the logits of the others are compared; and gradients of one document's logits
-    are looked for in the others. The model's modes, buffers and the random state are put back.
+    Three random documents are packed in a row, collated and given to the model as it is, with its own configuration,
+    use_cache included. One document at a time is replaced, and the logits of the others are compared; and gradients of
+    one document's logits are looked for in the others. This is done in evaluation mode and in training mode, with
+    dropout, noise and layer dropping off. The model's modes, buffers and the random state are restored.
 
     Args:
-        model: a causal or masked language model of transformers, patched or not, on any device; also as PEFT, DDP or
-            torch.compile wrap it.
-        collator: yours, from packed rows (input_ids, labels, position_ids, seq_lengths) to a batch of tensors;
-            PackingCollator without.
-        rows: how many packed rows it is given.
+        model: a causal or masked language model of transformers, patched or not, on any device; also inside the
+            wrappers of PEFT, DDP or torch.compile.
+        collator: from packed rows (input_ids, labels, position_ids, seq_lengths) to a batch of tensors; PackingCollator
+            by default.
+        rows: packed rows in the batch.
         seed: of the random tokens.
 
     Returns:
         IsolationReport.
 
     Raises:
-        PackingError: not a PreTrainedModel, one whose output has no logits for each token, or a collator that cuts
-            documents or fails; and what a patched model refuses of a batch.
+        PackingError: not a PreTrainedModel, or one without logits for each token; a collator that cuts documents or
+            fails; or a batch that a patched model refuses.
 
     Example:
         >>> import hf_packing as hfp, transformers
         >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
         >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
-        >>> hfp.check_isolation(model).isolated  # its default use_cache=True switches the detection of packed rows off
+        >>> hfp.check_isolation(model).isolated  # with use_cache=True, its default, packed rows are not detected
         False
         >>> report = hfp.check_isolation(hfp.patch_model(model))
         >>> report.isolated, report.route.name
@@ -96,23 +96,23 @@ def check_isolation(
     if rows < 1:
         raise PackingError(f"rows: expected at least 1, got {rows}")
     route = route_of(model)
-    probe = probe_of_a_setup(model, collator, rows, seed)
-    with probe.quiet(), suppress(Exception):  # what cannot be called on them is judged by what is always allowed
+    probe = _probe(model, collator, rows, seed)
+    with probe.undisturbed(), suppress(Exception):  # without a measured effect of rounding, limits are fixed
         probe.measure_rounding(probe.alone())
-    report = seen(probe, route)
+    report = _check_one_mode(probe, route)
     if not report.isolated:
         return report
-    rounding, probe = probe.rounding, probe_of_a_setup(model, collator, rows, seed, training=True)
+    rounding, probe = probe.rounding, _probe(model, collator, rows, seed, training=True)
     probe.rounding = rounding
     try:
-        with probe.quiet():
-            drawn = probe.draws_at_random(lambda: probe.packed(probe.documents))
-    except Exception as error:  # whatever a stranger's model raises
+        with probe.undisturbed():
+            is_random = probe.is_random(lambda: probe.packed(probe.documents))
+    except Exception as error:  # the model may be anybody's
         return replace(report, unproven=f"it cannot be called there: {error}")
-    if drawn is None:
-        return replace(report, unproven=EACH_TIME)
-    unproven = CHANCE if drawn else (route.unproven if route else "")
-    training = seen(probe, route)
+    if is_random is None:
+        return replace(report, unproven=VARYING)
+    unproven = RANDOM if is_random else (route.unproven if route else "")
+    training = _check_one_mode(probe, route)
     return replace(
         training,
         max_leak=max(report.max_leak, training.max_leak),
@@ -122,51 +122,54 @@ def check_isolation(
     )
 
 
-def seen(probe: Probe, route: Route | None) -> IsolationReport:
-    """In one mode."""
-    with probe.quiet():
+def _check_one_mode(probe: Probe, route: Route | None) -> IsolationReport:
+    with probe.undisturbed():
         try:
             leak, scale = probe.largest_leak()
-            memory = probe.remembers() if probe.training else None
+            memory = probe.memory() if probe.training else None
         except PackingError:
             raise
-        except Exception as error:  # whatever a stranger's model raises is the finding
+        except Exception as error:  # the model may be anybody's, and an error is what was found
             reason = f"{probe.mode}the model cannot be called on a packed row: {error}{what_is_missing(probe.model)}"
             return IsolationReport(False, float("nan"), reason, route=route)
         try:
             gradient_leak = largest_gradient_leak(probe.packed_gradients())
         except (RuntimeError, AssertionError):  # a model for inference only
             gradient_leak = float("nan")
-        leaks, reaches = leak > probe.tolerance.leak * scale, gradient_leak > GRADIENT_LEAK_TOLERANCE
+        leaks, reaches = leak > probe.tolerance.leak * scale, gradient_leak > LARGEST_GRADIENT_LEAK
         if not leaks and not reaches and memory is None:
             return IsolationReport(True, leak, "changing one document changed no other", gradient_leak, route)
-        return IsolationReport(False, leak, reason_of(probe, leak, leaks, gradient_leak, memory), gradient_leak, route)
+        return IsolationReport(False, leak, _reason(probe, leak, leaks, gradient_leak, memory), gradient_leak, route)
 
 
-def reason_of(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory: list[str] | None) -> str:
+def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory: list[str] | None) -> str:
     if leaks:
         reason = f"changing one document changed the logits of another by up to {leak:.2g}"
     elif memory is not None:
         return f"{probe.mode}a document's logits depend on earlier ones{through(memory)}"
     else:
         reason = f"gradients of one document reach another, up to {gradient_leak:.2g} of its own"
-    if not probe.training and probe.leaks_only_through_cache():
-        reason += "; with use_cache=False it does not: transformers looks for packed rows only where there is no cache"
+    if not probe.training and _leaks_only_with_cache(probe):
+        reason += "; with use_cache=False it does not, since transformers detects packed rows only without a cache"
     else:
         reason += f", with attention {probe.model.config._attn_implementation!r}"
-    return f"{probe.mode}{reason}. hf_packing.patch_model(model) keeps documents apart, or says why not"
+    return f"{probe.mode}{reason}. hf_packing.patch_model(model) keeps documents apart, or raises with the reason"
 
 
-def probe_of_a_setup(
-    model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False
-) -> Probe:
-    """Three documents in each row; every row begins with another one of them, and all have as many tokens."""
-    if collator is None and rows == 1:
-        return Probe(model, seed, training=training)
-    lengths = [length for row in range(rows) for length in rotated(unmistakable_lengths(model), row)]
+def _leaks_only_with_cache(probe: Probe) -> bool:
+    try:
+        leak, scale = probe.largest_leak(use_cache=False)
+    except Exception:  # a model without that argument
+        return False
+    return leak <= probe.tolerance.leak * scale
 
-    def make_batch(documents: Tokens) -> Mapping[str, Any]:
-        packed = [packed_row(documents[start : start + 3]) for start in range(0, len(documents), 3)]
+
+def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False) -> Probe:
+    """Return a probe with three documents in each row. Each row starts with another of them, and all are as long."""
+    lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
+
+    def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
+        packed = [_pack(documents[start : start + 3]) for start in range(0, len(documents), 3)]
         try:
             return (collator or PackingCollator())(packed)
         except Exception as error:
@@ -177,12 +180,12 @@ def probe_of_a_setup(
     return Probe(model, seed, lengths, make_batch, training)
 
 
-def rotated(lengths: list[int], by: int) -> list[int]:
+def _rotated(lengths: list[int], by: int) -> list[int]:
     return lengths[by % len(lengths) :] + lengths[: by % len(lengths)]
 
 
-def packed_row(documents: Tokens) -> dict[str, list[int]]:
-    """As `pack` makes them."""
+def _pack(documents: DocumentTokens) -> dict[str, list[int]]:
+    """Return a row as `pack` makes it."""
     tokens = [token for document in documents for token in document]
     labels = [label for document in documents for label in (IGNORED_LABEL, *document[1:])]
     positions = [position for document in documents for position in range(len(document))]

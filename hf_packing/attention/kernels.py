@@ -1,4 +1,4 @@
-"""Variable-length attention kernels on CUDA: flash-attn where it is installed, else the one that torch brings."""
+"""Variable-length attention kernels on CUDA: flash-attn if it is installed, otherwise torch's own."""
 
 import inspect
 from collections.abc import Callable
@@ -9,15 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 8
-"""Both kernels want head dimensions that are a multiple of this, and at most MAX_HEAD_DIM."""
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+
+_MAX_HEAD_DIM = 256
+
+_HEAD_DIM_STEP = 8
+"""All kernels need head dimensions that are a multiple of this, and at most _MAX_HEAD_DIM."""
 
 
 @cache
 def flash_attn_3_varlen() -> Callable[..., Any] | None:
-    """flash-attn 3's `flash_attn_varlen_func`, for Hopper, or None."""
+    """Return `flash_attn_varlen_func` of flash-attn 3, for Hopper, or None."""
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError:
@@ -27,7 +29,7 @@ def flash_attn_3_varlen() -> Callable[..., Any] | None:
 
 @cache
 def flash_attn_varlen() -> Callable[..., Any] | None:
-    """flash-attn 2's `flash_attn_varlen_func`, or None."""
+    """Return `flash_attn_varlen_func` of flash-attn 2, or None."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -37,7 +39,7 @@ def flash_attn_varlen() -> Callable[..., Any] | None:
 
 @cache
 def torch_varlen() -> Callable[..., Any] | None:
-    """`torch.nn.attention.varlen.varlen_attn`, or None where it is absent or too old to be told scale and window."""
+    """Return `torch.nn.attention.varlen.varlen_attn`, or None if it is missing, or too old to take scale and window."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -47,29 +49,29 @@ def torch_varlen() -> Callable[..., Any] | None:
 
 
 def runs_flash(device: torch.device) -> bool:
-    """Whether a device is new enough for flash attention: Ampere, compute capability 8, or later."""
+    """Return whether a device supports flash attention: compute capability 8 (Ampere) or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def runs_flash_3(device: torch.device) -> bool:
-    """flash-attn 3 is for compute capability 9 alone."""
+    """Return whether a device supports flash-attn 3: compute capability 9 only."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def takes_flash_3(query: Tensor, dropout: float) -> bool:
+def _takes_flash_3(query: Tensor, dropout: float) -> bool:
     return not dropout and flash_attn_3_varlen() is not None and runs_flash_3(query.device)
 
 
 def has_kernel(
     query: Tensor, value: Tensor, *, softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0
 ) -> bool:
-    """Whether a kernel computes this as asked: none knows sinks, torch's no soft caps, flash-attn 2 alone dropout."""
+    """Return whether a kernel supports this call. None has sinks, torch's no soft caps, only flash-attn 2 dropout."""
     head_dims = query.shape[-1], value.shape[-1]
-    if query.dtype not in KERNEL_DTYPES or sinks is not None or not runs_flash(query.device):
+    if query.dtype not in _KERNEL_DTYPES or sinks is not None or not runs_flash(query.device):
         return False
-    if max(head_dims) > MAX_HEAD_DIM or any(size % HEAD_DIM_STEP for size in head_dims):
+    if max(head_dims) > _MAX_HEAD_DIM or any(size % _HEAD_DIM_STEP for size in head_dims):
         return False
-    if takes_flash_3(query, dropout):
+    if _takes_flash_3(query, dropout):
         return True
     if flash_attn_varlen() is not None:
         return softcap is None or not dropout
@@ -89,7 +91,7 @@ def attend_with_kernel(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """As `attend_by_segment`, with borders as a tensor, in one kernel.
+    """Compute `attend_by_segment` in one kernel, with borders in a tensor.
 
     Args:
         cu_seq_lens: int32 [segments + 1], on the device of the query.
@@ -100,7 +102,7 @@ def attend_with_kernel(
     """
     value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim)
-    q, k, v = (padded(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
+    q, k, v = (_pad_head_dim(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
     back = -1 if window is None else window - 1
     sides = (back, 0) if is_causal else (back, back)
     flash = {
@@ -114,11 +116,11 @@ def attend_with_kernel(
         "softcap": softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    if takes_flash_3(query, dropout):
+    if _takes_flash_3(query, dropout):
         flash_3 = flash_attn_3_varlen()
         assert flash_3 is not None
         attended = flash_3(q, k, v, **flash)
-        attended = attended[0] if isinstance(attended, tuple) else attended  # earlier ones add the log-sum-exp
+        attended = attended[0] if isinstance(attended, tuple) else attended  # earlier versions add the log-sum-exp
     elif (flash_2 := flash_attn_varlen()) is not None:
         attended = flash_2(q, k, v, dropout_p=dropout, **flash)
     else:
@@ -132,7 +134,7 @@ def attend_with_kernel(
     return output
 
 
-def padded(tensor: Tensor, head_dim: int) -> Tensor:
-    """Zeros behind the last axis; padding by nothing would still copy."""
+def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
+    """Pad the last axis with zeros. Skip the copy if there is nothing to pad."""
     missing = head_dim - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor

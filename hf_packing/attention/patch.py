@@ -1,4 +1,4 @@
-"""patch_model: keep packed documents apart in a model, prove it, or refuse; and undo it all."""
+"""patch_model: keep packed documents apart in a model, with proof, or refuse; unpatch_model and patched: undo it."""
 
 import warnings
 from collections.abc import Iterator
@@ -6,51 +6,60 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.as_it_was import with_weights_everywhere
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import attention_of, install, is_patched, take_out
-from hf_packing.attention.route import Route
-from hf_packing.attention.sharded import where_weights_are
-from hf_packing.attention.twin import find_and_prove_for_long_documents, route_of_a_twin
-from hf_packing.attention.varlen import NAME, NAME_WITH_SIGHT
+from hf_packing.attention.find_route import find_and_prove, known_routes, route_key
+from hf_packing.attention.inspect_model import WeightsLocation, inner_model, weights_location
+from hf_packing.attention.patched_forward import attention_of, install, remove
+from hf_packing.attention.route import Route, is_patched, route_of
+from hf_packing.attention.small_copy import (
+    changes_with_length,
+    find_and_prove_for_long_documents,
+    find_and_prove_on_small_copy,
+)
+from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.errors import PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch_model(model: Model, *, prove: bool = True) -> Model:
-    """Make a model keep packed documents apart, proven on the model itself.
+    """Make a model keep packed documents apart, and prove it on the model itself.
 
-    Two routes, and what is proven decides between them. `varlen`: its attention goes through `packed_varlen`, which is
-    flash-attn's or torch's variable-length kernel on CUDA and exact attention segment by segment elsewhere. `segments`:
-    the modules that are not segment-local, found by experiment, run segment by segment; all others stay packed. Most
-    models with a state or a convolution take both.
+    There are two routes, and the proof decides between them:
 
-    Borders are read from cu_seq_lens_q, position_ids or seq_idx, whichever is given. The proof, on three random
-    documents, then on four others, and on those in two rows: packed, one after the other is changed, and the patch
-    stays only if no other document notices, in logits or gradients, and all have the logits and gradients that the
-    unpatched model gives them alone, but for what rounding was measured to explain. All this in evaluation mode and,
-    but for the two rows, in training mode with dropout, noise and layer dropping off; where the latter cannot be done,
-    `check_isolation(model).route.unproven` says why. The price: some hundred forwards of at most 46 tokens, and a
-    search where modules run by segment. What is proven is the kernel of this device and dtype: move the model there
-    first.
+    - `varlen`: attention goes through `packed_varlen`, which is flash-attn's or torch's variable-length kernel on CUDA,
+      and exact attention segment by segment elsewhere.
+    - `segments`: the modules that are not segment-local, found by experiment, run segment by segment; all others stay
+      packed.
+
+    Most models with a state or a convolution take both. Borders are read from cu_seq_lens_q, position_ids or seq_idx,
+    whichever is given.
+
+    The proof runs three random documents, then four others, then those four in two rows. Packed, one document after the
+    other is replaced. The patch stays only if no other document changes, in logits or gradients, and if all logits and
+    gradients are those of the documents alone on the unpatched model, up to the measured effect of rounding. This is
+    done in evaluation mode and in training mode, with dropout, noise and layer dropping off. If the latter is not
+    possible, `check_isolation(model).route.unproven` says why.
+
+    The proof takes some hundred forwards of at most 46 tokens, and more if modules run by segment. It covers the kernel
+    of this device and dtype, so move the model there first.
 
     Args:
-        model: a causal or masked language model of transformers, on any device, in any dtype; also as PEFT wraps it. It
-            is changed in place.
-        prove: False for a model on the meta device, or already sharded: the route is then proven on a small model of
-            the same configuration instead, with as many layers, and a warning says so.
+        model: a causal or masked language model of transformers, on any device, in any dtype; also inside the wrapper
+            of PEFT. It is changed in place.
+        prove: False for a model that is on the meta device, or already sharded. The route is then proven on a small
+            copy of the model, with as many layers, and a warning says so.
 
     Returns:
         The same model. Patching it again does nothing.
 
     Raises:
-        ModelNotSupportedError: it cannot be shown to keep documents apart; the message says why, and the model is as
-            it was before.
-        PackingError: not a PreTrainedModel; or weights that are elsewhere, and prove is not False.
+        ModelNotSupportedError: it cannot be proven that the model keeps documents apart. The message says why, and the
+            model is as it was before.
+        PackingError: not a PreTrainedModel; or weights that are not in memory, and prove is not False.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -64,43 +73,86 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     inner = inner_model(model)
     if is_patched(inner):
         return model
-    refuse_the_configuration_of_another(inner)
+    _refuse_shared_configuration(inner)
     if not prove:
-        install(inner, route_of_a_twin(inner), attention_of(inner))
+        install(inner, find_and_prove_on_small_copy(inner), attention_of(inner))
         warnings.warn(
             f"patch_model proved isolation on a small {type(inner).__name__}, not on this one; run check_isolation on "
             "it once its weights are in memory",
             stacklevel=2,
         )
         return model
-    if (where := where_weights_are(model)) is not None:
+    if (location := weights_location(model)) is not WeightsLocation.MEMORY:
         raise PackingError(
-            f"model: expected weights in memory, those of {type(inner).__name__} are {where}; call patch_model before "
-            "they are sharded, or with prove=False"
+            f"model: expected weights in memory, those of {type(inner).__name__} are {location.value}; call "
+            "patch_model before they are sharded, or with prove=False"
         )
-    with with_weights_everywhere(inner):
-        find_and_prove_for_long_documents(inner)
+    with random_where_zero(inner):
+        is_known = route_key(inner) in known_routes
+        find_and_prove(inner)
+        route = route_of(inner)
+        if not is_known and route is not None and route.by_segment and changes_with_length(inner.config):
+            find_and_prove_for_long_documents(inner)
     return model
 
 
-def refuse_the_configuration_of_another(model: PreTrainedModel) -> None:
-    """What is set in a configuration that models share is set in all of them, and undone in all."""
-    if any(attention in (NAME, NAME_WITH_SIGHT) for _, attention in attention_of(model)):
+def _refuse_shared_configuration(model: PreTrainedModel) -> None:
+    """Raise PackingError if another patched model has the same configuration, since both would be changed."""
+    if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
             f"model: expected one with a configuration of its own, that of {type(model).__name__} already has the "
-            f"attention {NAME!r}, as that of a patched model. Build models that are patched from "
-            "copy.deepcopy(config), before any of them is patched"
+            f"attention {NAME!r}, as that of a patched model. Build each model from copy.deepcopy(config), before any "
+            "of them is patched"
         )
 
 
+_SMALL = 0.1
+"""Standard deviation of gates and biases that are otherwise zero."""
+
+_SHARE_OF_KERNEL = 0.5
+"""Noise in a kernel, as a share of its root mean square."""
+
+_LONGEST_KERNEL = 16
+"""Tokens that a convolution in a language model sees at once; the last axis of its weight."""
+
+
+@contextmanager
+def random_where_zero(model: nn.Module) -> Iterator[None]:
+    """Inside the block, randomize weights that may hide a leak before training: parameters that are all zero, as some
+    projections and gates are, and kernels of convolutions, some of which start as the identity."""
+    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
+    zero = [parameter for parameter in parameters if not parameter.any()]
+    kernels = [
+        (p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= _LONGEST_KERNEL and p.any()
+    ]
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(parameter: nn.Parameter, scale: float) -> torch.Tensor:
+        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
+
+    try:
+        with torch.no_grad():
+            for parameter in zero:
+                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL))
+            for parameter, _ in kernels:
+                parameter.add_(noise(parameter, _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in zero:
+                parameter.zero_()
+            for parameter, before in kernels:
+                parameter.copy_(before)
+
+
 def unpatch_model(model: Model) -> AbstractContextManager[Model]:
-    """Undo `patch_model`: the model is as it was before.
+    """Undo `patch_model`, so that the model is as it was before.
 
     Args:
         model: a patched model.
 
     Returns:
-        A context manager, for those who want the patch back at its end:
+        A context manager that patches the model again at its end, if it is used as one:
         `with hfp.unpatch_model(model): model.generate(...)`.
 
     Raises:
@@ -118,12 +170,12 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
     inner = inner_model(model)
     if not is_patched(inner):
         raise PackingError(f"model: expected one that patch_model has patched, {type(inner).__name__} is not")
-    return Unpatched(model, take_out(inner))
+    return _Unpatched(model, remove(inner))
 
 
 @contextmanager
 def patched(model: Model) -> Iterator[Model]:
-    """Patch a model for the length of a block; see `patch_model`.
+    """Patch a model inside a block; see `patch_model`.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -145,8 +197,8 @@ def patched(model: Model) -> Iterator[Model]:
             unpatch_model(model)
 
 
-class Unpatched(AbstractContextManager[Any]):
-    """Puts a patch back at the end of a `with` block; the proof still stands, so it is not run again."""
+class _Unpatched(AbstractContextManager[Any]):
+    """Installs a route again at the end of a block. It has been proven, so it is not proven again."""
 
     def __init__(self, model: nn.Module, route: Route) -> None:
         self.model = model

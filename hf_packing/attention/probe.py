@@ -1,4 +1,4 @@
-"""A few random documents, run through a model together and alone, with one of them changed at a time."""
+"""Run a model on a few random documents, packed and alone, with one of them replaced at a time."""
 
 import threading
 from collections import Counter
@@ -6,61 +6,131 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.as_it_was import KeptWeights, as_it_was
-from hf_packing.attention.documents import (
-    Tokens,
-    find_documents,
-    in_one_row,
-    random_documents,
-    unmistakable_lengths,
-    words_of,
+from hf_packing.attention.inspect_model import Embedded, Signature, embedding_of, input_device, record_embeddings
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.route import READ_ARGUMENTS, is_patched
+from hf_packing.attention.snapshot import (
+    WeightSnapshot,
+    random_state,
+    restored,
+    restored_modes,
+    restored_random_state,
+    seed_all,
+    without_randomness,
 )
-from hf_packing.attention.feed import UNDERSTOOD, Signature
-from hf_packing.attention.logits import comparable, largest_difference, logits_of, spread
-from hf_packing.attention.rounding import (
-    DtypeOfProducts,
+from hf_packing.attention.tolerance import (
+    MatmulDtype,
     Tolerance,
-    dtype_of_computation,
+    comparable,
+    computation_dtype,
     has_experts,
+    largest_difference,
+    logits_of,
     measure_rounding,
-)
-from hf_packing.attention.route import route_of
-from hf_packing.attention.row import PackedRow
-from hf_packing.attention.training_mode import (
-    begin_chance,
-    chance_put_back,
-    modes_put_back,
-    state_of_chance,
-    without_chance,
+    spread,
 )
 from hf_packing.errors import PackingError
 
-GRADIENT_LEAK_TOLERANCE = 1e-6
-"""Largest gradient in another document, as a share of the largest in the document itself: where there is no path, there
-is no gradient, in any precision."""
+DocumentTokens = list[list[int]]
+"""Token ids of each document."""
 
-GRADIENT_LENIENCE = 10
-"""How much further gradients may be apart, having come twice the way."""
+_LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
+"""Tokens of the three documents: all different, and longer than the kernels of convolutions. The sums are primes, which
+axes of models seldom have as their size; the first sum that the model does not have is taken."""
+
+_random_state_lock = threading.RLock()
+"""Held while the random state, which all threads share, is changed."""
 
 
-one_at_a_time = threading.RLock()
-"""Held while the random state, which all threads share, is another one."""
+def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[DocumentTokens, DocumentTokens]:
+    """Return random documents, and a replacement for each.
+
+    No token but that of a mask is in two documents, and a document and its replacement differ in every token.
+
+    Args:
+        model: with its vocabulary.
+        lengths: of the documents.
+        seed: of the random tokens.
+
+    Raises:
+        PackingError: the vocabulary is too small.
+    """
+    embedding = embedding_of(model)
+    known_size = getattr(model.config.get_text_config(), "vocab_size", len(embedding.weight))
+    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # it may be larger, for prompts
+    settings = vars(model.config) | vars(model.config.get_text_config())
+    special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
+    known = np.array([token for token in range(1, vocabulary) if token not in special])
+    if len(known) < 2 * len(lengths):
+        raise PackingError(f"model: expected at least {2 * len(lengths)} tokens that are not special, got {len(known)}")
+    generator = np.random.default_rng(seed)
+    mask = settings.get("mask_token_id")
+    documents, others = [], []
+    for number, length in enumerate(lengths):
+        own = known[number :: len(lengths)]
+        tokens = generator.integers(0, len(own), length)
+        documents.append(own[tokens].tolist())
+        others.append(own[(tokens + generator.integers(1, len(own), length)) % len(own)].tolist())
+        if isinstance(mask, int) and 0 <= mask < vocabulary:  # ESM scales embeddings by the share of mask tokens
+            documents[-1][2::5] = [mask] * len(documents[-1][2::5])
+            others[-1][1::3] = [mask] * len(others[-1][1::3])
+    return documents, others
+
+
+def distinctive_lengths(model: nn.Module) -> list[int]:
+    """Return lengths of documents whose sum is no size of a parameter or buffer, and no integer setting."""
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
+    for lengths in _LENGTHS:
+        if sum(lengths) not in sizes:
+            return list(lengths)
+    sums = ", ".join(str(sum(each)) for each in _LENGTHS)
+    raise PackingError(f"model: expected one without axes of the sizes {sums}, it has them all")
+
+
+def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
+    """Return the inputs for documents packed in one row, as PackingCollator makes them, without labels."""
+    row = PackedRow.from_lengths([len(tokens) for tokens in documents])
+    return {
+        "input_ids": torch.tensor([[token for tokens in documents for token in tokens]]),
+        "position_ids": row.position_ids,
+        "cu_seq_lens_q": row.cu_seq_lens,
+        "cu_seq_lens_k": row.cu_seq_lens,
+        "max_length_q": row.longest,
+        "max_length_k": row.longest,
+        "seq_idx": row.seq_idx,
+    }
+
+
+def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
+    """Return where documents are in the rows of a batch, laid end to end."""
+    ids = input_ids.flatten()
+    places = []
+    for tokens in documents:
+        starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
+        if len(starts) != 1:
+            raise PackingError(
+                f"collator: expected a batch with each document whole and once, got one of {len(tokens)} tokens "
+                f"{len(starts)} times"
+            )
+        places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
+    return places
 
 
 class Probe:
-    """Runs a model on a few random documents. No token but that of a mask occurs in two documents, and a document and
-    its replacement differ in every token.
+    """Runs a model on random documents, which `random_documents` describes.
 
     Args:
         model: of transformers, on any device, in any dtype.
         seed: of the random tokens.
-        lengths: of the documents; three that make a row of an unmistakable length without.
-        make_batch: from documents to the model's inputs; one row, by PackingCollator, without.
-        training: whether the model is run in training mode, what it draws at random switched off.
+        lengths: of the documents; by default three, whose sum is no size of the model.
+        make_batch: from documents to the model's inputs; by default one packed row.
+        training: whether the model is run in training mode, with dropout, noise and layer dropping off.
     """
 
     def __init__(
@@ -68,39 +138,39 @@ class Probe:
         model: PreTrainedModel,
         seed: int = 0,
         lengths: Sequence[int] | None = None,
-        make_batch: Callable[[Tokens], Mapping[str, Any]] | None = None,
+        make_batch: Callable[[DocumentTokens], Mapping[str, Any]] | None = None,
         training: bool = False,
     ) -> None:
         self.model = model
-        self.make_batch = make_batch or in_one_row
-        self.device = device_of_inputs(model)
-        self.lengths = list(lengths or unmistakable_lengths(model))
+        self.make_batch = make_batch or pack_in_one_row
+        self.device = input_device(model)
+        self.lengths = list(lengths or distinctive_lengths(model))
         self.documents, self.others = random_documents(model, self.lengths, seed)
         self.signature = Signature(model)
-        self.kept: KeptWeights | None = None
-        self.rounding: float | None = None
-        self.products = DtypeOfProducts()
-        self.products_are_known = False
         self.training = training
-        self.chance = 0
-        """The seed that every run begins with: what is still drawn at random is the same for the same shapes."""
+        self.rounding: float | None = None
+        self._weights: WeightSnapshot | None = None
+        self._matmuls = MatmulDtype()
+        self._matmuls_are_known = False
+        self._seed = 0
+        """Set before every run, so that anything still drawn at random is the same for the same shapes."""
 
     @property
     def row(self) -> PackedRow:
-        return PackedRow.of(self.lengths, self.device)
+        return PackedRow.from_lengths(self.lengths, self.device)
 
     @property
     def mode(self) -> str:
-        """For a message."""
+        """The beginning of a message: in which mode something happened."""
         return "in training mode, " if self.training else ""
 
     @property
     def tolerance(self) -> Tolerance:
-        dtype = self.products.coarsest or dtype_of_computation(self.model, self.device)
+        dtype = self._matmuls.half or computation_dtype(self.model, self.device)
         return Tolerance(dtype, has_experts(self.model), self.rounding)
 
     def measure_rounding(self, alone: list[Tensor], **options: Any) -> None:
-        """What is apart from now on is judged by how far rounding moves the documents, whose logits alone are given."""
+        """Measure the effect of rounding, given the logits of the documents alone; the tolerance follows from it."""
         if not self.tolerance.is_measured:
             return
         self.rounding = measure_rounding(
@@ -108,70 +178,82 @@ class Probe:
         )
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """No gradients and nothing dropped; the modules' modes, what they hold and the random state are put back."""
+    def undisturbed(self) -> Iterator[None]:
+        """Inside the block, no gradients are recorded and nothing is random. Afterwards the modules' modes, the weights
+        and the random state are restored."""
         try:
-            with one_at_a_time, chance_put_back(self.device), modes_put_back(self.model), torch.no_grad():
+            with _random_state_lock, restored_random_state(self.device), restored_modes(self.model), torch.no_grad():
                 self.model.train(self.training)
-                with without_chance(self.model) if self.training else nullcontext():
+                with without_randomness(self.model) if self.training else nullcontext():
                     yield
         finally:
-            if self.kept is not None:
-                self.kept.put_back()
+            if self._weights is not None:
+                self._weights.restore()
 
     def logits(self, **inputs: Any) -> Tensor:
-        """[tokens, vocabulary], at least float32, of one row."""
-        watched = nullcontext() if self.products_are_known else self.products  # it sees each call of torch
-        with as_it_was(*self.model.modules()), self.weights_kept(), watched:
-            logits = self.run(inputs)
-        self.products_are_known = True
+        """Return the logits of one row, [tokens, vocabulary], as float32 or float64. The model is restored."""
+        watched = nullcontext() if self._matmuls_are_known else self._matmuls  # it slows down every call of torch
+        with restored(*self.model.modules()), self._restorable_weights(), watched:
+            logits = self._run(inputs)
+        self._matmuls_are_known = True
         return logits
 
-    def run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """As `logits`; what the forward leaves behind stays."""
+    def loss(self, **inputs: Any) -> Tensor:
+        """Return the model's own loss. The model is restored."""
+        with restored(*self.model.modules()), self._restorable_weights():
+            seed_all(self._seed)
+            loss: Tensor = self.model(**inputs).loss
+        return loss
+
+    def _run(self, inputs: Mapping[str, Any]) -> Tensor:
+        """As `logits`; what the forward changes stays changed."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        understood = UNDERSTOOD if route_of(self.model) else ()  # by a patch, whatever the model itself takes
-        given = {name: value for name, value in given.items() if name in understood or self.signature.takes(name)}
+        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # whatever the model itself takes
+        given = {name: value for name, value in given.items() if name in read_by_patch or self.signature.takes(name)}
         if not self.training:
             return logits_of(self.model, self.model(**given)).flatten(0, 1)
-        begin_chance(self.chance)
+        seed_all(self._seed)
         wanted = torch.is_grad_enabled()
-        with torch.enable_grad():  # as it trains; some look at that
+        with torch.enable_grad():  # as in training, since some models look whether it is enabled
             logits = logits_of(self.model, self.model(**given)).flatten(0, 1)
         return logits if wanted else logits.detach()
 
-    def weights_kept(self) -> AbstractContextManager[Any]:
-        """A forward that writes to weights finds them as they were; a backward pass, as the forward has left them."""
-        if self.kept is None:
-            self.kept = KeptWeights(self.model)
-            return self.kept
-        self.kept.put_back()
+    def _restorable_weights(self) -> AbstractContextManager[Any]:
+        """Restore weights before a forward, not after it, so that its backward pass finds them as the forward left
+        them."""
+        if self._weights is None:
+            self._weights = WeightSnapshot(self.model)
+            return self._weights
+        self._weights.restore()
         return nullcontext()
 
-    def packed(self, documents: Tokens, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Logits of each document, all in one batch; of tokens, or of their embeddings."""
-        batch = {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
-        places = find_documents(documents, batch["input_ids"])
+    def packed(self, documents: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
+        """Return the logits of each document, all in one batch, given as tokens or as their embeddings."""
+        batch = self._batch(documents)
+        places = _find_documents(documents, batch["input_ids"])
         if embedded:
             batch["inputs_embeds"] = self.model.get_input_embeddings()(batch.pop("input_ids").to(self.device))
         logits = self.logits(**batch, **options)
         return [logits[place] for place in places]
 
+    def _batch(self, documents: DocumentTokens) -> dict[str, Any]:
+        return {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
+
     def alone(self, **options: Any) -> list[Tensor]:
-        """Logits of each document, one row each, with nothing but input_ids."""
+        """Return the logits of each document, run alone, with nothing but input_ids."""
         return [self.logits(input_ids=torch.tensor([tokens]), **options) for tokens in self.documents]
 
-    def as_one_document(self, documents: Tokens, **options: Any) -> list[Tensor]:
-        """Logits of the same tokens as a single document, without borders."""
-        row = [token for tokens in documents for token in tokens]
-        batch = in_one_row([row])
-        del batch["labels"]
-        return list(torch.split(self.logits(**batch, **options), self.lengths))
-
     def largest_leak(self, **options: Any) -> tuple[float, float]:
-        """Largest change in a document that was not changed, and the standard deviation of the logits."""
+        """Replace one document at a time.
+
+        Returns:
+            The largest change of a logit in another document, and the standard deviation of the logits.
+
+        Raises:
+            PackingError: logits that are not finite, not deterministic, or do not depend on the tokens.
+        """
         before = self.packed(self.documents, **options)
-        self.refuse_what_proves_nothing(before, self.packed(self.documents, **options))
+        self._check_logits(before, self.packed(self.documents, **options))
         leak = 0.0
         for changed in range(len(self.documents)):
             after = self.packed(self.with_other(changed), **options)
@@ -182,131 +264,84 @@ class Probe:
             leak = max(leak, *(largest_difference(before[i], after[i]) for i in range(len(before)) if i != changed))
         return leak, spread(torch.cat(before))
 
-    def remembers(self, **options: Any) -> list[str] | None:
-        """Buffers through which documents of an earlier forward change those of this one; None where none do."""
-        first, batch = (
-            {name: value for name, value in self.make_batch(each).items() if name != "labels"}
-            for each in (self.others, self.documents)
-        )
-        fresh = self.logits(**batch, **options)
-        with as_it_was(*self.model.modules()), self.weights_kept():
-            self.run({**first, **options})
-            assert self.kept is not None
-            written = {id(tensor) for tensor in self.kept.written()}
-            later = self.run({**batch, **options})
+    def _check_logits(self, logits: list[Tensor], again: list[Tensor]) -> None:
+        name = type(self.model).__name__
+        if not all(comparable(each).any() for each in logits):
+            raise PackingError(f"model: expected finite logits, {name} has none")
+        if self._vary(logits, again):
+            raise PackingError(
+                f"model: expected the same logits for the same tokens, {name} is nondeterministic with dropout off"
+            )
+
+    def with_other(self, changed: int) -> DocumentTokens:
+        """Return the documents, with this one replaced."""
+        return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
+
+    def memory(self, **options: Any) -> list[str] | None:
+        """Return the names of buffers through which one forward affects the logits of the next; None if none does.
+
+        The list is empty if logits are affected in another way.
+        """
+        fresh = self.logits(**self._batch(self.documents), **options)
+        with restored(*self.model.modules()), self._restorable_weights():
+            self._run({**self._batch(self.others), **options})
+            assert self._weights is not None
+            written = {id(tensor) for tensor in self._weights.changed()}
+            later = self._run({**self._batch(self.documents), **options})
         if largest_difference(fresh, later) <= self.tolerance.leak * spread(fresh):
             return None
         return [name for name, buffer in self.model.named_buffers() if id(buffer) in written]
 
-    def draws_at_random(self, run: Callable[[], list[Tensor]]) -> bool | None:
-        """Whether what is run depends on chance; None where it is other each time whatever chance begins with."""
-        begin_chance(self.chance)
-        before = state_of_chance(self.device)
+    def is_random(self, run: Callable[[], list[Tensor]]) -> bool | None:
+        """Return whether the logits that `run` returns depend on the random seed; None if they vary for one seed."""
+        seed_all(self._seed)
+        before = random_state(self.device)
         logits = run()
-        if state_of_chance(self.device) == before:
+        if random_state(self.device) == before:
             return False
-        self.chance += 1
+        self._seed += 1
         other = run()
-        self.chance -= 1
-        if not self.others_each_time(logits, other):
+        self._seed -= 1
+        if not self._vary(logits, other):
             return False
-        return None if self.others_each_time(logits, run()) else True
+        return None if self._vary(logits, run()) else True
 
-    def others_each_time(self, logits: list[Tensor], again: list[Tensor]) -> bool:
+    def _vary(self, logits: list[Tensor], again: list[Tensor]) -> bool:
         limit = self.tolerance.leak * spread(torch.cat(logits))
         return not max(map(largest_difference, logits, again)) <= limit
 
-    def refuse_what_proves_nothing(self, logits: list[Tensor], again: list[Tensor]) -> None:
-        name = type(self.model).__name__
-        if not all(comparable(each).any() for each in logits):
-            raise PackingError(f"model: expected finite logits, {name} has none")
-        if self.others_each_time(logits, again):
-            raise PackingError(
-                f"model: expected the same logits for the same tokens, {name} has others each time, with dropout off"
-            )
-
-    def with_other(self, changed: int) -> Tokens:
-        return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
-
-    def sees_leaks(self, **options: Any) -> bool:
-        """Whether, with the borders taken away, changing one document changes its neighbour."""
-        before = self.as_one_document(self.documents, **options)[1]
-        after = self.as_one_document(self.with_other(0), **options)[1]
-        return largest_difference(before, after) > self.tolerance.leak * spread(before)
-
-    def leaks_only_through_cache(self) -> bool:
-        try:
-            leak, scale = self.largest_leak(use_cache=False)
-        except Exception:  # a model without that argument has no such explanation
-            return False
-        return leak <= self.tolerance.leak * scale
-
     def packed_gradients(self, **options: Any) -> list[list[Tensor]]:
-        """For each document, the gradients of its logits in the embeddings of each document, packed."""
-        with embedded(self.model) as embeddings:
+        """Return, for each document, the gradients of its logits in the embeddings of each document, packed."""
+        with record_embeddings(self.model) as embedded:
             logits = self.packed(self.documents, **options)
             last = len(logits) - 1
-            return [self.gradients(each, number, embeddings, number < last) for number, each in enumerate(logits)]
+            return [self._gradients(each, number, embedded, number < last) for number, each in enumerate(logits)]
 
     def gradients_alone(self, **options: Any) -> list[Tensor]:
-        """For each document, the gradients of its logits in its embeddings, alone."""
+        """Return, for each document, the gradients of its logits in its embeddings, alone."""
         own = []
         for number, tokens in enumerate(self.documents):
-            with embedded(self.model) as embeddings:
+            with record_embeddings(self.model) as embedded:
                 logits = self.logits(input_ids=torch.tensor([tokens]), **options)
-                own.append(self.gradients(logits, number, embeddings)[number])
+                own.append(self._gradients(logits, number, embedded)[number])
         return own
 
-    def gradients(
-        self, logits: Tensor, number: int, embeddings: list[tuple[Tensor, Tensor]], keep: bool = False
-    ) -> list[Tensor]:
-        """float [vocabulary of a document, embedding] for each document: its tokens' gradients of a random sum of
-        logits, summed by token."""
+    def _gradients(self, logits: Tensor, number: int, embedded: Embedded, keep: bool = False) -> list[Tensor]:
+        """Return, for each document, the gradients of a random sum of logits, summed by token: float [distinct tokens
+        that no other document has, embedding]."""
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(logits.shape, generator=generator).to(logits)
         score = torch.where(comparable(logits), logits, 0).mul(weights).sum()
-        outputs = [output for _, output in embeddings]
-        found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
-        tokens = torch.cat([ids.flatten() for ids, _ in embeddings])
-        flat = [torch.zeros_like(o) if g is None else g for g, o in zip(found, outputs, strict=True)]
-        gradient = torch.cat([each.flatten(0, -2) for each in flat]).float()
-        most = max(int(tokens.max()), *(max(document) for document in self.documents))
-        by_token = gradient.new_zeros(most + 1, gradient.shape[-1]).index_add_(0, tokens, gradient)
+        by_token = self.gradient_by_token(score, embedded, keep)
         owners = Counter(token for document in self.documents for token in set(document))
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
 
-
-def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Where tokens belong: where their embeddings are, or come to when accelerate has offloaded them."""
-    embeddings = words_of(model)
-    own: torch.device = embeddings.weight.device
-    hook = getattr(embeddings, "_hf_hook", None)
-    return own if own.type != "meta" or hook is None else torch.device(hook.execution_device)
-
-
-@contextmanager
-def embedded(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Tokens and their embeddings, call by call, with gradients that begin there; parameters get none."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def begin(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        leaf = first.detach().requires_grad_()
-        seen.append((args[0] if args else next(iter(kwargs.values())), leaf))
-        return (leaf.clone(), *output[1:]) if isinstance(output, tuple) else leaf.clone()
-
-    words = model.get_input_embeddings()
-    tables = [module for module in model.modules() if getattr(module, "weight", None) is words.weight]
-    tables = [words, *(module for module in tables if is_embedding(module) and module is not words)]
-    hooks = [module.register_forward_hook(begin, with_kwargs=True) for module in tables]
-    try:
-        with torch.enable_grad():
-            yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def is_embedding(module: nn.Module) -> bool:
-    """Output layers may share the weight."""
-    return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
+    def gradient_by_token(self, score: Tensor, embedded: Embedded, keep: bool = False) -> Tensor:
+        """Return the gradient of a score in the embeddings, summed by token: float [vocabulary, embedding]."""
+        outputs = [output for _, output in embedded]
+        found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
+        tokens = torch.cat([ids.flatten() for ids, _ in embedded])
+        flat = [torch.zeros_like(o) if g is None else g for g, o in zip(found, outputs, strict=True)]
+        gradient = torch.cat([each.flatten(0, -2) for each in flat]).float()
+        most = max(int(tokens.max()), *(max(document) for document in self.documents))
+        return gradient.new_zeros(most + 1, gradient.shape[-1]).index_add_(0, tokens, gradient)

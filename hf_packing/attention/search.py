@@ -1,8 +1,8 @@
-"""Find, by experiment, the modules of a model that are not segment-local, and run those segment by segment.
+"""Find, by experiment, the modules of a model that are not segment-local, and plan to run those segment by segment.
 
-A module f is segment-local when f(row) = f(segment) for every segment of the row: linear layers, norms, experts, rotary
-embeddings fed with restarting positions. What is not lets documents leak (attention without borders, states,
-convolutions) or counts along the row (positions).
+A module is segment-local if its output for a row is the same as its outputs for the segments, joined: linear layers,
+norms, experts, rotary embeddings with restarting positions. Other modules either let documents leak into each other
+(attention without borders, states, convolutions) or count tokens along the row (positions).
 """
 
 from collections import Counter
@@ -11,273 +11,253 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from hf_packing.attention.as_it_was import as_it_was
-from hf_packing.attention.by_segment import Ahead, BySegment, Step
-from hf_packing.attention.differ import differ
-from hf_packing.attention.nested import Fill, Path, TokenAxes, copied, leaves, tensors
-from hf_packing.attention.row import PackedRow, SharedCall, Sharing
-from hf_packing.attention.trials import (
-    RankingTokens,
+from hf_packing.attention.by_segment import ModulePlan, RunAfter, RunAhead, SegmentedForward
+from hf_packing.attention.module_checks import (
     depends_on_far_positions,
     differs_on_other_rows,
-    one_by_one,
+    find_sharing,
+    outputs_differ,
+    refuse_changed_scalars,
+    refuse_row_outputs,
+    run_one_by_one,
+    scalars_of,
 )
-from hf_packing.errors import PackingError
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.snapshot import restored
+from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
+
+_OTHER_CALLS = ({"embedded": True}, {"output_hidden_states": True})
+"""Ways to call a model in which its modules get other arguments, or return other outputs, whose tokens must be found
+too."""
 
 
 @dataclass
-class Frame:
-    """A module's call that has begun."""
+class _Call:
+    """A call of a module, inside the forward that the search watches."""
 
-    given: tuple[Any, Any]
-    """Its arguments."""
-    kept: tuple[Any, Any]
-    """A copy of them, since modules may change them in place."""
-    inner: list["Frame"] = field(default_factory=list)
+    inputs: tuple[Any, Any]
+    """args and kwargs."""
+    inputs_copy: tuple[Any, Any]
+    """A copy, since a module may change its arguments in place."""
+    inner: list["_Call"] = field(default_factory=list)
     """Calls inside, in order."""
     name: str = ""
     output: Any = None
 
 
-def noise(scale: float) -> Fill:
-    """Padding that a module would notice if it looked at what follows a segment."""
-
-    def fill(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        if not tensor.is_floating_point():  # tokens, or positions: some of those that are there
-            return tensor.flatten()[torch.randint(tensor.numel(), shape, generator=generator).to(tensor.device)]
-        return (torch.randn(shape, generator=generator) * scale).to(tensor)
-
-    return fill
+@dataclass(frozen=True)
+class _Local:
+    """The module is segment-local, or its input or output has no tokens. It stays packed."""
 
 
-PADDINGS = (noise(1.0), noise(10.0))
+@dataclass(frozen=True)
+class _Unsliceable:
+    """The module cannot be called on segments. It stays packed for now, and the module around it is tried next."""
 
-OTHER_CALLS = ({"embedded": True}, {"output_hidden_states": True})
-"""Other arguments and outputs of modules, of which it has to be known where tokens are."""
+    error: str
+
+
+@dataclass(frozen=True)
+class _BySegment:
+    """The module has to run by segment."""
+
+    forward: SegmentedForward
+    output: Any
+    """What it returns then."""
 
 
 class Search:
-    """Watches one forward of a model on a packed row. Every module is tried on slices as soon as it has returned, the
-    inner ones first; one that differs runs by segment from then on, and the wrappers inside it are taken off.
+    """Watches one forward of a model on a packed row.
+
+    Every module is classified as soon as it has returned, inner ones first. One that has to run by segment does so from
+    then on, and its output is replaced by what it returns then, so that the modules after it see the right input. If a
+    module around it has to run by segment too, the inner one goes back to normal.
 
     Args:
         model: of transformers.
-        row: a packed row of a length that no axis of the model has.
+        row: a packed row whose length is no size of the model.
     """
 
     def __init__(self, model: PreTrainedModel, row: PackedRow) -> None:
         self.model = model
         self.row = row
-        self.words = model.get_input_embeddings()
-        self.found: dict[str, BySegment] = {}
-        self.uncuttable: dict[str, str] = {}
-        """Modules that could not be called on slices, with the error."""
-        self.trying = False
-        self.frames: list[Frame] = []
+        self.embedding = model.get_input_embeddings()
+        self.found: dict[str, SegmentedForward] = {}
+        """Modules that run by segment, by name."""
+        self.unsliceable: dict[str, str] = {}
+        """Modules that could not be called on segments, and the error."""
+        self._is_classifying = False
+        self._open_calls: list[_Call] = []
 
-    def run(self, forward: Callable[..., Any]) -> list[Step]:
-        """What is known of the modules that have to run by segment. `forward` gives the packed row to the model,
-        in the ways of OTHER_CALLS too."""
+    def run(self, forward: Callable[..., Any]) -> list[ModulePlan]:
+        """Search, and return the plans of the modules that have to run by segment.
+
+        Args:
+            forward: gives the packed row to the model; it also takes the options in `_OTHER_CALLS`.
+        """
         try:
-            with self.watching():
+            with self._watching():
                 forward()
-            # once more, for the arguments of modules that were wrapped at their second call
+            # again, to record the arguments of modules that were found at their second call
             forward()
-            for options in OTHER_CALLS if self.found else ():
-                with suppress(Exception):  # what a model cannot be asked for need not be known
+            for options in _OTHER_CALLS if self.found else ():
+                with suppress(Exception):  # a model need not support them
                     forward(**options)
         finally:
-            for wrapper in self.found.values():
-                wrapper.remove()
-        steps = [wrapper.step for wrapper in self.found.values()]
-        for step in steps:
-            step.learned()
-        return steps
+            for found in self.found.values():
+                found.remove()
+        plans = [found.plan for found in self.found.values()]
+        for plan in plans:
+            plan.freeze()
+        return plans
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def _watching(self) -> Iterator[None]:
         hooks = []
         for name, module in self.model.named_modules():
             if module is not self.model:
-                # the innermost of all hooks: what the forward itself is given and returns
-                hooks.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
-                hooks.append(module.register_forward_hook(self.after(name), prepend=True))
+                # the innermost of all hooks, which see what the forward itself is given and returns
+                hooks.append(module.register_forward_pre_hook(self._before_call, with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
         try:
-            with DropoutOfCopies():
+            with _CopyingDropout():
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not self.trying:
-            has_tokens = any(self.row.tokens in tensor.shape for tensor in tensors((args, kwargs)))
-            self.frames.append(Frame((args, kwargs), copied((args, kwargs)) if has_tokens else (args, kwargs)))
+    def _before_call(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._is_classifying:
+            has_tokens = any(self.row.tokens in tensor.shape for tensor in tensors_in((args, kwargs)))
+            inputs = args, kwargs
+            self._open_calls.append(_Call(inputs, detached_copy(inputs) if has_tokens else inputs))
 
-    def after(self, name: str) -> Callable[..., Any]:
-        def try_on_slices(module: nn.Module, _: Any, output: Any) -> Any:
-            if self.trying:
+    def _after_call(self, name: str) -> Callable[..., Any]:
+        def classify_and_apply(module: nn.Module, _: Any, output: Any) -> Any:
+            if self._is_classifying:
                 return None
-            frame = self.frames.pop()
-            frame.name, frame.output = name, output
-            if self.frames:
-                self.frames[-1].inner.append(frame)
-            self.trying = True
+            call = self._open_calls.pop()
+            call.name, call.output = name, output
+            if self._open_calls:
+                self._open_calls[-1].inner.append(call)
+            self._is_classifying = True
             try:
-                replacement = self.replacement(frame, module)
+                finding = self._classify(call, module)
+                if isinstance(finding, _Unsliceable):
+                    self.unsliceable[name] = finding.error
+                if not isinstance(finding, _BySegment):
+                    return None
+                self._run_by_segment_from_now_on(call, finding)
             finally:
-                self.trying = False
-            if replacement is not None:
-                frame.output = replacement
-            return replacement
+                self._is_classifying = False
+            call.output = finding.output
+            return finding.output
 
-        return try_on_slices
+        return classify_and_apply
 
-    def replacement(self, frame: Frame, module: nn.Module) -> Any:
-        """What the module should have returned, where that is something else; it runs by segment from now on."""
-        name, given, output = frame.name, frame.kept, frame.output
-        step = Step.of(name, module, self.row.tokens)
-        wrapper = BySegment(module, step)
-        if not step.given.anywhere_in(given) or not step.returned.most_in_one(output):
-            return None
-        has_far_effects = step.remembers = depends_on_far_positions(wrapper, given, self.row)
+    def _classify(self, call: _Call, module: nn.Module) -> _Local | _Unsliceable | _BySegment:
+        """Find out whether a module is segment-local, from one call of it. Nothing is changed."""
+        inputs, row = call.inputs_copy, self.row
+        plan = ModulePlan.record(call.name, module, row.tokens)
+        plan.inputs.record(inputs)
+        plan.outputs.record(call.output)
+        if not plan.inputs.any_in(inputs) or not plan.outputs.most_in_one_tensor(call.output):
+            return _Local()
+        forward = SegmentedForward(module, plan)
+        depends_on_others = plan.is_stateful = depends_on_far_positions(forward, inputs, row)
         try:
-            with as_it_was(*module.modules()) as changed:
-                before = numbers_left_in(module)
-                local = one_by_one(wrapper, given, self.row)
-                refuse_numbers_that_are_left(before, numbers_left_in(module), step)
-            if changed and not step.remembers:
-                step.remembers = True
-                local = one_by_one(wrapper, given, self.row)
-            refuse_what_is_made_of_the_row(output, local, step.returned)
-        except Exception as error:  # whatever a module raises that was not made for slices: its parent is tried
-            self.uncuttable[name] = f"{type(error).__name__}: {error}"
-            return None
-        is_local = not differ(output, local, step.returned, self.row.slices)
-        if is_local and not has_far_effects and not differs_on_other_rows(wrapper, given, self.row, self.words):
-            return None
-        for inner in [inner for inner in self.found if inner.startswith(f"{name}.") or inner == name]:
-            self.found.pop(inner).remove()
-        self.keep_packed_inside(wrapper, frame, local)
-        step.sharing = self.sharing(wrapper, given)
-        wrapper.install()
-        self.found[name] = wrapper
-        return local
+            with restored(*module.modules()) as changed:
+                before = scalars_of(module)
+                output = run_one_by_one(forward, inputs, row)
+                refuse_changed_scalars(before, scalars_of(module), plan.inputs.where)
+            if changed and not plan.is_stateful:
+                plan.is_stateful = True
+                output = run_one_by_one(forward, inputs, row)
+            refuse_row_outputs(call.output, output, plan.outputs)
+        except Exception as error:  # whatever a module raises that was not made for segments
+            return _Unsliceable(f"{type(error).__name__}: {error}")
+        if (
+            depends_on_others
+            or outputs_differ(call.output, output, plan.outputs, row.slices)
+            or differs_on_other_rows(forward, inputs, row, self.embedding)
+        ):
+            return _BySegment(forward, output)
+        return _Local()
 
-    def keep_packed_inside(self, wrapper: BySegment, frame: Frame, local: Any) -> None:
-        """Let projections of the module's input, and the one that makes its output, run on the whole row."""
-        step = wrapper.step
-        made: dict[int, Path | str] = {
+    def _run_by_segment_from_now_on(self, call: _Call, finding: _BySegment) -> None:
+        """Install the module's forward, in place of those of modules inside it, with as much packed as possible."""
+        for name in [name for name in self.found if _is_in(name, call.name)]:
+            self.found.pop(name).remove()
+        forward, plan = finding.forward, finding.forward.plan
+        plan.ahead, plan.after = self._projections(call, plan)
+        if not self._agrees(forward, call, finding.output):
+            plan.ahead, plan.after = [], None
+        plan.sharing = find_sharing(forward, call.inputs_copy, self.row)
+        forward.install()
+        self.found[call.name] = forward
+
+    def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
+        """Return whether a module returns the same with modules inside it packed."""
+        try:
+            output = run_one_by_one(forward, call.inputs_copy, self.row)
+            return not outputs_differ(expected, output, forward.plan.outputs, self.row.slices)
+        except Exception:  # what is done with their outputs is not segment by segment
+            return False
+
+    def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
+        """Return the projections of a module's input, and the one that makes its output; they may stay packed."""
+        known: dict[int, Path | str] = {
             id(leaf): path
-            for path, leaf in leaves(frame.given)
-            if isinstance(leaf, Tensor) and step.given.of(path, leaf)
+            for path, leaf in leaves(call.inputs)
+            if isinstance(leaf, Tensor) and plan.inputs.of(path, leaf)
         }
-        calls = Counter(inner.name for inner in frame.inner)
-        for inner in frame.inner:
-            (args, kwargs), output = inner.given, inner.output
-            if not self.is_projection(inner, frame.name) or calls[inner.name] > 1:
+        times_called = Counter(inner.name for inner in call.inner)
+        ahead = []
+        for inner in call.inner:
+            if not self._is_projection(inner, call.name) or times_called[inner.name] > 1:
                 continue
-            if id(args[0]) in made and not kwargs:
-                name = inner.name.removeprefix(f"{frame.name}.")
-                step.ahead.append(Ahead(name, made[id(args[0])]))
-                made[id(output)] = name
-                step.between.of((name,), output)
-        last = frame.inner[-1] if frame.inner else None
-        if last is not None and self.is_projection(last, frame.name) and calls[last.name] == 1:
-            path = next((path for path, leaf in leaves(frame.output) if leaf is last.output), None)
-            source = last.given[0][0]
-            same = source.ndim == last.output.ndim and id(last.output) not in made
-            if path is not None and same and step.returned.of(path, last.output):
-                step.after = last.name.removeprefix(f"{frame.name}."), path
-        try:
-            agree = not differ(local, one_by_one(wrapper, frame.kept, self.row), step.returned, self.row.slices)
-        except Exception:  # what it does with them in between is not segment by segment
-            agree = False
-        if not agree:
-            step.ahead, step.after = [], None
+            source = inner.inputs[0][0]
+            if id(source) in known:
+                name = inner.name.removeprefix(f"{call.name}.")
+                ahead.append(RunAhead(name, known[id(source)]))
+                known[id(inner.output)] = name
+                plan.between.record({name: inner.output})
+        last = call.inner[-1] if call.inner else None
+        if last is None or not self._is_projection(last, call.name) or times_called[last.name] > 1:
+            return ahead, None
+        path = next((path for path, leaf in leaves(call.output) if leaf is last.output), None)
+        same_axes = last.inputs[0][0].ndim == last.output.ndim
+        runs_ahead = id(last.output) in known
+        if path is None or not same_axes or runs_ahead or not plan.outputs.of(path, last.output):
+            return ahead, None
+        return ahead, RunAfter(last.name.removeprefix(f"{call.name}."), path)
 
-    def is_projection(self, frame: Frame, outer: str) -> bool:
-        """Whether a call inside a module has weights, one tensor of tokens for input, and is segment-local."""
-        args, kwargs = frame.given
-        if not frame.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+    def _is_projection(self, call: _Call, outer: str) -> bool:
+        """Return whether a call inside a module has weights, one tensor of tokens as input, and is segment-local."""
+        args, kwargs = call.inputs
+        if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
-        if any(name == frame.name or name.startswith(f"{frame.name}.") for name in (*self.found, *self.uncuttable)):
+        if any(_is_in(name, call.name) for name in (*self.found, *self.unsliceable)):
             return False
-        module = self.model.get_submodule(frame.name)
-        has_tokens = isinstance(frame.output, Tensor) and list(frame.output.shape).count(self.row.tokens) == 1
-        takes_it = args[0].is_floating_point() or isinstance(module, nn.Embedding)
-        return has_tokens and takes_it and next(module.parameters(), None) is not None
-
-    def sharing(self, wrapper: BySegment, given: Any) -> Sharing:
-        """In which calls segments may go through together: tried on parts of the probe."""
-        step, shortest = wrapper.step, min(self.row.lengths)
-        with RankingTokens(self.row.tokens) as ranking:
-            wrapper.forward(*copied(given)[0], **copied(given)[1])
-        ragged = (
-            not ranking.seen
-            and step.given.most_in_one(given) < 2
-            and not step.given.counts_in(given)
-            and not step.remembers
-        )
-        trials: dict[Sharing, list[tuple[int, int]]] = {"ragged": self.row.slices} if ragged else {}
-        trials["equal"] = [(start, start + shortest) for start, _ in self.row.slices]
-        for sharing, slices in trials.items():
-            together = SharedCall.of(list(range(len(slices))), slices, self.row.cu_seq_lens.device)
-            fills = [None, *PADDINGS] if sharing == "ragged" else [None]
-            try:
-                _, alone = wrapper.parts(copied(given), self.row.calls_for("none", slices), len(slices))
-                shared = [wrapper.parts(copied(given), [together], len(slices), fill)[1] for fill in fills]
-            except Exception:  # it was not made for batches of slices
-                continue
-            if not any(differ(one, other) for each in shared for one, other in zip(alone, each, strict=True)):
-                return sharing
-        return "none"
+        module = self.model.get_submodule(call.name)
+        has_tokens = isinstance(call.output, Tensor) and list(call.output.shape).count(self.row.tokens) == 1
+        fits = args[0].is_floating_point() or isinstance(module, nn.Embedding)
+        return has_tokens and fits and next(module.parameters(), None) is not None
 
 
-class DropoutOfCopies(TorchFunctionMode):
-    """Dropout that is off returns what it was given; here a copy, so that everything returned is new."""
+def _is_in(name: str, outer: str) -> bool:
+    """Return whether a module is another one, or inside it."""
+    return name == outer or name.startswith(f"{outer}.")
+
+
+class _CopyingDropout(TorchFunctionMode):
+    """Dropout that is off returns its input. Here it returns a copy, so that every output is a new tensor."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         return result.clone() if function is F.dropout else result
-
-
-def numbers_left_in(module: nn.Module) -> dict[str, Tensor]:
-    """Attributes that are a single number, by name."""
-    return {
-        f"{name}.{attribute}".lstrip("."): value
-        for name, inner in module.named_modules()
-        for attribute, value in vars(inner).items()
-        if isinstance(value, Tensor) and value.is_floating_point() and not value.ndim
-    }
-
-
-def refuse_numbers_that_are_left(before: dict[str, Tensor], after: dict[str, Tensor], step: Step) -> None:
-    for name, number in after.items():
-        if number is not before.get(name):
-            raise PackingError(
-                f"{step.given.where}: it leaves a number made of all tokens of a row in its {name}, such as the loss "
-                "of a router"
-            )
-
-
-def refuse_what_is_made_of_the_row(output: Any, local: Any, axes: TokenAxes) -> None:
-    """Raise PackingError for what a module makes of all tokens of a row, so that parts of it cannot be joined: tensors
-    of other sizes, and means such as the loss of a router. States, which have an axis for rows, are for the next call.
-    """
-    for (path, whole), (_, joined) in zip(leaves(output), leaves(local), strict=True):
-        if not isinstance(whole, Tensor) or axes.of(path, whole):
-            continue
-        is_state = 1 in whole.shape
-        if whole.shape != joined.shape or (not is_state and differ(whole, joined)):
-            raise PackingError(
-                f"{axes.where}: it returns a tensor of shape {list(whole.shape)}, made of all tokens of a row, which "
-                "has no axis of tokens"
-            )

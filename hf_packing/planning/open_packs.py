@@ -1,4 +1,11 @@
-"""Packs that still have room, while a counting strategy fills them."""
+"""Packs that still have room, while a strategy fills them by counts; and best-fit decreasing, which fills them.
+
+Document by document, best-fit decreasing puts each length, longest first, into the pack with the least room that still
+holds it (arXiv 2404.10830). By counts, all packs with the same room and the same content are filled together: as long
+as the room left is at least the length, the same pack stays the best fit, so it takes as many copies as it holds before
+another is touched. The cost depends on the distinct lengths, not on the number of documents. With a limit on documents
+per pack this is longest-pack-first histogram packing (arXiv 2107.02027).
+"""
 
 from typing import NamedTuple
 
@@ -19,8 +26,8 @@ class OpenPacks:
     """Packs with room, as intervals of pack numbers grouped by the room they have, and the moves that filled them.
 
     The rooms in use are the bits of one big integer: shifting it right by a length and taking the lowest set bit finds
-    the least room that holds the length, the highest bit is the most room, each in a fraction of a microsecond and with
-    no tree to keep. Among packs with the same room the newest are taken first.
+    the least room that holds the length, the highest bit is the most room. Each takes a fraction of a microsecond, and
+    there is no tree to keep. Among packs with the same room the newest are taken first.
     """
 
     def __init__(self, capacity: int, max_documents: int | None) -> None:
@@ -28,53 +35,91 @@ class OpenPacks:
         self.limit = max_documents or capacity
         self.num_packs = 0
         self.runs: list[Run] = []
-        self.intervals: dict[int, list[Interval]] = {}
-        self.rooms = 0
+        self._intervals: dict[int, list[Interval]] = {}
+        self._rooms = 0
 
     def least_room(self, length: int) -> int | None:
-        """The least room that holds the length."""
-        fitting = self.rooms >> length
+        """Return the least room that holds the length; None if no open pack holds it."""
+        fitting = self._rooms >> length
         return length + (fitting & -fitting).bit_length() - 1 if fitting else None
 
     def most_room(self) -> int:
-        """The most room that any open pack has; -1 when none is open."""
-        return self.rooms.bit_length() - 1
+        """Return the most room that any open pack has; -1 if none is open."""
+        return self._rooms.bit_length() - 1
+
+    def newest(self, room: int) -> Interval:
+        """Return the newest interval with this room."""
+        return self._intervals[room][-1]
 
     def add(self, room: int, interval: Interval) -> None:
-        self.intervals.setdefault(room, []).append(interval)
-        self.rooms |= 1 << room
-
-    def pop(self, room: int) -> Interval:
-        intervals = self.intervals[room]
-        interval = intervals.pop()
-        if not intervals:
-            self.rooms &= ~(1 << room)
-        return interval
+        """Keep packs open with this room."""
+        self._intervals.setdefault(room, []).append(interval)
+        self._rooms |= 1 << room
 
     def take(self, room: int, packs: int) -> Interval:
-        """The newest interval with this room, or as many of its packs as are wanted; the rest stays."""
-        interval = self.pop(room)
+        """Remove the newest interval with this room, or only as many of its packs as are wanted."""
+        intervals = self._intervals[room]
+        interval = intervals.pop()
+        if not intervals:
+            self._rooms &= ~(1 << room)
         if packs < interval.packs:
             self.add(room, Interval(interval.first_pack + packs, interval.packs - packs, interval.documents))
         return Interval(interval.first_pack, min(packs, interval.packs), interval.documents)
 
     def fill(self, interval: Interval, room: int, length: int, copies: int) -> None:
-        """Put copies of a length into each pack of a taken interval; full packs and those at the limit close."""
+        """Put copies of a length into each pack of a taken interval; close packs that are full or at the limit."""
         self.runs.append(Run(length, interval.first_pack, interval.packs, copies))
         room, documents = room - copies * length, interval.documents + copies
         if room and documents < self.limit:
             self.add(room, Interval(interval.first_pack, interval.packs, documents))
 
     def open(self, packs: int, length: int, copies: int) -> None:
-        """New packs, each with copies of a length."""
+        """Open new packs, each with copies of a length."""
         self.fill(Interval(self.num_packs, packs, 0), self.capacity, length, copies)
         self.num_packs += packs
 
     def patterns(self) -> Patterns:
+        """Collect the patterns of all packs."""
         return patterns_from_runs(self.runs, self.num_packs, self.capacity)
 
 
 def lengths_descending(counts: IntArray) -> list[tuple[int, int]]:
-    """(length, documents) for every length that occurs, the longest first."""
+    """List (length, documents) for every length that occurs, the longest first."""
     lengths = counts.nonzero()[0][::-1]
     return list(zip(lengths.tolist(), counts[lengths].tolist(), strict=True))
+
+
+def fill_best_fit(packs: OpenPacks, counts: IntArray) -> None:
+    """Put counted segments into packs that may already be open, and into new ones.
+
+    Args:
+        packs: changed in place.
+        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
+    """
+    for length, left in lengths_descending(counts):
+        while left and (room := packs.least_room(length)):
+            copies = min(room // length, packs.limit - packs.newest(room).documents, left)
+            taken = packs.take(room, left // copies)
+            packs.fill(taken, room, length, copies)
+            left -= taken.packs * copies
+        copies = min(packs.capacity // length, packs.limit)
+        if left >= copies:
+            packs.open(left // copies, length, copies)
+        if left % copies:
+            packs.open(1, length, left % copies)
+
+
+def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None = None) -> Patterns:
+    """Pack counted segments best-fit decreasing.
+
+    Args:
+        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
+        capacity: tokens that a pack holds.
+        max_documents: most segments in one pack; None for no limit.
+
+    Returns:
+        Patterns with exactly the counted segments.
+    """
+    packs = OpenPacks(capacity, max_documents)
+    fill_best_fit(packs, counts)
+    return packs.patterns()

@@ -1,4 +1,4 @@
-"""PackingPlan: which slice of which document goes into which pack. The one object that every floor knows."""
+"""PackingPlan: which slice of which document goes into which pack; and the laws that every plan is checked against."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.laws import check_laws
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.metrics import PackingMetrics, measure
-from hf_packing.planning.shuffle import check_seed, shuffle_packs
+from hf_packing.planning.metrics import PackingMetrics, measure_plan
+from hf_packing.planning.permutation import check_seed, shuffle_packs
 from hf_packing.planning.storage import load_arrays, save_arrays
 
 ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
@@ -25,8 +24,8 @@ ARRAYS = ("document_length", "segment_document", "segment_start", "segment_lengt
 class PackingPlan:
     """Which slice of which document goes into which pack.
 
-    Segments stand in pack order: those of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The arrays are read-only
-    and checked on construction. Two plans are equal when their fingerprints are.
+    Segments are listed in pack order: those of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The arrays are
+    read-only and checked on construction. Two plans are equal if their fingerprints are.
 
     Raises:
         PackingError: a segment outside its document, a token in two segments, an empty segment, an overfull pack.
@@ -43,28 +42,28 @@ class PackingPlan:
     document_length: IntArray
     """integers [documents], tokens, of the whole documents."""
     segment_document: IntArray
-    """integers [segments]: the document a segment is cut from."""
+    """integers [segments]: the document that a segment is cut from."""
     segment_start: IntArray
-    """integers [segments], tokens: where in its document it begins."""
+    """integers [segments], tokens: where in its document a segment begins."""
     segment_length: IntArray
     """int32 [segments], tokens."""
     pack_offsets: IntArray
     """int64 [packs + 1]: where the segments of each pack begin and end."""
     pack_capacity: IntArray
-    """int32 [packs], tokens each pack may hold."""
+    """int32 [packs], tokens that each pack may hold."""
     proven_lower_bound: int = 0
-    """Packs that any plan under the strategy's limits needs, where it has proven more than the lengths tell."""
+    """Packs that any plan under the strategy's limits needs, if it has proven more than follows from the lengths."""
     note: str = ""
-    """What the strategy has to say about how it went; no part of the fingerprint."""
+    """How planning went, if the strategy reports it; not part of the fingerprint."""
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
             array = np.asanyarray(getattr(self, name))
-            # differences of unsigned integers are never negative, so that no law would find what is out of bounds
+            # differences of unsigned integers are never negative, so the checks would miss what is out of bounds
             array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
-        check_laws(self)
+        _check_laws(self)
 
     @property
     def num_documents(self) -> int:
@@ -79,24 +78,30 @@ class PackingPlan:
         return len(self.pack_capacity)
 
     def arrays(self) -> dict[str, IntArray]:
-        """The six arrays by name."""
+        """Return the six arrays by name."""
         return {name: getattr(self, name) for name in ARRAYS}
 
     def pack_of_segment(self) -> IntArray:
-        """int64 [segments]: the pack each segment stands in."""
+        """Return the pack that each segment is in, int64 [segments]."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offsets))
 
     @cached_property
     def _metrics(self) -> PackingMetrics:
-        return measure(self)
+        return measure_plan(
+            self.document_length,
+            self.segment_document,
+            self.segment_length,
+            self.pack_capacity,
+            self.proven_lower_bound,
+        )
 
     def metrics(self) -> PackingMetrics:
-        """What the plan gains and what it costs; computed once."""
+        """Return what the plan gains and what it costs; computed once."""
         return self._metrics
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits of the plan's content: equal for equal plans, in any process and on any machine."""
+        """32 hex digits of the plan's content: the same for equal plans, in any process and on any machine."""
         digest = hashlib.blake2b(str(self.proven_lower_bound).encode(), digest_size=16)
         for name, array in self.arrays().items():
             digest.update(f"{name} {array.dtype.str} {len(array)}".encode())
@@ -104,13 +109,13 @@ class PackingPlan:
         return digest.hexdigest()
 
     def shuffle(self, seed: int) -> PackingPlan:
-        """The same packs in another seeded random order, and the segments of each in another order: the next epoch.
+        """Return the same packs in another random order, with their segments in another order, for the next epoch.
 
         Args:
-            seed: 0 to 2**63 - 1; the order depends on it and on the order here.
+            seed: 0 to 2**63 - 1. The new order depends on it and on the current order.
 
         Returns:
-            PackingPlan, with no planning done again.
+            PackingPlan. Nothing is planned again.
 
         Raises:
             PackingError: a seed that is not as above.
@@ -128,7 +133,7 @@ class PackingPlan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a folder of .npy files with a plan.json; an older plan there is replaced.
+        """Write the plan as a folder of .npy files with a plan.json; replace an older plan there.
 
         Args:
             path: the folder to make.
@@ -145,7 +150,7 @@ class PackingPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:
-        """A saved plan, its arrays memory-mapped: read from the disk as they are used, shared between processes.
+        """Load a saved plan. Its arrays are memory-mapped: read from disk when used, and shared between processes.
 
         Args:
             path: the folder that `save` made.
@@ -163,9 +168,9 @@ class PackingPlan:
         return plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and unpickled plans are made, and checked, anew."""
+        """Construct, and so check, copied and unpickled plans."""
         arrays = {name: np.asarray(array) for name, array in self.arrays().items()}
-        return rebuild, (arrays, self.proven_lower_bound, self.note)
+        return _rebuild_plan, (arrays, self.proven_lower_bound, self.note)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackingPlan) and self.fingerprint == other.fingerprint
@@ -181,14 +186,18 @@ class PackingPlan:
         )
 
     def __str__(self) -> str:
-        return described(self)
+        return _describe(self)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(described(self))}</pre>"
+        return f"<pre>{escape(_describe(self))}</pre>"
 
 
-def described(plan: PackingPlan) -> str:
-    """A plan in a few lines for people."""
+def _rebuild_plan(arrays: dict[str, IntArray], proven_lower_bound: int, note: str) -> PackingPlan:
+    return PackingPlan(**arrays, proven_lower_bound=proven_lower_bound, note=note)
+
+
+def _describe(plan: PackingPlan) -> str:
+    """Describe a plan in a few lines."""
     metrics, per_pack = plan.metrics(), np.diff(plan.pack_offsets)
     capacities, packs = np.unique(plan.pack_capacity, return_counts=True)
     each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
@@ -208,5 +217,73 @@ def described(plan: PackingPlan) -> str:
     return "\n".join(lines + ([plan.note] if plan.note else []))
 
 
-def rebuild(arrays: dict[str, IntArray], proven_lower_bound: int, note: str) -> PackingPlan:
-    return PackingPlan(**arrays, proven_lower_bound=proven_lower_bound, note=note)
+def _check_laws(plan: PackingPlan) -> None:
+    """Raise PackingError unless every token is in at most one segment and no pack is overfull.
+
+    Tokens in no segment are allowed; the metrics count them as dropped.
+    """
+    _check_shapes(plan)
+    segments = plan.num_segments
+    offsets, length, start, document = plan.pack_offsets, plan.segment_length, plan.segment_start, plan.segment_document
+    if offsets[0] != 0 or offsets[-1] != segments or (np.diff(offsets) < 1).any():
+        raise PackingError(
+            f"pack_offsets: expected to rise from 0 to the {segments} segments, at least one for each pack"
+        )
+    if not segments:
+        return
+    if length.min() < 1:
+        raise PackingError(f"segment_length: expected no empty segment, got {length.min()} at {int(length.argmin())}")
+    if document.min() < 0 or document.max() >= plan.num_documents:
+        raise PackingError(
+            f"segment_document: expected numbers below {plan.num_documents} documents, "
+            f"got {document.min()}..{document.max()}"
+        )
+    fill = np.add.reduceat(length, offsets[:-1], dtype=np.int64)
+    if (overfull := fill > plan.pack_capacity).any():
+        pack = int(overfull.argmax())
+        raise PackingError(f"pack {pack} holds {fill[pack]} tokens, its capacity is {plan.pack_capacity[pack]}")
+    outside = start > plan.document_length[document] - length
+    if start.any():
+        outside |= start < 0
+    if outside.any():
+        segment = int(outside.argmax())
+        raise PackingError(
+            f"segment {segment} is tokens {start[segment]}:{int(start[segment]) + int(length[segment])} of document "
+            f"{document[segment]}, which has {plan.document_length[document[segment]]}"
+        )
+    _check_disjoint(document, start, length, plan.num_documents)
+
+
+def _check_shapes(plan: PackingPlan) -> None:
+    arrays = plan.arrays()
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise PackingError(f"{name}: expected 1-d integers, got {array.dtype} of shape {array.shape}")
+    if len(plan.document_length) and plan.document_length.min() < 0:
+        raise PackingError(f"document_length: expected no negative length, got {plan.document_length.min()}")
+    for name in ("segment_start", "segment_length"):
+        if len(arrays[name]) != plan.num_segments:
+            raise PackingError(f"{name}: expected {plan.num_segments} segments, got {len(arrays[name])}")
+    if len(plan.pack_offsets) != len(plan.pack_capacity) + 1:
+        raise PackingError(
+            f"pack_offsets: expected one more than the {len(plan.pack_capacity)} packs, got {len(plan.pack_offsets)}"
+        )
+
+
+def _check_disjoint(document: IntArray, start: IntArray, length: IntArray, documents: int) -> None:
+    """Raise PackingError if a token is in two segments. Only documents with several segments need sorting."""
+    seen = np.zeros(documents, dtype=bool)
+    seen[document] = True
+    if np.count_nonzero(seen) == len(document):
+        return
+    segments_of = np.bincount(document, minlength=documents)
+    several = np.flatnonzero(segments_of[document] > 1)
+    several = several[np.lexsort((start[several], document[several]))]
+    left, right = several[:-1], several[1:]
+    end = start[left].astype(np.int64) + length[left]
+    if (twice := (document[left] == document[right]) & (start[right] < end)).any():
+        first = int(twice.argmax())
+        raise PackingError(
+            f"segments {left[first]} and {right[first]} share tokens of document {document[left[first]]}: "
+            f"one ends at {end[first]}, the other starts at {start[right[first]]}"
+        )

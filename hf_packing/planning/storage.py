@@ -1,4 +1,4 @@
-"""A plan on disk: a folder with one .npy file for each array, and plan.json, written last, that says what they are."""
+"""A plan on disk: a folder with one .npy file for each array, and plan.json, which is written last."""
 
 import errno
 import json
@@ -14,68 +14,76 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
-FORMAT = 1
-INDEX = "plan.json"
+_FORMAT = 1
+_INDEX = "plan.json"
 
 
 def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]) -> None:
-    """Write into a new folder beside `folder` and rename it, so that no reader ever sees half a plan."""
-    folder = folder.resolve()  # no folder can be renamed to a link
-    check_replaceable(folder, {f"{name}.npy" for name in arrays} | {INDEX})
+    """Write into a new folder beside `folder` and rename it, so that no reader ever sees half a plan.
+
+    Args:
+        folder: the plan's folder; a saved plan there is replaced.
+        arrays: by name.
+        facts: what to write to plan.json.
+
+    Raises:
+        PackingError: something that is not a saved plan is in the way.
+    """
+    folder = folder.resolve()  # a folder cannot be renamed to a link
+    _check_replaceable(folder, {f"{name}.npy" for name in arrays} | {_INDEX})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as around:
         fresh = Path(around) / folder.name
-        fresh.mkdir()  # readable for whom the user's umask says, where `around` is for this user alone
+        fresh.mkdir()  # with the permissions of the user's umask; `around` is readable by this user alone
         for name, array in arrays.items():
             np.save(fresh / f"{name}.npy", array, allow_pickle=False)
-        (fresh / INDEX).write_text(json.dumps({"format": FORMAT, **facts}, indent=1) + "\n")
+        (fresh / _INDEX).write_text(json.dumps({"format": _FORMAT, **facts}, indent=1) + "\n")
         put_in_place(fresh, folder)
 
 
-def check_replaceable(folder: Path, files: set[str]) -> None:
-    """Refuse what is no plan of these files. Where another rank replaces it meanwhile, look again.
+def _check_replaceable(folder: Path, files: set[str]) -> None:
+    """Raise PackingError if there is something at the path that is not a saved plan with these files.
 
-    Raises:
-        PackingError: something else stands there.
+    Another rank may be replacing the plan at this moment. Then look again.
     """
-    while (standing := identity(folder)) is not None:
+    while (found := _identity(folder)) is not None:
         with suppress(FileNotFoundError):
-            if is_saved_plan(folder) and {file.name for file in folder.iterdir()} <= files:
+            if _is_saved_plan(folder) and {file.name for file in folder.iterdir()} <= files:
                 return
-        if identity(folder) == standing:
-            raise PackingError(f"path: expected a new folder or a saved plan to replace, {str(folder)!r} is neither")
+        if _identity(folder) == found:
+            raise PackingError(f"path: expected a new folder or a saved plan to replace, got {str(folder)!r}")
 
 
-def identity(folder: Path) -> tuple[int, int] | None:
-    """Of what stands at a path; None where there is nothing."""
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Identify what is at a path by inode and time of change; None if there is nothing."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_ino, found.st_ctime_ns
+    return status.st_ino, status.st_ctime_ns
 
 
 def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda: False) -> None:
-    """Rename a finished folder to its place; what stands there is removed.
+    """Rename a finished folder to its place, and remove what was there.
 
     Args:
         fresh: the finished folder.
         folder: its place.
-        unless: asked whenever something stands there: whether it may stay, and `fresh` is not needed.
+        unless: called when there is something already; return True to keep that and leave `fresh` where it is.
     """
     replaced = []
-    while not renamed(fresh, folder):
+    while not _try_rename(fresh, folder):
         if unless():
             break
         replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
         with suppress(FileNotFoundError):  # another process may have moved it
             folder.rename(replaced[-1] / folder.name)
-    for old in replaced:  # not before, since its place is empty until the new one stands there
+    for old in replaced:  # not before: until the new folder is there, its place is empty
         shutil.rmtree(old)
 
 
-def renamed(fresh: Path, folder: Path) -> bool:
-    """Whether nothing stood in the way."""
+def _try_rename(fresh: Path, folder: Path) -> bool:
+    """Rename, and return False if something is in the way."""
     try:
         fresh.rename(folder)
     except OSError as error:
@@ -85,22 +93,22 @@ def renamed(fresh: Path, folder: Path) -> bool:
     return True
 
 
-def is_saved_plan(folder: Path) -> bool:
+def _is_saved_plan(folder: Path) -> bool:
     try:
-        read_index(folder)
+        _read_index(folder)
     except PackingError:
         return False
     return True
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    index = folder / INDEX
+def _read_index(folder: Path) -> dict[str, Any]:
+    index = folder / _INDEX
     if not index.is_file():
-        raise PackingError(f"path: expected a folder with a saved plan, {str(folder)!r} has no {INDEX}")
+        raise PackingError(f"path: expected a folder with a saved plan, {str(folder)!r} has no {_INDEX}")
     try:
         facts = json.loads(index.read_text())
-        if facts["format"] != FORMAT:
-            raise PackingError(f"path: expected a plan of format {FORMAT}, {str(index)!r} has {facts['format']!r}")
+        if facts["format"] != _FORMAT:
+            raise PackingError(f"path: expected a plan of format {_FORMAT}, {str(index)!r} has {facts['format']!r}")
         return {
             "fingerprint": str(facts["fingerprint"]),
             "proven_lower_bound": int(facts["proven_lower_bound"]),
@@ -111,7 +119,15 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray], dict[str, Any]]:
-    facts = read_index(folder)
+    """Load what `save_arrays` wrote, the arrays memory-mapped.
+
+    Returns:
+        The arrays by name, and the facts: fingerprint, proven_lower_bound and note.
+
+    Raises:
+        PackingError: no saved plan there, or a damaged one.
+    """
+    facts = _read_index(folder)
     arrays = {}
     for name in names:
         file = folder / f"{name}.npy"

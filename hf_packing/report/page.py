@@ -1,33 +1,35 @@
-"""A report as one HTML page with everything inside, readable on a phone, light or dark; and its pictures as PNG."""
-
-from __future__ import annotations
+"""Write a report as one HTML page with everything inside, light or dark, to be read on a phone; and PNG pictures."""
 
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 import hf_packing
 from hf_packing.errors import PackingError
+from hf_packing.report.figures import Figures
 from hf_packing.report.plots import LIGHT, PLOTS, THEMES, Plot, Theme, load_figure, picture, shown_rows
-from hf_packing.report.tables import COLUMNS, MEANING, cells_of, headline, html_table, lengths_line, setup_line
+from hf_packing.report.tables import (
+    MEANING,
+    REPORT_COLUMNS,
+    headline,
+    html_table,
+    lengths_line,
+    report_cells,
+    setup_line,
+)
 
-if TYPE_CHECKING:
-    from hf_packing.report.report import PackingReport
-
-
-NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
-"""What matplotlib calls its parts, the same in every picture; nothing refers to them."""
+_NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
+"""Names that matplotlib gives to parts, the same in every picture. Nothing refers to them."""
 
 
 def check_page(path: Path) -> None:
-    """Refuse what no page can be written to, before anything long begins.
+    """Refuse a path that no page can be written to, before anything long begins.
 
     Raises:
-        PackingError: a folder, or within a file.
+        PackingError: it is a folder, or nothing can be written there.
         MissingDependencyError: matplotlib is not installed.
     """
     load_figure()
@@ -38,22 +40,26 @@ def check_page(path: Path) -> None:
         raise PackingError(f"--output: expected a folder to write to, {str(above)!r} is none")
 
 
-def save_page(report: PackingReport, path: Path) -> list[Path]:
-    """Write the page, and the light pictures as PNG into a folder beside it; the files written."""
+def save_page(report: Figures, path: Path) -> list[Path]:
+    """Write the page, and the light pictures as PNG into a folder beside it.
+
+    Returns:
+        The files that were written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = page_of(report)
+    page = _page_of(report)
     folder = path.with_name(f"{path.stem}-pictures")
     folder.mkdir(exist_ok=True)
     files = [path]
     for plot in PLOTS:
         files.append(folder / f"{plot.name}.png")
-        write(files[-1], picture(report, plot, LIGHT, "png"))
-    write(path, page.encode("utf-8", errors="backslashreplace"))
+        _write(files[-1], picture(report, plot, LIGHT, "png"))
+    _write(path, page.encode("utf-8", errors="backslashreplace"))
     return files
 
 
-def write(file: Path, content: bytes) -> None:
-    """Under another name first, so that a full disk leaves no half of it; but not in place of a link or a device."""
+def _write(file: Path, content: bytes) -> None:
+    """Write under another name first, so that a full disk leaves no half-written file; links and devices stay."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         file.write_bytes(content)
         return
@@ -66,12 +72,13 @@ def write(file: Path, content: bytes) -> None:
         raise
 
 
-def page_of(report: PackingReport) -> str:
-    """The page; nothing in it is fetched from elsewhere."""
+def _page_of(report: Figures) -> str:
+    """Return the page. Nothing in it is fetched from elsewhere."""
     template = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=True).get_template("page.html")
     lengths, setup = report.lengths, report.setup
     return template.render(
-        title=report.source or headline(report),
+        title=_name_of(report.source) or headline(report),
+        source=report.source,
         lengths_line=lengths_line(report),
         facts=[
             ("documents", f"{lengths.documents:,}"),
@@ -80,17 +87,17 @@ def page_of(report: PackingReport) -> str:
             ("empty", f"{lengths.empty:,}"),
         ],
         recommendation=report.recommendation,
-        table=Markup(html_table(COLUMNS, cells_of(report), report.recommendation.strategy)),
+        table=Markup(html_table(REPORT_COLUMNS, report_cells(report), report.recommendation.strategy)),
         plots=[
             {
                 "name": plot.name,
                 "title": plot.title,
                 "caption": plot.caption,
-                "pictures": [(theme.name, inline_svg(report, plot, theme)) for theme in THEMES],
+                "pictures": [(theme.name, _inline_svg(report, plot, theme)) for theme in THEMES],
             }
             for plot in PLOTS
         ],
-        shown=shown_strategies(report),
+        shown=_shown_strategies(report),
         meanings=MEANING,
         setup_line=setup_line(report),
         linear_cost=(
@@ -101,15 +108,21 @@ def page_of(report: PackingReport) -> str:
     )
 
 
-def shown_strategies(report: PackingReport) -> str:
-    """Which strategies the pictures show, and which they do not."""
+def _name_of(source: str) -> str:
+    """Return the last part of a path; a name on the hub, which looks like one, stays whole."""
+    path = Path(source)
+    return path.resolve().name if source and (path.is_absolute() or path.exists()) else source
+
+
+def _shown_strategies(report: Figures) -> str:
+    """Say which strategies the pictures show, and which they do not."""
     shown = {row.name for row in shown_rows(report)}
     left_out = [row.name for row in report.rows if row.name not in shown]
     text = f"Strategies with rows as long as those of {report.recommendation.strategy}"
     return f"{text}; not shown: {', '.join(left_out)}." if left_out else f"{text}."
 
 
-def inline_svg(report: PackingReport, plot: Plot, theme: Theme) -> Markup:
+def _inline_svg(report: Figures, plot: Plot, theme: Theme) -> Markup:
     svg = picture(report, plot, theme, "svg").decode()
     named = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(plot.title)}"', 1)
-    return Markup(NAMED_BY_NUMBER.sub("", named))
+    return Markup(_NAMED_BY_NUMBER.sub("", named))

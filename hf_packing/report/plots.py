@@ -1,28 +1,28 @@
-"""The pictures of a report, light and dark: lengths, fill, documents per pack, cuts by length, ranks."""
-
-from __future__ import annotations
+"""Draw the pictures of a report, light and dark: lengths, row lengths, fill, documents per pack, cuts, ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hf_packing.errors import MissingDependencyError
+from hf_packing.report.figures import Figures, ReportRow
 
-if TYPE_CHECKING:
-    from hf_packing.report.report import PackingReport, ReportRow
-
-SIZE = (4.6, 3.4)
+_SIZE = (4.6, 4)
 """Inches; narrow, so that text stays readable on a phone."""
-MOST_CURVES = 5
-LENGTH_BINS = 48
+_CHARACTERS_OF_A_LINE = 36
+"""Of a legend."""
+_MOST_CURVES = 5
+_LENGTH_BINS = 48
+_ROW_LENGTHS = 200
+"""Points of a curve."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a picture."""
+    """Colors of a picture."""
 
     name: str
     ink: str
@@ -32,8 +32,8 @@ class Theme:
 
 
 LIGHT = Theme("light", "#1f2430", "#d5d9e0", "#ffffff", ("#2b6ca3", "#c8552b", "#3f8a4a", "#8558a8", "#8a8f98"))
-DARK = Theme("dark", "#e4e7ec", "#3b4150", "#161a22", ("#6cb0ea", "#f08a5f", "#79c987", "#bd96e0", "#9aa1ad"))
-THEMES = (LIGHT, DARK)
+_DARK = Theme("dark", "#e4e7ec", "#3b4150", "#161a22", ("#6cb0ea", "#f08a5f", "#79c987", "#bd96e0", "#9aa1ad"))
+THEMES = (LIGHT, _DARK)
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,16 @@ class Plot:
     name: str
     title: str
     caption: str
-    draw: Callable[[Any, PackingReport, Theme], None]
+    draw: Callable[[Any, Figures, Theme], None]
     """Onto matplotlib axes; what shows data gets a gid that ends in a number."""
 
 
 def load_figure() -> Any:
-    """matplotlib's Figure, which needs no screen and no global state."""
+    """Return matplotlib's Figure, which needs no screen and no global state.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -56,20 +60,20 @@ def load_figure() -> Any:
     return Figure
 
 
-def picture(report: PackingReport, plot: Plot, theme: Theme, kind: str) -> bytes:
-    """The picture as a file.
+def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
+    """Return a picture as the content of a file.
 
     Args:
-        report: whose picture it is.
-        plot: which.
-        theme: its colours.
+        report: to show.
+        plot: which picture.
+        theme: its colors.
         kind: "svg", with text as text, or "png".
     """
     figure_class = load_figure()
     import matplotlib
 
     settings = {
-        "font.size": 9,
+        "font.size": 11,
         "svg.fonttype": "none",
         "svg.hashsalt": f"{plot.name}-{theme.name}",
         "text.color": theme.ink,
@@ -84,94 +88,105 @@ def picture(report: PackingReport, plot: Plot, theme: Theme, kind: str) -> bytes
         "axes.spines.right": False,
     }
     with matplotlib.rc_context(settings):
-        figure = figure_class(figsize=SIZE, layout="constrained")
+        figure = figure_class(figsize=_SIZE, layout="constrained")
         axes = figure.add_subplot()
         axes.grid(axis="y", linewidth=0.6)
         axes.set_axisbelow(True)
         plot.draw(axes, report, theme)
         for number, mark in enumerate([*axes.patches, *axes.lines]):
             mark.set_gid(f"{plot.name}-{theme.name}-mark-{number}")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+        if labels := axes.get_legend_handles_labels()[1]:  # the legend is outside, where it hides nothing
+            columns = len(labels) if len("".join(labels)) < _CHARACTERS_OF_A_LINE else 2
+            look = {"handlelength": 1.2, "columnspacing": 1, "borderaxespad": 0.1}
+            figure.legend(loc="outside upper left", ncols=columns, **look)
         file = BytesIO()
         paper = "none" if kind == "svg" else theme.paper
         figure.savefig(file, format=kind, dpi=160, facecolor=paper, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 
-def shown_rows(report: PackingReport) -> list[ReportRow]:
-    """The strategies that share the recommended one's length of rows; as many as have colours."""
-    taken = taken_row(report)
+def shown_rows(report: Figures) -> list[ReportRow]:
+    """Return the recommended strategy and others with rows as long, as many as there are colors."""
+    taken = report.taken
     others = [row for row in report.rows if row.max_length == taken.max_length and row is not taken]
-    return [taken, *others][:MOST_CURVES]
+    return [taken, *others][:_MOST_CURVES]
 
 
-def taken_row(report: PackingReport) -> ReportRow:
-    return next(row for row in report.rows if row.name == report.recommendation.strategy)
+def _look_of(row: ReportRow, report: Figures) -> dict[str, float]:
+    """Draw the recommended strategy first and wide, so that a curve that is the same shows on it."""
+    return {"linewidth": 3.5, "zorder": 2} if row is report.taken else {"linewidth": 1.4, "zorder": 3}
 
 
-def look_of(row: ReportRow, report: PackingReport) -> dict[str, float]:
-    """The recommended strategy is drawn wide and first, so that what is the same can be seen on it."""
-    return {"linewidth": 3.5, "zorder": 2} if row is taken_row(report) else {"linewidth": 1.4, "zorder": 3}
-
-
-def in_tokens(axes: Any) -> None:
-    """A logarithmic axis of lengths, with numbers as people write them."""
+def _in_tokens(axes: Any) -> None:
+    """Make a logarithmic axis of lengths, with numbers as people write them."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}k" if tokens >= 1024 else f"{tokens:g}")
     axes.set_xlabel("tokens of a document")
 
 
-def draw_lengths(axes: Any, report: PackingReport, theme: Theme) -> None:
+def _draw_lengths(axes: Any, report: Figures, theme: Theme) -> None:
     counts = report.lengths.counts
     shortest = int(np.flatnonzero(counts)[0])
-    edges = np.unique(np.geomspace(shortest, max(len(counts), shortest + 1), LENGTH_BINS).astype(int))
+    edges = np.unique(np.geomspace(shortest, max(len(counts), shortest + 1), _LENGTH_BINS).astype(int))
     documents, _ = np.histogram(np.arange(len(counts)), edges, weights=counts)
     axes.bar(edges[:-1], documents, np.diff(edges), align="edge", color=theme.curves[0])
-    for number, padded in enumerate(report.padded):
-        axes.axvline(
-            padded.max_length,
-            color=theme.curves[1],
-            linewidth=1,
-            linestyle="--",
-            label=None if number else "max_length",
-        )
-    in_tokens(axes)
+    _mark_max_lengths(axes, report, theme)
+    _in_tokens(axes)
     axes.set_ylabel("documents")
 
 
-def draw_fill(axes: Any, report: PackingReport, theme: Theme) -> None:
-    for row, colour in zip(shown_rows(report), theme.curves, strict=False):
+def _mark_max_lengths(axes: Any, report: Figures, theme: Theme) -> None:
+    for number, padded in enumerate(report.padded):
+        label = None if number else "max_length"
+        axes.axvline(padded.max_length, color=theme.curves[1], linewidth=1, linestyle="--", label=label)
+
+
+def _draw_row_lengths(axes: Any, report: Figures, theme: Theme) -> None:
+    lengths = report.lengths
+    documents = np.cumsum(lengths.counts)
+    tokens = np.cumsum(np.arange(len(lengths.counts)) * lengths.counts)
+    before_shortest = max(int(np.flatnonzero(lengths.counts)[0]) - 1, 1)
+    shown = np.unique(np.geomspace(before_shortest, lengths.longest, _ROW_LENGTHS).astype(int))
+    axes.plot(shown, 100 * (1 - documents[shown] / lengths.documents), color=theme.curves[0], label="documents")
+    axes.plot(shown, 100 * (1 - tokens[shown] / lengths.tokens), color=theme.curves[2], label="their tokens")
+    _mark_max_lengths(axes, report, theme)
+    _in_tokens(axes)
+    axes.set(xlabel="tokens of a row", ylabel="longer than a row (%)", ylim=(-3, 104))
+
+
+def _draw_fill(axes: Any, report: Figures, theme: Theme) -> None:
+    for row, color in zip(shown_rows(report), theme.curves, strict=False):
         fill = np.repeat(100 * row.sample.fill, 2 if len(row.sample.fill) == 1 else 1)
-        axes.plot(np.linspace(0, 100, len(fill)), fill, color=colour, **look_of(row, report), label=row.name)
+        axes.plot(np.linspace(0, 100, len(fill)), fill, color=color, **_look_of(row, report), label=row.name)
     axes.set(xlabel="packs, the emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 
 
-def draw_documents_per_pack(axes: Any, report: PackingReport, theme: Theme) -> None:
-    for row, colour in zip(shown_rows(report), theme.curves, strict=False):
+def _draw_documents_per_pack(axes: Any, report: Figures, theme: Theme) -> None:
+    for row, color in zip(shown_rows(report), theme.curves, strict=False):
         packs = row.sample.documents_per_pack
         share = 100 * packs / max(packs.sum(), 1)
         shown = share[: int(np.searchsorted(np.cumsum(share), 99)) + 2]
-        axes.step(np.arange(len(shown)), shown, where="mid", color=colour, linewidth=1.6, label=row.name)
+        axes.step(np.arange(len(shown)), shown, where="mid", color=color, linewidth=1.6, label=row.name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="documents in a pack, up to 99 % of the packs", ylabel="packs (%)")
 
 
-def draw_cuts(axes: Any, report: PackingReport, theme: Theme) -> None:
-    for row, colour in zip(shown_rows(report), theme.curves, strict=False):
+def _draw_cuts(axes: Any, report: Figures, theme: Theme) -> None:
+    for row, color in zip(shown_rows(report), theme.curves, strict=False):
         axes.stairs(
             100 * row.sample.cut,
             row.sample.length_edges,
             baseline=None,
-            color=colour,
-            **look_of(row, report),
+            color=color,
+            **_look_of(row, report),
             label=row.name,
         )
-    in_tokens(axes)
+    _in_tokens(axes)
     axes.set(ylabel="documents cut (%)", ylim=(-3, 104))
 
 
-def draw_ranks(axes: Any, report: PackingReport, theme: Theme) -> None:
-    attention = taken_row(report).sample.attention
+def _draw_ranks(axes: Any, report: Figures, theme: Theme) -> None:
+    attention = report.taken.sample.attention
     relative = attention / max(attention.mean(), 1e-9)
     steps = np.arange(1, len(relative) + 1)
     largest, mean, smallest = relative.max(axis=1), relative.mean(axis=1), relative.min(axis=1)
@@ -182,15 +197,21 @@ def draw_ranks(axes: Any, report: PackingReport, theme: Theme) -> None:
 
 
 PLOTS = (
-    Plot("lengths", "Lengths of documents", "How many documents have how many tokens.", draw_lengths),
-    Plot("fill", "How full packs are", "The share of each pack that holds tokens.", draw_fill),
-    Plot("documents", "Documents per pack", "How many documents share a pack.", draw_documents_per_pack),
-    Plot("cuts", "Documents cut, by length", "The share of documents that are not whole in one pack.", draw_cuts),
+    Plot("lengths", "Lengths of documents", "How many documents have how many tokens.", _draw_lengths),
+    Plot(
+        "row-lengths",
+        "Documents longer than a row",
+        "The share of documents that rows of so many tokens would cut, and of the tokens in them.",
+        _draw_row_lengths,
+    ),
+    Plot("fill", "How full packs are", "The share of each pack that holds tokens.", _draw_fill),
+    Plot("documents", "Documents per pack", "How many documents share a pack.", _draw_documents_per_pack),
+    Plot("cuts", "Documents cut, by length", "The share of documents that are not whole in one pack.", _draw_cuts),
     Plot(
         "ranks",
         "What ranks wait for",
-        "Attention's work on the slowest rank at each step against the mean. Its excess is waiting; TokenBudget puts "
+        "Attention's work on the slowest rank at each step against the mean. The excess is waiting; TokenBudget puts "
         "packs of similar cost together.",
-        draw_ranks,
+        _draw_ranks,
     ),
 )

@@ -1,112 +1,112 @@
-"""Which of the strategies of a report to take, in a sentence, with the reason."""
-
-from __future__ import annotations
+"""Recommend one of the compared strategies, and say why in a sentence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hf_packing.report.summary_of_lengths import LengthSummary
+from hf_packing.report.figures import LengthSummary, Recommendation, ReportRow
 
-if TYPE_CHECKING:
-    from hf_packing.report.report import ReportRow
-
-FEW_CUT = 0.01
-"""Share of the tokens that may be of documents too long for a row."""
-FEW_EMPTY = 0.03
+_FEW_CUT = 0.01
+"""Share of the tokens that may be in documents too long for a row; and of the documents, where one says what would cut
+few."""
+_FEW_EMPTY = 0.03
 """Share of slots that may be empty before longer rows are worth it."""
-WORTH_IT = 0.005
+_WORTH_IT = 0.005
 """Share of packs that is worth another strategy."""
-WORTH_NAMING = 1.05
+_WORTH_NAMING = 1.05
 """Times as fast as padding."""
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """One of the strategies."""
-
-    strategy: str
-    reason: str
-    speed_up: float
-    """Over padding to the same length, counted; as in the table."""
-
-    def __str__(self) -> str:
-        return f"{self.strategy}: {self.reason}"
-
-
 def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendation:
-    """The strategy to take: nothing dropped, as few documents cut as possible, then as few packs.
+    """Choose a strategy: one that drops nothing and cuts as few documents as possible, and of these one with few packs.
 
     Rows are as long as documents need, not longer: longer ones cost memory, and their attention is no cheaper.
     """
-    wanted = row_length(lengths, rows)
+    wanted = _row_length(lengths, rows)
     of_length = [row for row in rows if row.max_length == wanted]
     kept = [row for row in of_length if not row.compared.metrics.num_dropped_tokens] or of_length
     fewest_cut = min(row.compared.metrics.num_cut_documents for row in kept)
     careful = [
-        row for row in kept if row.compared.metrics.num_cut_documents <= fewest_cut + FEW_CUT * lengths.documents
+        row for row in kept if row.compared.metrics.num_cut_documents <= fewest_cut + _FEW_CUT * lengths.documents
     ]
     single = [row for row in careful if not row.compared.strategy.has_buckets] or careful
     fewest = min(row.compared.metrics.num_packs for row in single)
     best = next(
-        row for row in sorted(single, key=simplicity) if row.compared.metrics.num_packs <= fewest * (1 + WORTH_IT)
+        row for row in sorted(single, key=_simplicity) if row.compared.metrics.num_packs <= fewest * (1 + _WORTH_IT)
     )
-    return Recommendation(best.name, f"{gain(best)}; {reason(lengths, best, of_length)}", best.speed_up)
+    parts = [_gain(best), _cost(lengths, best), *_what_others_would_do(lengths, best, of_length)]
+    return Recommendation(best.name, "; ".join(parts), best.speed_up)
 
 
-def row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
-    """The shortest that is too short for few tokens, and that leaves few slots empty; else the least."""
+def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
+    """Return the shortest that few tokens exceed and that leaves few slots empty, else the one that leaves least."""
     given = sorted({row.max_length for row in rows})
-    empty = {length: careful_padding([row for row in rows if row.max_length == length]) for length in given}
-    fitting = [length for length in given if lengths.share_longer_than(length) <= FEW_CUT] or given[-1:]
+    empty = {length: _careful_padding([row for row in rows if row.max_length == length]) for length in given}
+    fitting = [length for length in given if lengths.share_longer_than(length) <= _FEW_CUT] or given[-1:]
     least = min(empty[length] for length in fitting)
-    return next(length for length in fitting if empty[length] <= max(FEW_EMPTY, least))
+    return next(length for length in fitting if empty[length] <= max(_FEW_EMPTY, least))
 
 
-def careful_padding(rows: Sequence[ReportRow]) -> float:
-    """What the strategies leave empty that cut the fewest documents."""
+def _careful_padding(rows: Sequence[ReportRow]) -> float:
+    """Return what the strategies leave empty that cut the fewest documents."""
     fewest = min(row.compared.metrics.num_cut_documents for row in rows)
     careful = [row.compared.metrics for row in rows if row.compared.metrics.num_cut_documents == fewest]
     return min(metrics.padding_ratio for metrics in careful)
 
 
-def simplicity(row: ReportRow) -> int:
-    """Best fit before others: it is as fast as any, and next to the best where lengths vary."""
+def _simplicity(row: ReportRow) -> int:
+    """Put best fit before others: it is as fast as any, and next to the best where lengths vary."""
     names = ["BestFit", "Optimal"]
     kind = type(row.compared.strategy).__name__
     return names.index(kind) if kind in names else len(names)
 
 
-def gain(best: ReportRow) -> str:
-    """What it is recommended for."""
+def _gain(best: ReportRow) -> str:
     padding = f"padding to at most {best.max_length:,} tokens"
-    if best.speed_up < WORTH_NAMING:
+    if best.speed_up < _WORTH_NAMING:
         return f"it is about as fast as {padding}, since there is little to save (counted, not measured)"
     return f"it is about {best.speed_up:.1f} times as fast as {padding} (counted, not measured)"
 
 
-def reason(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> str:
+def _cost(lengths: LengthSummary, best: ReportRow) -> str:
     metrics, longer = best.compared.metrics, lengths.longer_than(best.max_length)
-    parts = []
     if metrics.num_cut_documents == longer:
         those = "those" if longer > 1 else "the one"
-        cuts = f"it cuts {longer:,} document{'s' * (longer > 1)}, {those} longer than a row, and no other"
-        parts.append(cuts if longer else "it cuts none")
+        cuts = f"cuts {longer:,} document{'s' * (longer > 1)}, {those} longer than a row, and no other"
     else:
-        parts.append(f"it cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents")
+        cuts = f"cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents"
+    parts = [f"it {cuts} {_longer_rows(lengths, best.max_length)}" if longer else "it cuts none"]
     parts.append(f"leaves {metrics.padding_ratio:.2%} of the slots empty")
     if best.compared.gap is not None:
-        parts.append(f"and needs at most {best.compared.gap:.2%} more packs than any plan that cuts no others")
-    text = ", ".join(parts)
+        parts.append(f"and {_packs_needed(best.compared.gap)}")
+    return ", ".join(parts)
+
+
+def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
+    """Say which rows would cut few documents, and which none."""
+    few = lengths.shortest_row_for(_FEW_CUT)
+    would = [f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents"] if few > max_length else []
+    return f"({', '.join([*would, f'rows of {lengths.longest:,} tokens would cut none'])})"
+
+
+def _packs_needed(gap: float) -> str:
+    if not gap:
+        return "provably needs as few packs as possible"
+    share = f"at most {gap:.2%}" if gap >= 0.00005 else "less than 0.01%"  # 0.00% would not be true
+    return f"needs {share} more packs than any plan that cuts no others"
+
+
+def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> list[str]:
+    metrics, parts = best.compared.metrics, []
     most = max(others, key=lambda row: row.compared.metrics.num_cut_documents)
     if most.compared.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
-        text += f"; {most.name} would cut {most.compared.metrics.num_cut_documents / lengths.documents:.1%}"
+        parts.append(f"{most.name} would cut {most.compared.metrics.num_cut_documents / lengths.documents:.1%}")
     more = [
         row
         for row in others
-        if row.compared.metrics.num_packs > metrics.num_packs * (1 + WORTH_IT) and not row.compared.strategy.has_buckets
-    ]  # buckets have small packs on purpose
+        if row.compared.metrics.num_packs > metrics.num_packs * (1 + _WORTH_IT)
+        and not row.compared.strategy.has_buckets  # which have small packs on purpose
+    ]
     if more:
         worst = max(more, key=lambda row: row.compared.metrics.num_packs)
-        text += f"; {worst.name} would need {worst.compared.metrics.num_packs / metrics.num_packs - 1:.1%} more packs"
-    return text
+        packs = worst.compared.metrics.num_packs / metrics.num_packs - 1
+        parts.append(f"{worst.name} would need {packs:.1%} more packs")
+    return parts

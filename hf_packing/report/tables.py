@@ -1,17 +1,12 @@
-"""A report as tables: of text, and of HTML for notebooks and pages."""
-
-from __future__ import annotations
+"""Show a report as a table: of text, and of HTML for notebooks and pages."""
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from hf_packing.comparison import aligned
+from hf_packing.report.figures import Figures, PaddedRow, ReportRow
+from hf_packing.strategies.compare import aligned
 
-if TYPE_CHECKING:
-    from hf_packing.report.report import PackingReport, PaddedRow, ReportRow
-
-COLUMNS = (
+REPORT_COLUMNS = (
     "",
     "padding",
     "truncation",
@@ -29,26 +24,26 @@ MEANING = {
     "truncation": "share of the documents that are not whole in one pack",
     "dropped": "share of the tokens that are in no pack",
     "concatenation": "documents per pack",
-    "packs": "rows; with padding, one for each document",
+    "packs": "rows; with padding one for each document",
     "above bound": "packs beyond the fewest that are proven to be needed for the same pieces of documents",
     "steps": "of an epoch; in each, every rank works on one pack, or on one padded batch",
-    "documents per step": "of all ranks together, on average; steps of padding and of packs are not of the same size",
-    "attention balance": "attention's work, mean over largest of the ranks: as packs come, and levelled by TokenBudget",
-    "speed-up over padding": "time per real token with padding to the same max_length / with these packs, levelled; "
-    "not to be compared between lengths. Counted in operations, not measured: what a pack leaves free costs nothing",
+    "documents per step": "of all ranks together, on average; a step of padding and a step of packs differ in size",
+    "attention balance": "attention's work, mean over largest of the ranks: as packs come, and leveled by TokenBudget",
+    "speed-up over padding": "time per real token with padding to the same max_length / with these packs, leveled; "
+    "not comparable between lengths. Counted in operations, not measured: what a pack leaves free costs nothing",
 }
 
 
-def cells_of(report: PackingReport) -> list[tuple[str, ...]]:
-    """The rows of the table: padding first, then the strategies, by the length of their rows."""
+def report_cells(report: Figures) -> list[tuple[str, ...]]:
+    """Return the rows of the table, by length: padding first, then the strategies."""
     rows = []
     for padded in report.padded:
-        rows.append(padded_cells(padded, report))
-        rows.extend(strategy_cells(row, report) for row in report.rows if row.max_length == padded.max_length)
+        rows.append(_padded_cells(padded, report))
+        rows.extend(_strategy_cells(row, report) for row in report.rows if row.max_length == padded.max_length)
     return rows
 
 
-def padded_cells(row: PaddedRow, report: PackingReport) -> tuple[str, ...]:
+def _padded_cells(row: PaddedRow, report: Figures) -> tuple[str, ...]:
     return (
         f"padding, at most {row.max_length}",
         f"{row.padding_ratio:.2%}",
@@ -64,7 +59,7 @@ def padded_cells(row: PaddedRow, report: PackingReport) -> tuple[str, ...]:
     )
 
 
-def strategy_cells(row: ReportRow, report: PackingReport) -> tuple[str, ...]:
+def _strategy_cells(row: ReportRow, report: Figures) -> tuple[str, ...]:
     metrics = row.compared.metrics
     return (
         row.name,
@@ -76,25 +71,27 @@ def strategy_cells(row: ReportRow, report: PackingReport) -> tuple[str, ...]:
         "" if row.compared.gap is None else f"{row.compared.gap:.2%}",
         f"{row.work.steps:,}",
         f"{row.work.documents_per_step:,.0f}",
-        f"{row.work.balance:.0%}, {row.levelled.balance:.0%}",
+        f"{row.work.balance:.0%}, {row.leveled.balance:.0%}",
         f"{row.speed_up:.1f}",
     )
 
 
-def setup_line(report: PackingReport) -> str:
-    """What steps and speed-ups are counted for."""
+def setup_line(report: Figures) -> str:
+    """Say what steps and speed-ups are counted for."""
     setup = report.setup
     padded = f"{setup.padded_rows} documents padded to the longest of them"
     return f"steps of {setup.ranks} ranks: each has one pack, or {padded}"
 
 
-def headline(report: PackingReport) -> str:
+def headline(report: Figures) -> str:
+    """Say how many documents and tokens there are."""
     lengths = report.lengths
     text = f"{lengths.documents:,} documents, {lengths.tokens:,} tokens"
     return text + (f", and {lengths.empty:,} empty documents" if lengths.empty else "")
 
 
-def lengths_line(report: PackingReport) -> str:
+def lengths_line(report: Figures) -> str:
+    """Say how long documents are."""
     lengths = report.lengths
     return (
         f"lengths: mean {lengths.mean:,.0f}, median {lengths.median:,.0f}, 90 % up to {lengths.p90:,.0f}, "
@@ -102,31 +99,33 @@ def lengths_line(report: PackingReport) -> str:
     )
 
 
-def as_text(report: PackingReport) -> str:
+def as_text(report: Figures) -> str:
+    """Return the whole report as text."""
     title = [f"{report.source}: {headline(report)}" if report.source else headline(report), lengths_line(report)]
-    table = aligned([COLUMNS, *cells_of(report)])
+    table = aligned([REPORT_COLUMNS, *report_cells(report)])
     return "\n".join([*title, "", table, "", setup_line(report), f"take {report.recommendation}"])
 
 
-def as_html(report: PackingReport) -> str:
+def as_html(report: Figures) -> str:
+    """Return the whole report as HTML, for notebooks."""
     taken = report.recommendation
     return (
         f"<p>{escape(headline(report))}<br>{escape(lengths_line(report))}</p>"
-        f"{html_table(COLUMNS, cells_of(report), taken.strategy)}"
+        f"{html_table(REPORT_COLUMNS, report_cells(report), taken.strategy)}"
         f"<p>{escape(setup_line(report))}</p>"
         f"<p>Take <b>{escape(taken.strategy)}</b>: {escape(taken.reason)}.</p>"
     )
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: str = "") -> str:
-    """A table whose first column names its rows; the marked row stands out."""
+    """Return a table whose first column names its rows. The marked row stands out."""
     head = "".join(f'<th scope=col title="{escape(MEANING.get(name, ""))}">{escape(name)}</th>' for name in columns)
-    body = "".join(html_row(first, rest, first == marked) for first, *rest in rows)
+    body = "".join(_html_row(first, rest, first == marked) for first, *rest in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def html_row(name: str, cells: Sequence[str], marked: bool) -> str:
-    """A long name breaks before its arguments, where the page lets it."""
+def _html_row(name: str, cells: Sequence[str], marked: bool) -> str:
+    """Return a row whose name, if it is long, breaks before its arguments where the page lets it."""
     look = " class=taken style=font-weight:bold" if marked else ""
     values = "".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells)
     return f"<tr{look}><th scope=row style=text-align:left>{escape(name).replace('(', '(<wbr>')}</th>{values}</tr>"

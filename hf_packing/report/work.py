@@ -1,4 +1,4 @@
-"""How long steps take, counted in pairs of tokens: what padding costs, what packing costs, and what ranks wait for."""
+"""Count the work of an epoch in pairs of tokens: what padding costs, what packing costs, and how long ranks wait."""
 
 from dataclasses import dataclass
 
@@ -6,47 +6,48 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.shuffle import random_order
-from hf_packing.sampling.level import run_together
+from hf_packing.sampling.balance import group_by_cost
 
-FloatArray = npt.NDArray[np.float64]
+_FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one epoch on several ranks."""
+    """The work of one epoch on several ranks."""
 
     documents: int
     """With tokens."""
     tokens: int
-    """Real ones."""
+    """Without padding."""
     slots: int
     """With padding."""
     steps: int
     """Of all ranks together."""
     time: float
-    """Of the slowest rank at each step, summed, in pairs of tokens; linear work is counted in pairs, too."""
+    """Of the slowest rank at each step, summed over steps, in pairs of tokens; linear work is counted in pairs, too."""
     balance: float
-    """Mean over largest of what attention costs on the ranks, averaged over steps: 1 where none waits."""
+    """Attention's cost, mean over largest of the ranks, averaged over steps: 1 where no rank waits."""
 
     @property
     def documents_per_step(self) -> float:
-        """On all ranks together."""
+        """Of all ranks together, on average."""
         return self.documents / self.steps if self.steps else 0.0
 
     @property
     def time_per_token(self) -> float:
+        """In pairs of tokens."""
         return self.time / self.tokens if self.tokens else 0.0
 
 
 def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linear_cost: float, seed: int) -> Work:
-    """Documents in random order, so many rows to a micro-batch, each as long as the longest among them.
+    """Count the work with padding: documents in random order, each as long as the longest of its micro-batch.
 
     Args:
-        lengths: integers [documents], tokens; empty ones do not count, longer ones are cut.
-        max_length: tokens a row may have.
-        rows: of a micro-batch.
+        lengths: integers [documents], tokens; empty documents do not count, longer ones are cut.
+        max_length: most tokens of a row.
+        rows: documents of a micro-batch.
         ranks: that work at the same time.
         linear_cost: pairs of tokens that attention compares in the time of everything else for one token.
         seed: of the order.
@@ -58,52 +59,52 @@ def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linea
     batches = filled.reshape(-1, rows)
     longest = batches.max(axis=1, initial=0)
     slots = longest * np.count_nonzero(batches, axis=1)
-    return work_of(len(kept), int(kept.sum()), slots, (slots * longest).astype(np.float64), ranks, linear_cost)
+    return _work_of(len(kept), int(kept.sum()), slots, (slots * longest).astype(np.float64), ranks, linear_cost)
 
 
-def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, levelled: bool = False) -> Work:
-    """Packs as micro-batches without padding, in the order of the plan, or with those of similar cost together.
+def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool = False) -> Work:
+    """Count the work of packs: each is a micro-batch, and what it leaves free costs nothing.
 
     Args:
         plan: of documents.
         ranks: that work at the same time, each on one pack.
         linear_cost: as in `padded_work`.
-        levelled: whether packs of similar cost run at the same time, as with TokenBudget.
+        leveled: whether packs of similar cost run at the same time, as with TokenBudget, or in the order of the plan.
     """
     lengths = plan.segment_length.astype(np.float64)
     if not plan.num_packs:
         return Work(0, 0, 0, 0, 0.0, 1.0)
     tokens, squares = (np.add.reduceat(values, plan.pack_offsets[:-1]) for values in (lengths, lengths**2))
-    if levelled and plan.num_packs >= ranks:
+    if leveled and plan.num_packs >= ranks:
         whole = plan.num_packs // ranks * ranks
-        order = run_together(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
+        order = group_by_cost(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
         order = np.concatenate([order, np.arange(whole, plan.num_packs)])
         tokens, squares = tokens[order], squares[order]
-    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # pieces of one are one
-    return work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
+    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # its pieces are one document
+    return _work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
 
 
-def work_of(
+def _work_of(
     documents: int,
     tokens: int,
     slots: npt.NDArray[np.generic],
-    squares: FloatArray,
+    squares: _FloatArray,
     ranks: int,
     linear_cost: float,
 ) -> Work:
-    """Micro-batches in order, so many at the same time. A last step that is incomplete counts as one, but its time as
-    if it were shared evenly: how many ranks stand idle there says nothing of padding or packing."""
+    """Count micro-batches in order, one on each rank at a time. An incomplete last step counts as a step, but its time
+    as if the ranks shared it evenly: how many are idle there says nothing about padding or packing."""
     cost = linear_cost * slots.astype(np.float64) + squares
     steps = -(-len(cost) // ranks)
     whole = len(cost) // ranks * ranks
-    time = float(on_ranks(cost[:whole], ranks).max(axis=1, initial=0).sum() + cost[whole:].sum() / ranks)
-    attention = on_ranks(squares[:whole], ranks) if whole else on_ranks(squares, max(len(squares), 1))
+    time = float(values_of_ranks(cost[:whole], ranks).max(axis=1, initial=0).sum() + cost[whole:].sum() / ranks)
+    attention = values_of_ranks(squares[:whole], ranks) if whole else values_of_ranks(squares, max(len(squares), 1))
     busy = attention.mean(axis=1) / np.maximum(attention.max(axis=1, initial=0), 1)
     return Work(documents, tokens, int(slots.sum()), steps, time, float(busy.mean()) if len(busy) else 1.0)
 
 
-def on_ranks(values: FloatArray, ranks: int) -> FloatArray:
-    """float64 [steps, ranks]; ranks without a micro-batch have zero."""
+def values_of_ranks(values: _FloatArray, ranks: int) -> _FloatArray:
+    """Return float64 [steps, ranks]; ranks without a micro-batch have zero."""
     filled = np.zeros(-(-len(values) // ranks) * ranks)
     filled[: len(values)] = values
     return filled.reshape(-1, ranks)

@@ -1,17 +1,16 @@
 """Which rows share a micro-batch, on every rank and in every epoch, as a pure function of their lengths.
 
-sizes.py          what is known of rows: tokens, cost of attention, bucket
-data_facts.py     what tells the data of one rank from that of another
-pieces.py         documents longer than the budget become pieces
-epoch_plan.py     the micro-batches of all ranks in one epoch, and how even they are
-fill.py           rows -> exactly as many micro-batches as wanted, none over the budget
-level.py          which micro-batches run at the same time, and on which rank
-redeal.py         rows dealt again among the micro-batches of a step
-schedule.py       steps that have as many documents as without packing
-in_order.py       rows in the order of the dataset, for evaluation
-batching.py       what TokenBudget and BucketBatches have in common
-token_budget.py   TokenBudget
-bucket_batches.py BucketBatches
-sampler.py        the micro-batches of one rank, for a DataLoader
-rows.py           the rows of a dataset as a sampler asks for them
+A dataset's rows are measured without being read, fitted to a batching, planned epoch by epoch, and read as planned:
+
+    dataset -> RowSizes -> Batching.fit -> FittedRows -> Batching.plan_fitted -> EpochPlan -> RankBatchSampler -> rows
+
+row_sizes.py      what is known of rows: tokens, segments, attention cost, bucket
+data_facts.py     what ranks compare, to notice that their datasets differ
+epoch_plan.py     Batching, Epoch and EpochPlan: what batchings take and return
+fill.py           rows -> exactly as many micro-batches as wanted, none over the token budget
+balance.py        which micro-batches run at the same time, and on which rank
+token_budget.py   TokenBudget, on top of fill and balance
+bucket_batches.py BucketBatches, on top of balance
+sampler.py        the micro-batches of one rank, for a DataLoader; InOrder, for evaluation
+sampled_rows.py   the rows of a dataset as a sampler asks for them
 """

@@ -1,54 +1,60 @@
-"""Every rank in the same bucket at the same step, with as many rows as make the tokens of a step constant."""
+"""BucketBatches: all ranks in the same bucket at the same time, with equal tokens in every micro-batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
-from hf_packing.planning.shuffle import check_seed, random_order
-from hf_packing.sampling.batching import Batching
-from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of, rows_of
-from hf_packing.sampling.level import level, nearly
-from hf_packing.sampling.pieces import Cut, whole_rows
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.planning.permutation import check_seed, random_order
+from hf_packing.sampling.balance import balance, jitter_attention
+from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, SampledRow, keep_rows
+from hf_packing.sampling.fill import sum_rows
+from hf_packing.sampling.row_sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
 
+_Unit = list[SampledRow]
+"""Rows that together take the place of one row of a bucket: one of its own, or leftovers of smaller buckets."""
+_Round = list[list[SampledRow]]
+"""The micro-batch of every rank, at the same time."""
 
-class BucketSteps(NamedTuple):
-    """How the rows of a bucket, and what smaller ones left over, become steps."""
+
+class _BucketCounts(NamedTuple):
+    """How many rounds the rows of a bucket, with those that smaller ones left over, make."""
 
     capacity: int
-    """tokens a row of the bucket may hold."""
+    """Tokens that a row of the bucket may hold."""
     rows_each: int
     """Rows of a micro-batch."""
     rows: int
-    """Of the bucket itself."""
+    """Rows of the bucket itself."""
     taken_over: int
-    """As many more as the leftovers of the next smaller bucket make."""
-    steps: int
+    """Units that the next smaller bucket left over."""
+    rounds: int
     left: int
-    """Rows left over, for the next larger bucket."""
+    """Units left over for the next larger bucket."""
     joined: int
-    """How many rows left over make one row of the next larger bucket."""
+    """How many of them make one unit of the next larger bucket."""
 
 
 @dataclass(frozen=True)
 class BucketBatches(Batching):
-    """Micro-batches whose rows are of one bucket, the same on every rank, with the same tokens at every step.
+    """Micro-batches whose rows are of one bucket, the same on all ranks at a time, with always the same tokens.
 
-    A micro-batch has tokens_per_batch // bucket rows. Rows of a bucket that make no whole step move to the next larger
-    one, joined to rows of its size. Copies with masked labels complete what they are joined to, and the last step of
-    the largest bucket; where all rows together make no whole step, that one is as small as they are.
+    A micro-batch has tokens_per_batch // bucket rows. Rows of a bucket that do not fill micro-batches on all ranks move
+    to the next larger bucket, joined to rows of its size. Copies with masked labels complete such joined rows, and the
+    last micro-batches of the largest bucket. Where all rows together do not fill one micro-batch on all ranks, those
+    micro-batches are smaller.
 
     Args:
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, best a multiple of all of them.
-        order: of the buckets: "random", step by step, or "short_to_long".
-        cycles: how often the way from short to long is gone in an epoch.
-        seed: with the epoch it decides the order.
+        order: of the buckets: "random", or "short_to_long".
+        cycles: how many times an epoch goes from short to long.
+        seed: decides the order, with the epoch.
 
     Raises:
         PackingError: a bad argument, which is named.
@@ -58,11 +64,11 @@ class BucketBatches(Batching):
 
     Example:
         >>> import numpy as np
-        >>> from hf_packing.sampling.sizes import sizes_of_packs
+        >>> from hf_packing.sampling.row_sizes import sizes_of_packs
         >>> sizes = sizes_of_packs(np.array([4, 4, 4, 3, 8]), np.arange(6), bucket=np.array([4, 4, 4, 4, 8]))
-        >>> plan = BucketBatches(8).plan_epoch(sizes)
-        >>> sorted(map(sorted, plan.micro_batches(rank=0)))[-1], plan.num_steps
-        ([4], 3)
+        >>> plan = BucketBatches(8).plan(sizes)
+        >>> sorted(map(sorted, plan.micro_batches(rank=0)))[-1], plan.num_micro_batches
+        ([(4, False)], 3)
     """
 
     tokens_per_batch: int
@@ -72,7 +78,7 @@ class BucketBatches(Batching):
     def __post_init__(self) -> None:
         if self.order not in get_args(BucketOrder):
             raise PackingError(f"order: expected one of {', '.join(get_args(BucketOrder))}, got {self.order!r}")
-        self.settle(
+        self._set_checked(
             tokens_per_batch=check_whole_number("tokens_per_batch", self.tokens_per_batch),
             cycles=check_whole_number("cycles", self.cycles),
             seed=check_seed(self.seed),
@@ -82,10 +88,10 @@ class BucketBatches(Batching):
                 f"cycles: expected 1 with order='random', got {self.cycles}; order='short_to_long' has cycles"
             )
 
-    def cut(self, sizes: RowSizes) -> Cut:
+    def fit(self, sizes: RowSizes) -> FittedRows:
         if sizes.bucket is None:
             raise PackingError(
-                "dataset: expected a column 'bucket', as rows have that were packed with Bucket or BucketByLength; "
+                "dataset: expected a column 'bucket', which rows have that were packed with Bucket or BucketByLength; "
                 "TokenBudget takes rows without"
             )
         if (sizes.tokens > sizes.bucket).any():
@@ -98,86 +104,94 @@ class BucketBatches(Batching):
             raise PackingError(
                 f"tokens_per_batch: expected at least the largest bucket, {largest} tokens, got {self.tokens_per_batch}"
             )
-        return whole_rows(sizes, sizes.tokens > 0)
+        return keep_rows(sizes, sizes.tokens > 0)
 
-    def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:  # noqa: ARG002
-        return sum(bucket.steps for bucket in self.buckets(cut, world_size))
+    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
+        return sum(bucket.rounds for bucket in self._count_buckets(rows, epoch.world_size))
 
-    def buckets(self, cut: Cut, world_size: int) -> list[BucketSteps]:
-        """The buckets, the smallest first; how many rows go where depends on no seed."""
-        assert cut.sizes.bucket is not None
-        capacities, counts = np.unique(cut.sizes.bucket[cut.kept], return_counts=True)
-        buckets: list[BucketSteps] = []
+    def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
+        seed = self.epoch_seed(epoch)
+        buckets = self._count_buckets(rows, epoch.world_size)
+        bucket_of_round = np.repeat(np.arange(len(buckets)), [bucket.rounds for bucket in buckets])
+        rounds = list(chain.from_iterable(_fill_buckets(rows, buckets, epoch.world_size, seed)))
+        order = self._order_of_rounds(bucket_of_round, seed)
+        micro_batches = list(chain.from_iterable(rounds[number] for number in order.tolist()))
+        sampled = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64).reshape(-1, 2)
+        return EpochPlan(
+            epoch.world_size,
+            rows=sampled[:, 0].copy(),
+            is_copy=sampled[:, 1].astype(bool),
+            offsets=np.cumsum([0, *map(len, micro_batches)]),
+            left_out=rows.left_out,
+            bucket=np.array([bucket.capacity for bucket in buckets])[bucket_of_round[order]],
+        )
+
+    def _count_buckets(self, rows: FittedRows, world_size: int) -> list[_BucketCounts]:
+        """Return the counts of each bucket, the smallest first; they do not depend on the seed."""
+        assert rows.sizes.bucket is not None
+        capacities, counts = np.unique(rows.sizes.bucket[rows.kept], return_counts=True)
+        buckets: list[_BucketCounts] = []
         taken_over = 0
-        for number, (capacity, rows) in enumerate(zip(capacities.tolist(), counts.tolist(), strict=True)):
+        for number, (capacity, own) in enumerate(zip(capacities.tolist(), counts.tolist(), strict=True)):
             rows_each = self.tokens_per_batch // capacity
-            per_step = rows_each * world_size
-            steps, left = divmod(rows + taken_over, per_step)
+            rounds, left = divmod(own + taken_over, rows_each * world_size)
             joined = 1
             if number == len(capacities) - 1:
-                if not steps and not any(bucket.steps for bucket in buckets):
+                if not rounds and not any(bucket.rounds for bucket in buckets):
                     rows_each = -(-left // world_size)
-                steps, left = steps + (left > 0), 0
+                rounds, left = rounds + (left > 0), 0
             else:
                 joined = int(capacities[number + 1]) // capacity
-            buckets.append(BucketSteps(capacity, rows_each, rows, taken_over, steps, left, joined))
+            buckets.append(_BucketCounts(capacity, rows_each, own, taken_over, rounds, left, joined))
             taken_over = -(-left // joined)
         return buckets
 
-    def plan_cut(
-        self,
-        cut: Cut,
-        steps: int,  # noqa: ARG002
-        epoch: int,
-        world_size: int,
-        accumulation: int,  # noqa: ARG002
-    ) -> EpochPlan:
-        seed = self.epoch_seed(epoch)
-        by_bucket = [list(of_bucket) for of_bucket in self.steps_of_buckets(cut, world_size, seed)]
-        capacities = [bucket.capacity for bucket in self.buckets(cut, world_size)]
-        in_bucket = np.repeat(np.arange(len(by_bucket)), [len(of_bucket) for of_bucket in by_bucket])
-        order = self.order_of_steps(in_bucket, seed)
-        all_steps = [step for of_bucket in by_bucket for step in of_bucket]
-        micro_batches = [rows for number in order.tolist() for rows in all_steps[number]]
-        rows, offsets = np.concatenate(micro_batches), np.cumsum([0, *map(len, micro_batches)])
-        in_order = np.arange(len(micro_batches))
-        return plan_of(rows, offsets, in_order, world_size, cut.left_out, np.array(capacities)[in_bucket[order]])
+    def _order_of_rounds(self, bucket_of_round: IntArray, seed: int) -> IntArray:
+        """Return the order of rounds, int64 [rounds].
 
-    def order_of_steps(self, in_bucket: IntArray, seed: int) -> IntArray:
-        """int64 [steps]: the order of steps that are in these buckets, counted from the smallest."""
+        Args:
+            bucket_of_round: int64 [rounds], ascending: numbers of buckets, from the smallest.
+            seed: of a random order.
+        """
         if self.order == "random":
-            return random_order(len(in_bucket), seed, "order of steps")
-        steps = np.bincount(in_bucket)
-        number = np.arange(len(in_bucket)) - np.repeat(np.cumsum(steps) - steps, steps)
-        return np.lexsort((in_bucket, number * self.cycles // steps[in_bucket]))
-
-    def steps_of_buckets(self, cut: Cut, world_size: int, seed: int) -> Iterator[Iterator[list[IntArray]]]:
-        """For each bucket its steps, each a list of the rows of every rank."""
-        assert cut.sizes.bucket is not None
-        taken_over: list[IntArray] = []
-        for bucket in self.buckets(cut, world_size):
-            own = cut.kept[cut.sizes.bucket[cut.kept] == bucket.capacity]
-            own = own[random_order(len(own), seed, f"rows of {bucket.capacity}")]
-            units = [*taken_over, *own[:, None]]
-            wanted = bucket.steps * bucket.rows_each * world_size
-            joined = [units[first : first + bucket.joined] for first in range(wanted, len(units), bucket.joined)]
-            taken_over = [np.concatenate(completed(unit, bucket.joined, units)) for unit in joined]
-            yield dealt(completed(units[:wanted], wanted, units), bucket, world_size, cut.sizes, seed)
+            return random_order(len(bucket_of_round), seed, "order of steps")
+        rounds = np.bincount(bucket_of_round)
+        number = np.arange(len(bucket_of_round)) - np.repeat(np.cumsum(rounds) - rounds, rounds)
+        return np.lexsort((bucket_of_round, number * self.cycles // rounds[bucket_of_round]))
 
 
-def completed(units: list[IntArray], number: int, others: list[IntArray]) -> list[IntArray]:
-    """As many units as wanted, the missing ones copies of others."""
-    return units + [as_copies(others[place % len(others)]) for place in range(number - len(units))]
+def _fill_buckets(
+    rows: FittedRows, buckets: list[_BucketCounts], world_size: int, seed: int
+) -> Iterator[Iterator[_Round]]:
+    """Yield the rounds of each bucket, the smallest bucket first."""
+    bucket_of_row = rows.sizes.bucket
+    assert bucket_of_row is not None
+    taken_over: list[_Unit] = []
+    for bucket in buckets:
+        own = rows.kept[bucket_of_row[rows.kept] == bucket.capacity]
+        own = own[random_order(len(own), seed, f"rows of {bucket.capacity}")]
+        units = taken_over + [[(row, False)] for row in own.tolist()]
+        wanted = bucket.rounds * bucket.rows_each * world_size
+        leftovers = [units[first : first + bucket.joined] for first in range(wanted, len(units), bucket.joined)]
+        taken_over = [list(chain.from_iterable(_complete(left, bucket.joined, units))) for left in leftovers]
+        yield _balance_ranks(_complete(units[:wanted], wanted, units), bucket, world_size, rows.sizes, seed)
 
 
-def dealt(
-    units: list[IntArray], bucket: BucketSteps, world_size: int, sizes: RowSizes, seed: int
-) -> Iterator[list[IntArray]]:
-    """The steps of a bucket: attention levelled across ranks."""
+def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Unit]:
+    """Return as many units as wanted; the missing ones are copies of others."""
+    copied = (others[place % len(others)] for place in range(number - len(units)))
+    return units + [[(row, True) for row, _ in unit] for unit in copied]
+
+
+def _balance_ranks(
+    units: list[_Unit], bucket: _BucketCounts, world_size: int, sizes: RowSizes, seed: int
+) -> Iterator[_Round]:
+    """Yield the rounds of a bucket, with about equal attention cost on all ranks."""
     if not units:
         return
-    squares = np.array([sizes.squares[rows_of(unit)].sum() for unit in units])
-    cost = nearly(squares, seed)
-    places = level(cost, world_size, bucket.rows_each, seed).reshape(bucket.steps, bucket.rows_each, world_size)
-    for step in places:
-        yield [np.concatenate([units[place] for place in step[:, rank]]) for rank in range(world_size)]
+    squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
+    cost = jitter_attention(squared_lengths, seed)
+    # the rows of a micro-batch are balanced one after another, as if they were accumulated
+    places = balance(cost, world_size, bucket.rows_each, seed).reshape(bucket.rounds, bucket.rows_each, world_size)
+    for of_round in places.transpose(0, 2, 1).tolist():
+        yield [list(chain.from_iterable(units[place] for place in of_rank)) for of_rank in of_round]

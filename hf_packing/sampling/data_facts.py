@@ -1,4 +1,4 @@
-"""What tells the data of one rank from that of another: rows, tokens, lengths, and the content of a few rows."""
+"""What ranks compare to notice that their datasets differ: rows, tokens, lengths, and the content of a few rows."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -7,28 +7,28 @@ from typing import Any
 import datasets
 import numpy as np
 
-from hf_packing.sampling.sizes import SAMPLED_TOKENS, RowSizes, sample_of_rows, sampled_rows
+from hf_packing.sampling.row_sizes import SAMPLED_TOKENS, RowSizes, rows_to_sample, sample_of_rows
 
-READ_TWICE = 32
-"""Rows that are read to find out whether they come out the same each time."""
+_READ_TWICE = 32
+"""Rows that are read twice, to see whether they are the same each time."""
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Of one rank's dataset, small enough to be sent to all others."""
+    """Facts about one rank's dataset, small enough to send to all others."""
 
     rows: int
     tokens: int
     sizes: str
-    """Hexadecimal digest of the sizes of all rows."""
+    """Hex digest of the sizes of all rows."""
     lengths: tuple[int, ...]
-    """Tokens of rows from all over the dataset."""
+    """Tokens of the sampled rows, which are spread over the dataset."""
     contents: tuple[tuple[int, str], ...]
-    """Number and hexadecimal digest of rows from all over the dataset; none where rows are random at each reading."""
+    """Number and hex digest of sampled rows; empty where rows are random at each reading."""
 
 
 def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
-    """What other ranks compare with their own dataset.
+    """Return the facts by which other ranks compare this dataset with their own.
 
     Args:
         dataset: map-style.
@@ -38,18 +38,18 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
         rows=len(sizes),
         tokens=int(sizes.tokens.sum()),
         sizes=replace(sizes, sample=b"").fingerprint,
-        lengths=tuple(sizes.tokens[sampled_rows(len(sizes))].tolist()),
+        lengths=tuple(sizes.tokens[rows_to_sample(len(sizes))].tolist()),
         contents=_contents_sampled(sizes) if sizes.sample else _contents_read(dataset, len(sizes)),
     )
 
 
 def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str | None:
-    """How two datasets differ, in words; None where nothing is known to be different.
+    """Return how two datasets differ, in words; None where no difference is known.
 
     Args:
         one: of the first.
         other: of the second.
-        here: who has the first, as "rank 0".
+        here: who has the first, such as "rank 0".
         there: who has the second.
     """
     if (one.rows, one.tokens) != (other.rows, other.tokens):
@@ -57,20 +57,20 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
             f"{here} has {one.rows:,} rows, {one.tokens:,} tokens; {there} has {other.rows:,} rows, "
             f"{other.tokens:,} tokens"
         )
-    for row, length, other_length in zip(sampled_rows(one.rows).tolist(), one.lengths, other.lengths, strict=True):
+    for row, length, other_length in zip(rows_to_sample(one.rows).tolist(), one.lengths, other.lengths, strict=True):
         if length != other_length:
             return f"row {row} has {length:,} tokens on {here}, {other_length:,} on {there}"
     if one.sizes != other.sizes:
-        return f"{one.rows:,} rows, {one.tokens:,} tokens on {here} and on {there}, in rows of other lengths"
+        return f"{here} and {there} both have {one.rows:,} rows, {one.tokens:,} tokens, but rows of other lengths"
     for (row, content), (_, other_content) in zip(one.contents, other.contents, strict=False):
         if content != other_content:
-            return f"row {row} has as many tokens on {here} as on {there}, but others, or other labels"
+            return f"row {row} has the same length on {here} and on {there}, but other tokens or labels"
     return None
 
 
 def _contents_sampled(sizes: RowSizes) -> tuple[tuple[int, str], ...]:
-    """Of rows whose beginnings were sampled together, column by column."""
-    sampled = sampled_rows(len(sizes))
+    """Return digests of rows whose first tokens were sampled together, column by column."""
+    sampled = rows_to_sample(len(sizes))
     widths = np.minimum(sizes.tokens[sampled], SAMPLED_TOKENS)
     values = np.frombuffer(sizes.sample, dtype="<i8")
     if not (total := int(widths.sum())) or len(values) % total:  # some rows have a column that others have not
@@ -80,9 +80,9 @@ def _contents_sampled(sizes: RowSizes) -> tuple[tuple[int, str], ...]:
 
 
 def _contents_read(dataset: Any, rows: int) -> tuple[tuple[int, str], ...]:
-    """Of rows that a transform or a class makes; of a datasets.Dataset, what the transform is given."""
-    sampled = sampled_rows(rows)
-    numbers = sampled[:: -(-len(sampled) // READ_TWICE) or 1].tolist()
+    """Return digests of rows that a transform or a class makes; of a datasets.Dataset, of the transform's inputs."""
+    sampled = rows_to_sample(rows)
+    numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
     if isinstance(dataset, datasets.Dataset):
         stored = dataset.with_format("arrow")[numbers].to_pylist()
         return tuple((number, _digest(repr(row).encode())) for number, row in zip(numbers, stored, strict=True))

@@ -1,37 +1,49 @@
-"""The micro-batches of one rank, epoch after epoch: what a DataLoader takes as its batch_sampler.
+"""The micro-batches of one rank, epoch after epoch, as a DataLoader's batch_sampler; and InOrder, for evaluation.
 
-It is no subclass of torch's BatchSampler and has no batch_size: accelerate would take it for batches of one size, and
-lose rows.
+RankBatchSampler is not a subclass of torch's BatchSampler and has no batch_size. Otherwise accelerate would assume
+batches of one size, and lose rows.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.sampling.batching import MAX_RANKS, Batching, check_batching, check_sizes
-from hf_packing.sampling.epoch_plan import EpochPlan
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.sampling.epoch_plan import (
+    Batching,
+    Epoch,
+    EpochPlan,
+    FittedRows,
+    SampledRow,
+    check_batching,
+    check_sizes,
+    keep_rows,
+)
+from hf_packing.sampling.row_sizes import RowSizes
 
-PLANS = 2
-"""Counted up whenever the same arguments begin to give other micro-batches, so that no old run goes on with them."""
+_PLANS_VERSION = 2
+"""Increase it whenever the same arguments give other micro-batches, so that no older checkpoint resumes with them."""
 
 
 class RankBatchSampler:
-    """The micro-batches of one rank in the current epoch, as lists of rows; ~row for a copy whose labels are masked.
+    """The micro-batches of one rank in the current epoch, each a list of (row number, whether it is a masked copy).
 
     Args:
-        batching: TokenBudget or BucketBatches.
+        batching: TokenBudget, BucketBatches or InOrder.
         sizes: of all rows of the dataset.
         world_size: ranks.
         rank: this one.
-        accumulation: steps between two updates of the optimiser.
+        accumulation: micro-batches of each rank in one optimizer step.
 
     Raises:
         PackingError: fewer rows than ranks, or a row longer than a micro-batch.
 
     Example:
         >>> import numpy as np
-        >>> from hf_packing.sampling.sizes import sizes_of_documents
+        >>> from hf_packing.sampling.row_sizes import sizes_of_documents
         >>> from hf_packing.sampling.token_budget import TokenBudget
         >>> sampler = RankBatchSampler(TokenBudget(8), sizes_of_documents(np.array([5, 3, 2, 6])), 2, 0)
         >>> len(sampler), len(list(sampler))
@@ -43,60 +55,102 @@ class RankBatchSampler:
     ) -> None:
         self.batching = check_batching(batching)
         self.sizes = check_sizes(sizes)
-        self.world_size = check_whole_number("world_size", world_size, maximum=MAX_RANKS)
+        first_epoch = Epoch(0, world_size, accumulation)
+        self.world_size, self.accumulation = first_epoch.world_size, first_epoch.accumulation
         self.rank = check_whole_number("rank", rank, minimum=0, maximum=self.world_size - 1)
-        self.accumulation = check_whole_number("accumulation", accumulation)
-        self.cut = batching.cut(sizes)
-        batching.check_enough_rows(self.cut, self.world_size)
-        self.steps = batching.steps_per_epoch(self.cut, self.world_size, self.accumulation)
-        self.epoch = 0
-        self.first_step = 0
-        """Where the next iteration begins; what comes before is skipped without reading anything."""
-        self.planned: tuple[int, EpochPlan] | None = None
+        self.rows: FittedRows = batching.fit(sizes)
+        """Rows as the micro-batches take them, cut where they were too long."""
+        batching.check_enough_rows(self.rows, first_epoch)
+        self.epoch = first_epoch
+        """The epoch of the next iteration."""
+        self.first_micro_batch = 0
+        """Where the next iteration begins; what comes before is skipped without being read."""
+        self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
+        self._planned: tuple[Epoch, EpochPlan] | None = None
 
     def __len__(self) -> int:
-        return self.steps
+        return self._num_micro_batches
 
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration is about."""
-        self.epoch = check_whole_number("epoch", epoch, minimum=0)
+    def set_epoch(self, number: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = Epoch(number, self.world_size, self.accumulation)
 
     @property
     def plan(self) -> EpochPlan:
-        """Of all ranks in the current epoch."""
-        if self.planned is None or self.planned[0] != self.epoch:
-            plan = self.batching.plan_cut(self.cut, self.steps, self.epoch, self.world_size, self.accumulation)
-            self.planned = self.epoch, plan
-        return self.planned[1]
+        """The plan of the current epoch, for all ranks."""
+        if self._planned is None or self._planned[0] != self.epoch:
+            self._planned = self.epoch, self.batching.plan_fitted(self.rows, self.epoch)
+        return self._planned[1]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.plan.micro_batches(self.rank, self.first_step)
+    def __iter__(self) -> Iterator[list[SampledRow]]:
+        return self.plan.micro_batches(self.rank, self.first_micro_batch)
 
-    def what_decides(self) -> dict[str, str | int]:
-        """Everything that the micro-batches depend on, apart from the epoch."""
+    def plan_inputs(self) -> dict[str, str | int]:
+        """Return everything that decides the micro-batches, except the epoch; it is saved with checkpoints."""
         return {
-            "plans": PLANS,
+            "plans": _PLANS_VERSION,
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
             "world_size": self.world_size,
             "accumulation": self.accumulation,
         }
 
-    def check_same(self, saved: dict[str, str | int], whole_epochs: bool = False) -> None:
-        """Refuse to go on from a state that other micro-batches led to.
+    def check_can_resume(self, saved: dict[str, str | int], whole_epochs: bool = False) -> None:
+        """Refuse to resume from a checkpoint of other micro-batches.
 
         Args:
-            saved: what `what_decides` returned when the state was saved.
-            whole_epochs: whether all rows of an epoch were used, after which any number of ranks may take over.
+            saved: what `plan_inputs` returned when the checkpoint was saved.
+            whole_epochs: whether it was saved between two epochs, after which the number of ranks may change.
 
         Raises:
-            PackingError: naming what is different.
+            PackingError: naming what differs.
         """
-        now = self.what_decides()
-        free = {"world_size", "accumulation"} if whole_epochs else set()
-        for name, value in now.items():
-            if name not in free and saved.get(name) != value:
+        may_differ = {"world_size", "accumulation"} if whole_epochs else set()
+        for name, value in self.plan_inputs().items():
+            if name not in may_differ and saved.get(name) != value:
                 raise PackingError(
                     f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; "
                     "otherwise some rows would be trained on twice and others not at all"
                 )
+
+
+@dataclass(frozen=True)
+class InOrder(Batching):
+    """Micro-batches of rows_per_batch rows in the order of the dataset, dealt to the ranks in turn, for evaluation.
+
+    Copies with masked labels fill the last micro-batches.
+
+    Args:
+        rows_per_batch: rows of a micro-batch.
+
+    Example:
+        >>> import numpy as np
+        >>> from hf_packing.sampling.row_sizes import sizes_of_documents
+        >>> plan = InOrder(2).plan(sizes_of_documents(np.array([5, 3, 2])), Epoch(0, world_size=2))
+        >>> plan.micro_batch(0, rank=1), plan.num_copies
+        ([(2, False), (0, True)], 1)
+    """
+
+    needs_row_per_rank: ClassVar[bool] = False  # one row is enough: other ranks have copies of it
+
+    rows_per_batch: int
+
+    def __post_init__(self) -> None:
+        self._set_checked(rows_per_batch=check_whole_number("rows_per_batch", self.rows_per_batch))
+
+    def fit(self, sizes: RowSizes) -> FittedRows:
+        return keep_rows(sizes, sizes.tokens > 0)
+
+    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
+        return -(-len(rows.kept) // (self.rows_per_batch * epoch.world_size))
+
+    def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
+        num_rows = self.num_micro_batches(rows, epoch) * epoch.world_size * self.rows_per_batch
+        copies = np.resize(rows.kept, num_rows - len(rows.kept))
+        return EpochPlan(
+            epoch.world_size,
+            rows=np.concatenate([rows.kept, copies]),
+            is_copy=np.arange(num_rows) >= len(rows.kept),
+            offsets=np.arange(0, num_rows + 1, self.rows_per_batch),
+            left_out=rows.left_out,
+        )

@@ -1,51 +1,52 @@
-"""Micro-batches of at most so many tokens, packed anew in every epoch, with the cost levelled across ranks."""
+"""TokenBudget: micro-batches of at most so many tokens, packed anew in every epoch, with equal work on all ranks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_whole_number, is_real
-from hf_packing.planning.overflow import Overflow, check_overflow
-from hf_packing.planning.shuffle import check_seed
-from hf_packing.sampling.batching import Batching
-from hf_packing.sampling.epoch_plan import EpochPlan, as_copies, plan_of
-from hf_packing.sampling.fill import fewest_micro_batches, fill, flat, sums
-from hf_packing.sampling.level import LINEAR_COST, nearly, on_ranks, run_together
-from hf_packing.sampling.pieces import Cut, cut_rows
-from hf_packing.sampling.redeal import redeal
-from hf_packing.sampling.schedule import Schedule
-from hf_packing.sampling.sizes import RowSizes
+from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, cut_to_pieces, is_real
+from hf_packing.planning.permutation import check_seed
+from hf_packing.sampling.balance import (
+    LINEAR_COST,
+    assign_ranks,
+    group_by_cost,
+    jitter_attention,
+    redistribute_rows,
+)
+from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, keep_rows
+from hf_packing.sampling.fill import fewest_micro_batches, fill, flatten, sum_rows
+from hf_packing.sampling.row_sizes import RowSizes, sizes_of_documents
 
 Balance = Literal["attention", "tokens"]
 
-MOST_LINEAR = 1e12
-"""As good as no attention."""
+_MOST_LINEAR = 1e12
+"""With this linear cost, attention no longer counts."""
 
 
 @dataclass(frozen=True)
 class TokenBudget(Batching):
     """Micro-batches of at most max_tokens tokens, from packed rows or from plain documents.
 
-    From documents this is packing while training: which documents share a micro-batch is new in every epoch. All ranks
-    have equally many micro-batches, in every epoch, and none is empty. What does not divide evenly is made up by
-    dividing micro-batches, and only where all of them have a single row, by copies with masked labels.
+    With documents this is packing while training: which documents share a micro-batch is different in every epoch. All
+    ranks have the same number of micro-batches, in every epoch, and none is empty. Where rows do not divide evenly,
+    micro-batches are split; only where all of them have a single row are copies with masked labels added.
 
-    Where packed rows are as large as the budget, there is nothing to pack: the rows that run at the same time on
-    different ranks are those of about equal cost, and as far as that leaves a choice, others in every epoch.
+    Where packed rows are as long as the budget, there is nothing to pack. Rows of about equal cost then run at the same
+    time on different ranks and, as far as that leaves a choice, in other combinations in every epoch.
 
     Args:
         max_tokens: tokens of a micro-batch, a hard cap.
-        balance: what is levelled among the micro-batches that run at the same time on different ranks: "attention", all
-            work of a step, that is linear_cost * tokens + the sum of squared segment lengths; or "tokens".
+        balance: what is made equal among the micro-batches that run at the same time on different ranks: "attention",
+            all work, which is linear_cost * tokens + the sum of squared segment lengths; or "tokens".
         linear_cost: pairs of tokens that attention compares in the time in which everything else works on one token;
-            None for that of the model, where one is known.
-        match_documents_per_step: documents in a step of the optimiser, on average and over all ranks, to keep the
-            schedule of training without packing; None for as many as fit.
+            None for the model's own, where the model is known.
+        match_documents_per_step: documents in an optimizer step, on average and over all ranks, to keep the schedule of
+            training without packing; None for as many as fit.
         overflow: for a row with more than max_tokens: "error", "drop", and for documents also "split" or "truncate".
-        seed: with the epoch it decides the order, and which rows meet.
+        seed: decides, with the epoch, the order and which rows meet.
 
     Raises:
         PackingError: a bad argument, which is named.
@@ -55,9 +56,10 @@ class TokenBudget(Batching):
 
     Example:
         >>> import numpy as np
-        >>> from hf_packing.sampling.sizes import sizes_of_documents
-        >>> plan = TokenBudget(8).plan_epoch(sizes_of_documents(np.array([5, 3, 2, 6, 4, 4])), world_size=2)
-        >>> plan.num_steps, plan.num_copies, sorted(plan.rows.tolist())
+        >>> from hf_packing.sampling.epoch_plan import Epoch
+        >>> from hf_packing.sampling.row_sizes import sizes_of_documents
+        >>> plan = TokenBudget(8).plan(sizes_of_documents(np.array([5, 3, 2, 6, 4, 4])), Epoch(0, world_size=2))
+        >>> plan.num_micro_batches, plan.num_copies, sorted(plan.rows.tolist())
         (2, 0, [0, 1, 2, 3, 4, 5])
     """
 
@@ -69,58 +71,147 @@ class TokenBudget(Batching):
 
     def __post_init__(self) -> None:
         check_overflow(self.overflow)
-        self.settle(max_tokens=check_whole_number("max_tokens", self.max_tokens), seed=check_seed(self.seed))
+        self._set_checked(max_tokens=check_whole_number("max_tokens", self.max_tokens), seed=check_seed(self.seed))
         if self.balance not in get_args(Balance):
             raise PackingError(f"balance: expected one of {', '.join(get_args(Balance))}, got {self.balance!r}")
         if self.linear_cost is not None:
-            if not is_real(self.linear_cost) or not 0 <= self.linear_cost <= MOST_LINEAR:
+            if not is_real(self.linear_cost) or not 0 <= self.linear_cost <= _MOST_LINEAR:
                 raise PackingError(
-                    f"linear_cost: expected a number from 0 to {MOST_LINEAR:g}, or None, got {self.linear_cost!r}"
+                    f"linear_cost: expected a number from 0 to {_MOST_LINEAR:g}, or None, got {self.linear_cost!r}"
                 )
-            self.settle(linear_cost=float(self.linear_cost))
+            self._set_checked(linear_cost=float(self.linear_cost))
         if self.match_documents_per_step is not None:
-            matched = check_whole_number("match_documents_per_step", self.match_documents_per_step)
-            self.settle(match_documents_per_step=matched)
+            documents = check_whole_number("match_documents_per_step", self.match_documents_per_step)
+            self._set_checked(match_documents_per_step=documents)
 
-    def cut(self, sizes: RowSizes) -> Cut:
-        return cut_rows(sizes, self.max_tokens, self.overflow)
+    def fit(self, sizes: RowSizes) -> FittedRows:
+        rows = _cut_rows(sizes, self.max_tokens, self.overflow)
+        fewest = fewest_micro_batches(rows.sizes.tokens[rows.kept], self.max_tokens)
+        return replace(rows, fewest_micro_batches=fewest)
 
-    def steps_per_epoch(self, cut: Cut, world_size: int, accumulation: int) -> int:
-        tokens = cut.sizes.tokens[cut.kept]
-        fewest = -(-fewest_micro_batches(tokens, self.max_tokens) // world_size)
+    def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
+        assert rows.fewest_micro_batches is not None
         if self.match_documents_per_step is None:
-            return fewest
-        schedule = Schedule(
-            documents=int(cut.sizes.segments[cut.kept].sum()),
-            fewest=fewest,
-            most=len(tokens) // world_size,
-            world_size=world_size,
+            return -(-rows.fewest_micro_batches // epoch.world_size)
+        schedule = _Schedule(
+            documents=int(rows.sizes.segments[rows.kept].sum()),
+            fewest=rows.fewest_micro_batches,
+            most=len(rows.kept),
             max_tokens=self.max_tokens,
         )
-        return schedule.steps(self.match_documents_per_step, accumulation)
+        return schedule.optimizer_steps(self.match_documents_per_step, epoch) * epoch.accumulation
 
-    def plan_cut(self, cut: Cut, steps: int, epoch: int, world_size: int, accumulation: int) -> EpochPlan:
-        wanted = steps * world_size
+    def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        tokens, squares = cut.sizes.tokens[cut.kept], cut.sizes.squares[cut.kept]
-        groups = fill(tokens, self.max_tokens, min(wanted, len(tokens)), world_size, seed)
-        missing = wanted - len(groups)
-        groups = groups + np.argsort(tokens, kind="stable")[:missing, None].tolist()
-        of_tokens, of_squares = sums(groups, tokens), sums(groups, squares)
-        together = run_together(self.cost(of_tokens, nearly(of_squares, seed)), world_size, seed)
-        cost = self.cost(tokens, squares)
-        groups = redeal(groups, together, cost, tokens, self.max_tokens)
-        order = on_ranks(sums(groups, cost), together, accumulation, seed).ravel()
-        dealt, offsets = flat(groups)
-        rows = cut.kept[dealt]
-        if missing:  # every micro-batch has a single row
-            rows[-missing:] = as_copies(rows[-missing:])
-        return plan_of(rows, offsets, order, world_size, cut.left_out)
+        tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
+        wanted = self.num_micro_batches(rows, epoch) * epoch.world_size
+        filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), epoch.world_size, seed)
+        # only where each micro-batch has a single row are fewer filled than wanted: copies of the shortest are the rest
+        copies = np.argsort(tokens, kind="stable")[: wanted - len(filled), None].tolist()
+        micro_batches = filled + copies
 
-    def cost(self, tokens: IntArray, squares: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """float64: what rows or micro-batches cost, from integers and real numbers of the same shape."""
+        jittered = jitter_attention(sum_rows(micro_batches, squared_lengths), seed)
+        rounds = group_by_cost(self._cost(sum_rows(micro_batches, tokens), jittered), epoch.world_size, seed)
+        cost = self._cost(tokens, squared_lengths)
+        micro_batches = redistribute_rows(micro_batches, rounds, cost, tokens, self.max_tokens)
+        order = assign_ranks(sum_rows(micro_batches, cost), rounds, epoch.accumulation, seed).ravel()
+
+        planned, offsets = flatten([micro_batches[number] for number in order.tolist()])
+        is_copy = np.repeat(order >= len(filled), np.diff(offsets))
+        return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
+
+    def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Return the cost of rows or micro-batches, float64, from two arrays of the same shape."""
         if self.balance == "tokens":
             return tokens.astype(np.float64)
         linear = LINEAR_COST if self.linear_cost is None else self.linear_cost
-        cost: npt.NDArray[np.float64] = linear * tokens + squares
+        cost: npt.NDArray[np.float64] = linear * tokens + squared_lengths
         return cost
+
+
+def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:
+    """Return the pieces of all rows under a budget.
+
+    Args:
+        sizes: of the dataset's rows.
+        max_tokens: the budget of a micro-batch.
+        overflow: what happens to a row with more: "error"; "drop"; and to a document also "split" or "truncate".
+
+    Raises:
+        PackingError: a row is too long, and overflow is "error", or the row is packed and would have to be cut.
+    """
+    too_long = np.flatnonzero(sizes.tokens > max_tokens)
+    if not len(too_long):
+        return keep_rows(sizes, sizes.tokens > 0)
+    if overflow == "error" or (sizes.packed and overflow != "drop"):
+        row = int(too_long[0])
+        accepted = (
+            "pack rows of at most max_tokens, or overflow='drop'"
+            if sizes.packed
+            else "accepted with overflow='split', 'truncate' or 'drop'"
+        )
+        others = f", as have {len(too_long) - 1} others" if len(too_long) > 1 else ""
+        raise PackingError(
+            f"max_tokens: row {row} has {sizes.tokens[row]} tokens, more than the {max_tokens} of a "
+            f"micro-batch{others}; {accepted}"
+        )
+    if overflow == "drop":
+        return keep_rows(sizes, (sizes.tokens > 0) & (sizes.tokens <= max_tokens))
+    pieces = cut_to_pieces(sizes.tokens, max_tokens, overflow)
+    return FittedRows(
+        sizes=sizes_of_documents(pieces.length),
+        pieces=pieces,
+        kept=np.arange(len(pieces.length)),
+        left_out=np.setdiff1d(np.arange(len(sizes)), pieces.document),
+        lost_tokens=int(sizes.tokens.sum() - pieces.length.sum()),
+    )
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How many optimizer steps training without packing has, and whether the same rows can be packed into as many."""
+
+    documents: int
+    fewest: int
+    """Micro-batches, over all ranks, that the tokens need."""
+    most: int
+    """Micro-batches, over all ranks, for which there are rows."""
+    max_tokens: int
+
+    def optimizer_steps(self, per_step: int, epoch: Epoch) -> int:
+        """Return the optimizer steps of an epoch.
+
+        Args:
+            per_step: documents in an optimizer step, but for the last of an epoch, which may have fewer.
+            epoch: how many micro-batches an optimizer step has.
+
+        Raises:
+            PackingError: the documents do not fit, or are too few, with values that work.
+        """
+        steps = -(-self.documents // per_step)
+        if self._fits(per_step, epoch.slots):
+            return steps
+        of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches"
+        if steps * epoch.slots < self.fewest:
+            expected = f"as many documents as fit into {of_step} of {self.max_tokens} tokens"
+            accumulation = -(-self.fewest // (steps * epoch.world_size))
+            documents = self.documents // -(-self.fewest // epoch.slots)
+            remedies = [f"max_tokens above {self.max_tokens}"]
+        else:
+            expected = f"at least one row for each of {of_step}"
+            accumulation = self.most // (steps * epoch.world_size)
+            documents = -(-self.documents // max(self.most // epoch.slots, 1))
+            remedies = []
+        if self._fits(per_step, epoch.world_size * accumulation):
+            remedies.append(f"gradient_accumulation_steps={accumulation}")
+        if self._fits(documents, epoch.slots):
+            remedies.append(f"match_documents_per_step={documents}")
+        hint = f"; possible: {', or '.join(remedies)}" if remedies else ""
+        raise PackingError(
+            f"match_documents_per_step: expected {expected}, got {per_step} per step of {self.documents} in all{hint}"
+        )
+
+    def _fits(self, per_step: int, slots: int) -> bool:
+        if not per_step or not slots:
+            return False
+        return self.fewest <= -(-self.documents // per_step) * slots <= self.most

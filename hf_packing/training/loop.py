@@ -1,39 +1,42 @@
-"""Batches for a loop of one's own: the right ones on every rank, with their share in the loss of a whole step."""
+"""A training loop of your own: its batches, the loss of a batch, and the loss on a dataset, right on all ranks."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from torch import nn
+from accelerate.utils import DistributedType, send_to_device
+from datasets.utils import tqdm
+from torch import Tensor, nn
 
-from hf_packing.attention.inner import inner_model
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.patch import unpatch_model
-from hf_packing.attention.sharded import where_weights_are
+from hf_packing.attention import has_local_weights, inner_model, refuse_copied_labels
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching, check_batching
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, sizes_of
-from hf_packing.training.agreement import PlannedFrom, on_all_ranks
-from hf_packing.training.isolate import isolate
-from hf_packing.training.loss_of_model import own_loss, refuse_unknown_loss
-from hf_packing.training.losses import Loss, check_loss
+from hf_packing.sampling.epoch_plan import Batching, check_batching
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.training.checks import check_accelerator
+from hf_packing.training.isolate import check_patched, isolate, unpatched_on_error
+from hf_packing.training.labels import check_labels_are_hidden
+from hf_packing.training.loader import PackedLoader, rows_loader
+from hf_packing.training.losses import (
+    ITEMS,
+    TARGETS,
+    WEIGHTS,
+    Loss,
+    TokenMean,
+    check_loss,
+    summed_loss,
+    weighted_loss,
+    weights_of,
+)
 from hf_packing.training.model_cost import with_cost_of
-from hf_packing.training.packed_loader import PackedLoader
-from hf_packing.training.ranks import check_accelerator, data_rank
-from hf_packing.training.rows_loader import rows_loader
-from hf_packing.training.seen_labels import check_labels
+from hf_packing.training.model_loss import loss_of_model, predicts_next, refuse_unknown_loss, router_loss
+from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 
-OF_BATCHES = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator"}
+_DECIDED_BY_BATCHING = frozenset(
+    ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
+)
 """Arguments of DataLoader that planned batches have no use for."""
-
-
-def labels_for_model(model: nn.Module | None, loss: Loss) -> bool:
-    """Whether a model that is given labels makes the right loss of them itself."""
-    if model is None or loss == "sequence":
-        return loss == "token"
-    own = own_loss(model)
-    return own is not None and own.divided_by_items
 
 
 def prepare_dataloader(
@@ -45,30 +48,32 @@ def prepare_dataloader(
     model: nn.Module | None = None,
     **options: Any,
 ) -> PackedLoader:
-    """Batches of this rank for a loop of one's own, ready to be given to the model; all ranks must call this together.
+    """Return the batches of this rank for a training loop of your own; all ranks must call this together.
 
-    The loop is the usual one: `accelerator.accumulate(model)`, `accelerator.backward(loss)`. The loss is that of
-    `compute_loss(model, batch)`, right for every split into ranks and accumulated steps. With loss="token" it is
-    also `model(**batch).loss` for models that divide by `num_items_in_batch`; others get no labels in their batches.
+    The loop is the usual one: `accelerator.accumulate(model)`, `accelerator.backward(loss)`. The loss is
+    `compute_loss(model, batch)`, which is right for every split into ranks and accumulated micro-batches. With
+    loss="token" it is also `model(**batch).loss` for models that divide by `num_items_in_batch`; other models get
+    batches without labels.
 
     Args:
         accelerator: of the loop; its gradient_accumulation_steps count.
         dataset: map-style, packed or of documents.
         batching: TokenBudget or BucketBatches.
         loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each one's mean.
-        model: patched here, unless it is already. Its own loss is looked at once, so that compute_loss is the same, and
-            its configuration, for the ratio that attention is balanced by. None leaves the model to you, trusts the
-            kind of its class, and takes a common ratio.
+        model: patched here, unless it already is. Its own loss is asked once, so that compute_loss computes the same,
+            and attention is balanced by the ratio that follows from its configuration. With None you patch the model
+            yourself, its class decides which loss it is taken to compute, and a common ratio is used.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
-        PackedLoader: len(loader) batches an epoch, on every rank and in every epoch.
+        PackedLoader: len(loader) micro-batches an epoch, on every rank and in every epoch.
 
     Raises:
-        PackingError: dispatch_batches, split_batches, context or sequence parallelism; no map-style dataset; fewer rows
-            than ranks; a row longer than a batch; a model that makes its loss in another way, or is sharded already;
-            ranks with different data or arguments, on all of them; data without labels for a masked language model.
-        ModelNotSupportedError: the model cannot be shown to keep documents apart.
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism; not a map-style dataset; fewer
+            rows than ranks; a row longer than a micro-batch; a model that computes a different loss, or that is
+            already sharded; ranks with different data or arguments, on all of them; data without labels for a masked
+            language model.
+        ModelNotSupportedError: isolation of the documents cannot be verified for this model.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp
@@ -82,8 +87,8 @@ def prepare_dataloader(
         if not isinstance(accelerator, Accelerator):
             raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
         check_accelerator(accelerator)
-        if planned := OF_BATCHES & options.keys():
-            raise PackingError(f"{min(planned)}: expected none, since the batching decides which rows share a batch")
+        if decided := _DECIDED_BY_BATCHING & options.keys():
+            raise PackingError(f"{min(decided)}: expected none, since the batching decides which rows share a batch")
         balanced, accumulation = with_cost_of(check_batching(batching), model), accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         sizes = sizes_of(dataset)
@@ -93,31 +98,125 @@ def prepare_dataloader(
 
     sampler = on_all_ranks(plan)
     if model is not None:
-        isolate_and_check(accelerator, model, loss, dataset, sampler.sizes)
+
+        def isolate_and_check(_: PlannedFrom) -> None:
+            isolate(model, accelerator)
+            if loss_of_model(model) is None and has_local_weights(model):
+                refuse_unknown_loss(model, loss)
+            check_labels_are_hidden(dataset, sampler.sizes, model)
+
+        with unpatched_on_error(model):
+            on_all_ranks(isolate_and_check)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # a packed row
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
     rows = rows_loader(dataset, sampler, model, **(pinned | options))
-    loader = PackedLoader(accelerator, rows, sampler, loss, labels_for_model(model, loss))
+    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss))
     accelerator.register_for_checkpointing(loader)
     return loader
 
 
-def isolate_and_check(accelerator: Accelerator, model: nn.Module, loss: Loss, dataset: Any, sizes: RowSizes) -> None:
-    """Patch a model whose loss can be served, for labels that it does not see, or leave it as it was, on all ranks."""
-    was_patched = is_patched(inner_model(model))
+def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Return the loss of a batch of `prepare_dataloader`, ready for `accelerator.backward(loss)`.
 
-    def settle(_: PlannedFrom) -> None:
-        isolate(model, accelerator)
-        if own_loss(model) is None and where_weights_are(model) is None:
-            refuse_unknown_loss(model, loss)
-        check_labels(dataset, sizes, model)
+    Args:
+        model: a causal or masked language model of transformers, also as wrapped by PEFT and accelerate.
+        batch: as the loader yields it.
 
+    Returns:
+        float scalar. Its gradient, averaged over ranks and accumulated micro-batches as accelerate does, is that of the
+        loss of the global batch. For a mixture of experts its weighted balancing loss is added, which accelerate
+        averages over ranks and gradient_accumulation_steps, even where the last step of an epoch has fewer.
+
+    Raises:
+        PackingError: a batch that is not of prepare_dataloader; a model that is not patched, or not a language model;
+            in training, labels that only repeat the tokens that a masked language model sees.
+
+    Example:
+        >>> import hf_packing as hfp, torch, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> hfp.compute_loss(model, {**batch, "num_items_in_batch": torch.tensor(3.0)}).shape
+        torch.Size([])
+    """
+    if not isinstance(batch, Mapping):
+        raise PackingError(f"batch: expected one of prepare_dataloader, got {type(batch).__name__}")
+    if ITEMS in batch and "labels" in batch:
+        batch = {**batch, TARGETS: batch["labels"], WEIGHTS: weights_of(batch, "token") / batch[ITEMS]}
+    if WEIGHTS not in batch:
+        raise PackingError(f"batch: expected one of prepare_dataloader, got {', '.join(batch) or 'nothing'}")
+    check_patched(model)
+    if model.training:
+        refuse_copied_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
+    not_for_the_model = ("labels", ITEMS, TARGETS, WEIGHTS)
+    outputs = model(**{name: value for name, value in batch.items() if name not in not_for_the_model})
+    loss = weighted_loss(outputs.logits, batch[TARGETS], batch[WEIGHTS], predicts_next(model))
+    auxiliary = router_loss(outputs, model)
+    return loss if auxiliary is None else loss + auxiliary
+
+
+def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *, rows_per_batch: int = 1) -> float:
+    """Return the mean loss over all trainable tokens of a dataset; with a Trainer, `attach` does this.
+
+    The result is the same for any rows_per_batch and any number of ranks.
+
+    Args:
+        accelerator: of the loop.
+        model: a causal or masked language model of transformers, patched, as wrapped by accelerate.
+        dataset: map-style, packed or of documents.
+        rows_per_batch: rows that the model is given at once; only speed and memory depend on it.
+
+    Returns:
+        The same number on all ranks. Its exponential is the perplexity.
+
+    Raises:
+        PackingError: no rows, no trainable token, a model that is not patched, labels that only repeat the tokens that
+            a masked language model sees, or ranks with different data.
+
+    Example:
+        >>> import accelerate, datasets, hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8, 9]]})
+        >>> round(hfp.evaluation_loss(accelerate.Accelerator(cpu=True), model, documents))
+        5
+    """
+
+    def plan(planned_from: PlannedFrom) -> RankBatchSampler:
+        check_accelerator(accelerator)
+        check_patched(model)
+        planned_from.note_settings(rows_per_batch=rows_per_batch)
+        sizes = sizes_of(dataset)
+        planned_from.note_data("dataset", dataset, sizes)
+        check_labels_are_hidden(dataset, sizes, model)
+        rank, world_size = data_rank(accelerator)
+        return RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
+
+    sampler = on_all_ranks(plan)
+    mean, shift = TokenMean(accelerator.device), predicts_next(model)
+    was_training = model.training
+    model.eval()
     try:
-        on_all_ranks(settle)
-    except Exception:
-        if not was_patched and is_patched(inner_model(model)):
-            unpatch_model(model)
-        raise
+        with torch.no_grad():
+            loader = rows_loader(dataset, sampler, model)
+            for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
+                batch = send_to_device(batch, accelerator.device)
+                outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+                mean.add(*summed_loss(outputs.logits, batch, shift))
+    finally:
+        model.train(was_training)
+    summed, tokens = mean.over_ranks(accelerator)
+    if not tokens:
+        raise PackingError("dataset: expected a label to evaluate on, all are -100")
+    return summed / tokens
+
+
+def _keeps_labels(model: nn.Module | None, loss: Loss) -> bool:
+    """Return whether batches keep their labels, because the model computes the right loss from them."""
+    if model is None or loss == "sequence":
+        return loss == "token"
+    known = loss_of_model(model)
+    return known is not None and known.divided_by_items

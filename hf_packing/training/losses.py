@@ -1,28 +1,29 @@
-"""The loss of a global batch, as a sum of weighted tokens: right however the batch is split.
+"""The loss of a global batch as a sum over weighted tokens, so that it does not depend on how the batch is split.
 
 "token" is the mean over all trainable tokens. "sequence" is the mean over documents of each document's own mean, so
-that all documents weigh the same however long they are; the pieces of one that was cut count one by one (per-sequence
-loss of arXiv 2107.02027; loss weighting of arXiv 2401.18058). Both are sums over tokens of weights that know how many
-tokens or documents the whole batch has, on all ranks and over all accumulated steps. A batch without a trainable label
-has the loss zero.
+that every document weighs the same whatever its length (per-sequence loss of arXiv 2107.02027; loss weighting of arXiv
+2401.18058). Pieces of a document that was split count as documents. The weight of a token depends on how many tokens or
+documents the whole batch has, over all ranks and accumulated micro-batches. A batch without trainable labels has loss
+zero.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packing.arrow.loss_masks import IGNORED_LABEL
+from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
 Loss = Literal["token", "sequence"]
 
 ITEMS = "num_items_in_batch"
-"""The name under which models of transformers take what their summed loss is divided by."""
+"""The argument in which models of transformers take the number that their summed loss is divided by."""
 TARGETS, WEIGHTS = "targets", "target_weights"
-"""What a batch has in place of labels where a model must not make the loss itself."""
+"""What a batch has instead of labels where the model must not compute the loss itself."""
 
 
 def check_loss(loss: Any) -> Loss:
@@ -32,40 +33,44 @@ def check_loss(loss: Any) -> Loss:
 
 
 def trainable_per_document(batch: Mapping[str, Any]) -> Tensor:
-    """int64 [segments]: how many labels of each segment of a packed batch are trained on."""
+    """Count the trainable labels of each segment of a packed batch: int64 [segments]."""
     trainable = (batch["labels"][0] != IGNORED_LABEL).to(torch.int64)
     total = F.pad(trainable.cumsum(0), (1, 0))
     return total[batch["cu_seq_lens_q"].long()].diff()
 
 
 def items_in(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """int64 scalar: how many tokens, or documents, of a packed batch the loss is a mean over."""
+    """Count the tokens or documents of a packed batch that the loss is a mean over: int64 scalar."""
     trainable = trainable_per_document(batch)
     return trainable.sum() if loss == "token" else (trainable > 0).sum()
 
 
 def exact_type(device: torch.device) -> torch.dtype:
-    """The widest float of a device."""
+    """Return the widest float type of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """float64 [1, tokens]: the weight of each label of a packed batch, not yet divided by the items of all batches."""
-    labelled: Tensor = (batch["labels"] != IGNORED_LABEL).to(exact_type(batch["labels"].device))
+    """Return the weight of each label of a packed batch, not yet divided by the items of the global batch.
+
+    Returns:
+        float64 [1, tokens].
+    """
+    labeled: Tensor = (batch["labels"] != IGNORED_LABEL).to(exact_type(batch["labels"].device))
     if loss == "token":
-        return labelled
+        return labeled
     lengths = batch["cu_seq_lens_q"].long().diff()
-    return labelled / trainable_per_document(batch).clamp(min=1).repeat_interleave(lengths)[None]
+    return labeled / trainable_per_document(batch).clamp(min=1).repeat_interleave(lengths)[None]
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) -> Tensor:
-    """The sum over tokens of weight times cross-entropy.
+    """Return the sum over tokens of weight times cross-entropy.
 
     Args:
-        logits: float [1, tokens, vocabulary]; 16-bit ones are made float32.
+        logits: float [1, tokens, vocabulary]; 16-bit logits are converted to float32.
         labels: int64 [1, tokens], -100 where there is none.
         weights: float [1, tokens], 0 where there is no label.
-        shift: whether a token's logits are about the next token.
+        shift: whether the logits of a token predict the next token.
     """
     if shift:
         logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
@@ -77,17 +82,40 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
 
 
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
-    """The batch with its share in the loss of a larger one.
+    """Return the batch with what its share in the loss of the global batch is computed from.
 
     Args:
         batch: packed, with labels.
         loss: what is averaged.
-        items: float scalar: what the summed losses are divided by.
-        keep_labels: beside num_items_in_batch, from which a model makes the right loss itself; else they become
-            targets, with a weight for each.
+        items: float scalar: what the summed loss is divided by.
+        keep_labels: True to add num_items_in_batch, from which the model computes the loss itself; False to replace
+            labels by targets and a weight for each of them.
     """
     if keep_labels:
         return {**batch, ITEMS: items}
     weights = weights_of(batch, loss) / items
     others = {name: value for name, value in batch.items() if name != "labels"}
     return {**others, TARGETS: batch["labels"], WEIGHTS: weights}
+
+
+def summed_loss(logits: Tensor, batch: Mapping[str, Any], shift: bool) -> tuple[Tensor, Tensor]:
+    """Return the loss of a packed batch summed over its trainable tokens, and how many those are."""
+    total = weighted_loss(logits, batch["labels"], weights_of(batch, "token"), shift)
+    return total, trainable_per_document(batch).sum()
+
+
+class TokenMean:
+    """A mean over tokens, accumulated batch by batch on every rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros(2, dtype=exact_type(device), device=device)
+        self.batches = 0
+
+    def add(self, summed_loss: Tensor, tokens: Tensor) -> None:
+        self._total += torch.stack([summed_loss.detach().to(self._total), tokens.to(self._total)])
+        self.batches += 1
+
+    def over_ranks(self, accelerator: Accelerator) -> tuple[float, float]:
+        """Return the summed loss and the number of tokens over all ranks; all ranks must call this."""
+        summed_loss, tokens = accelerator.reduce(self._total, reduction="sum").tolist()
+        return summed_loss, tokens

@@ -1,176 +1,267 @@
-"""What attach keeps for a trainer: its batching, and the loaders that come of it."""
+"""What an attached trainer holds: what attach decided, the loss that was settled for its model, and its loaders."""
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention.inner import inner_model
+from hf_packing.attention import inner_model, patch_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
-from hf_packing.sampling.batching import Batching
 from hf_packing.sampling.bucket_batches import BucketBatches
-from hf_packing.sampling.in_order import InOrder
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.sizes import RowSizes, sizes_of
+from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.sampling.row_sizes import RowSizes, sizes_of
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.agreement import Appointment, PlannedFrom, on_all_ranks
-from hf_packing.training.evaluation import TokenMean
-from hf_packing.training.loss_masks import applies_masks, check_loss_masks, masks_left_alone
-from hf_packing.training.loss_of_model import OwnLoss
-from hf_packing.training.losses import Loss
-from hf_packing.training.ranks import data_rank
-from hf_packing.training.rows_loader import rows_loader
-from hf_packing.training.seen_labels import check_labels
-from hf_packing.training.settled import check_settings, check_settings_of_training, loss_settings, settle_model
-from hf_packing.training.step_facts import StepFacts
-from hf_packing.training.trainer_loss import refuse_undivided
+from hf_packing.training.checks import check_accelerator, check_arguments, check_methods
+from hf_packing.training.isolate import isolate
+from hf_packing.training.labels import applies_masks, check_labels_are_hidden, check_loss_masks, ignored_masks
+from hf_packing.training.loader import rows_loader
+from hf_packing.training.losses import Loss, TokenMean
+from hf_packing.training.model_loss import collator_for, loss_of_model
+from hf_packing.training.ranks import CollectiveCall, PlannedFrom, data_rank, on_all_ranks
+from hf_packing.training.summary import StepCounts
+from hf_packing.training.trainer_loss import (
+    SettledLoss,
+    TrainerLoss,
+    loss_of_trainer,
+    loss_settings,
+    refuse_undivided,
+    settle_loss,
+)
+
+Check = Callable[[Trainer], None]
 
 
-class KnownSizes(NamedTuple):
-    """Of a dataset that was looked at."""
+@dataclass(frozen=True)
+class AttachDecisions:
+    """What attach decides once for a trainer."""
+
+    batching: Batching
+    """As given, balanced for the model."""
+    loss: Loss
+    prove: bool
+    trainer_loss: TrainerLoss
+    """How the trainer computed its loss before it was attached."""
+    model: Callable[[], PreTrainedModel | None]
+    """The model that the trainer had, while it exists."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a micro-batch may have."""
+        assert isinstance(self.batching, (TokenBudget, BucketBatches))
+        return self.batching.max_tokens if isinstance(self.batching, TokenBudget) else self.batching.tokens_per_batch
+
+
+class _KnownSizes(NamedTuple):
+    """Sizes of a dataset that was looked at."""
 
     dataset: Any
     state: Any
-    """What is seen to be different, without reading rows, when rows were added or a transform was set."""
+    """Changes when rows are added or removed, or a transform is set, as far as can be seen without reading rows."""
     sizes: RowSizes
 
 
-@dataclass
 class PlannedBatches:
-    """Of one trainer."""
+    """What an attached trainer holds as its `planned_batches`."""
 
-    batching: Batching
-    loss: Loss
-    trainer_has_own: bool
-    """Whether the trainer makes its own loss, whatever that of its model is."""
-    sums_log_probs: bool
-    """Whether that is SFTTrainer's, whose evaluation can be summed exactly."""
-    prove: bool
-    scaled: bool
-    """Whether the trainer's class says that its loss is right for accumulated batches."""
-    loss_function: Any = None
-    """The trainer's compute_loss_func."""
-    loss_of_trainer: bool = False
-    """Whether the trainer's own compute_loss stays, and is only told what to divide by."""
-    divided: bool = True
-    """Whether the loss is divided by what is in a whole step of the optimiser."""
-    own_loss: OwnLoss | None = None
-    """The model's own, when that was settled."""
-    settled_for: Callable[[], PreTrainedModel | None] = lambda: None
-    """The model for which it was settled who makes the loss."""
-    trained: Callable[[], PreTrainedModel | None] = lambda: None
-    """The model that the trainer had when attach was called."""
-    loss_settings: dict[str, Any] = field(default_factory=dict)
-    """What decides the trainer's loss, when that was settled."""
-    collator: PackingCollator = field(default_factory=PackingCollator)
-    evaluated: TokenMean | None = None
-    """The mean of the evaluation that is running."""
-    facts: StepFacts = field(default_factory=StepFacts)
-    """Of the steps since the trainer last logged."""
-    accumulation: int = 1
-    """Micro-batches that a step of the optimiser was planned to have on each rank."""
-    known_sizes: dict[int, KnownSizes] = field(default_factory=dict)
-    """By identity of the dataset."""
-    appointment: Appointment = field(default_factory=Appointment)
-    """With the other ranks, to plan at the same time."""
+    settled: SettledLoss
+    """Who computes the loss for the trainer's model."""
+    collator: PackingCollator
 
-    @property
-    def budget(self) -> int:
-        """Tokens that a micro-batch may have."""
-        of_batching = self.batching
-        assert isinstance(of_batching, (TokenBudget, BucketBatches))
-        return of_batching.max_tokens if isinstance(of_batching, TokenBudget) else of_batching.tokens_per_batch
+    def __init__(self, trainer: Trainer, batching: Batching, loss: Loss, prove: bool) -> None:
+        model = weakref.ref(inner_model(trainer.model))
+        self.decided = AttachDecisions(batching, loss, prove, loss_of_trainer(trainer), model)
+        self.evaluation: TokenMean | None = None
+        """The mean of the evaluation that is running."""
+        self.step_counts = StepCounts()
+        """Of the optimizer steps since the trainer last logged."""
+        self.accumulation = 1
+        """Micro-batches of each rank in an optimizer step, as planned."""
+        self._loss_settings: dict[str, Any] = {}
+        """What decided the trainer's loss when it was settled."""
+        self._known_sizes: dict[int, _KnownSizes] = {}
+        """By identity of the dataset."""
+        self._collective = CollectiveCall()
 
-    def remember(self, trainer: Trainer) -> None:
-        """For which model and settings it was settled who makes the loss."""
-        self.settled_for = weakref.ref(inner_model(trainer.model))
-        self.loss_settings = loss_settings(trainer)
+    @contextmanager
+    def on_all_ranks(self, trainer: Trainer, check: Check) -> Iterator[None]:
+        """Run a method that all ranks call: check the trainer on all of them, then have them plan once together."""
+        on_all_ranks(lambda _: check(trainer))
+        with self._collective.active():
+            yield
 
-    def sizes(self, dataset: Any) -> RowSizes:
-        """Sizes of the rows of a dataset, which is looked at once, and again when rows were added or removed."""
-        state = (len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None))
-        known = self.known_sizes.get(id(dataset))
-        if known is None or known.state != state:
-            known = self.known_sizes[id(dataset)] = KnownSizes(dataset, state, sizes_of(dataset))
-        return known.sizes
+    def check(self, trainer: Trainer) -> None:
+        """Refuse changes since attach that no loader of the trainer can take into account.
+
+        Raises:
+            PackingError: another collator or method, or another setting that decides the loss.
+        """
+        if trainer.data_collator is not self.collator:
+            raise PackingError(
+                f"data_collator: expected the one that attach has set, got {type(trainer.data_collator).__name__}, "
+                "which would not isolate the documents of planned batches"
+            )
+        check_methods(trainer)
+        now = loss_settings(trainer)
+        for name, before in self._loss_settings.items():
+            if now[name] is not before and now[name] != before:
+                raise PackingError(
+                    f"{name}: expected the one that the trainer had when attach was called, {before!r}, got "
+                    f"{now[name]!r}; set it before attach"
+                )
+
+    def check_training(self, trainer: Trainer) -> None:
+        """Refuse changes since attach with which the trainer cannot train.
+
+        Raises:
+            PackingError: as `check`; also arguments that contradict planned batches, and a model that is neither the
+                one that attach saw nor made by model_init.
+        """
+        self.check(trainer)
+        check_arguments(trainer, self.decided.loss)
+        check_accelerator(trainer.accelerator)
+        if trainer.model_init is None and self.decided.model() is not inner_model(trainer.model):
+            raise PackingError(
+                "model: expected the one that the trainer had when attach was called, got another "
+                f"{type(inner_model(trainer.model)).__name__}, which the trainer's optimizer may not know; make a new "
+                "Trainer with it and attach to that"
+            )
+
+    def check_accumulation(self, trainer: Trainer) -> None:
+        """Refuse an accumulation that changed while training, for example by a callback.
+
+        Raises:
+            PackingError: losses are divided by the items of other optimizer steps than those that were planned.
+        """
+        if (accumulation := trainer.args.gradient_accumulation_steps) != self.accumulation:
+            raise PackingError(
+                f"gradient_accumulation_steps: expected {self.accumulation}, as when train() was called, got "
+                f"{accumulation}; change it before train()"
+            )
 
     def sampler(self, trainer: Trainer, planned_from: PlannedFrom) -> RankBatchSampler:
-        """The batches of this rank."""
+        """Plan the micro-batches of this rank for training."""
         if trainer.train_dataset is None:
             raise PackingError("train_dataset: expected one, the trainer has none")
-        rank, world_size = data_rank(trainer.accelerator)
-        accumulation = trainer.args.gradient_accumulation_steps
-        planned_from.note_settings(batching=self.batching, gradient_accumulation_steps=accumulation, loss=self.loss)
-        sizes = self.sizes(trainer.train_dataset)
-        planned_from.note_data("train_dataset", trainer.train_dataset, sizes)
-        check_loss_masks(trainer, trainer.train_dataset)
-        return RankBatchSampler(self.batching, sizes, world_size, rank, accumulation)
+        batching, accumulation = self.decided.batching, trainer.args.gradient_accumulation_steps
+        planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=self.decided.loss)
+        return self._sampler(trainer, "train_dataset", trainer.train_dataset, planned_from, batching, accumulation)
 
     def sampler_in_order(
         self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
     ) -> RankBatchSampler:
-        """The batches of this rank for evaluation."""
-        rank, world_size = data_rank(trainer.accelerator)
+        """Plan the micro-batches of this rank for evaluation or prediction, in the order of the dataset."""
         rows_per_batch = trainer.args.per_device_eval_batch_size
         planned_from.note_settings(per_device_eval_batch_size=rows_per_batch)
-        sizes = self.sizes(dataset)
-        planned_from.note_data(name, dataset, sizes)
-        check_loss_masks(trainer, dataset)
-        return RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
+        return self._sampler(trainer, name, dataset, planned_from, InOrder(rows_per_batch))
 
-    @contextmanager
-    def planned_on_all_ranks(
-        self, trainer: Trainer, check: Callable[[Trainer, "PlannedBatches"], None]
-    ) -> Iterator[None]:
-        """Within it, all ranks plan once, from the same data; before it, all have checked the trainer."""
-        on_all_ranks(lambda _: check(trainer, self))
-        with self.appointment.made():
-            yield
+    def settle(self, trainer: Trainer) -> None:
+        """Patch the trainer's model, and decide which collator it needs and who computes its loss.
+
+        Raises:
+            PackingError: its loss cannot be served.
+            ModelNotSupportedError: isolation cannot be verified for it.
+        """
+        isolate(trainer.model, trainer.accelerator, self.decided.prove)
+        collator = collator_for(trainer.model)
+        self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
+        self.collator = collator
+
+    def check_labels(self, trainer: Trainer, dataset: Any) -> None:
+        """Refuse labels that the trainer's model sees; see `check_labels_are_hidden`."""
+        check_labels_are_hidden(dataset, self._sizes(dataset), trainer.model)
+
+    def check_divided(self, trainer: Trainer) -> None:
+        """Refuse a loss that would depend on how optimizer steps are split; see `refuse_undivided`."""
+        refuse_undivided(trainer, self.decided.trainer_loss, self.settled)
+
+    def remember_settings(self, trainer: Trainer) -> None:
+        """Remember what decides the trainer's loss, so that changes are noticed."""
+        self._loss_settings = loss_settings(trainer)
 
     def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
+        """Return the trainer's loader for the training dataset as it is now."""
+
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
-            check_settings_of_training(trainer, self)
+            self.check_training(trainer)
             return self.sampler(trainer, planned_from)
 
         def settle(_: PlannedFrom) -> None:
-            settle_model(trainer, self)
-            check_labels(trainer.train_dataset, self.sizes(trainer.train_dataset), trainer.model)
-            refuse_undivided(trainer, self.divided or self.scaled)
+            self._settle_again(trainer)
+            self.check_labels(trainer, trainer.train_dataset)
+            self.check_divided(trainer)
 
-        run = self.appointment.keep()
+        run = self._collective.runner()
         sampler = run(plan)
         run(settle)
         self.accumulation = sampler.accumulation
-        return self.loader(trainer, trainer.train_dataset, sampler)
+        return self._loader(trainer, trainer.train_dataset, sampler)
 
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
+        """Return the trainer's loader for a dataset to evaluate or predict."""
+
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
-            check_settings(trainer, self)
+            self.check(trainer)
             return self.sampler_in_order(trainer, name, dataset, planned_from)
 
         def settle(_: PlannedFrom) -> None:
-            settle_model(trainer, self)
-            check_labels(dataset, self.sizes(dataset), trainer.model)
+            self._settle_again(trainer)
+            self.check_labels(trainer, dataset)
 
-        run = self.appointment.keep()
+        run = self._collective.runner()
         sampler = run(plan)
         run(settle)
-        return self.loader(trainer, dataset, sampler)
+        return self._loader(trainer, dataset, sampler)
 
-    def loader(self, trainer: Trainer, dataset: Any, sampler: RankBatchSampler) -> DataLoader[Any]:
-        """Batches on the trainer's device."""
+    def _settle_again(self, trainer: Trainer) -> None:
+        """Settle what depends on the model, if the trainer has another one by now, or its loss is a different one."""
+        if self.settled.model() is not inner_model(trainer.model):
+            self.settle(trainer)
+            trainer.data_collator = self.collator
+        else:
+            patch_model(trainer.model, prove=self.decided.prove)
+            if loss_of_model(trainer.model) == self.settled.of_model:
+                return
+            self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
+        self.remember_settings(trainer)
+
+    def _sampler(
+        self,
+        trainer: Trainer,
+        name: str,
+        dataset: Any,
+        planned_from: PlannedFrom,
+        batching: Batching,
+        accumulation: int = 1,
+    ) -> RankBatchSampler:
+        sizes = self._sizes(dataset)
+        planned_from.note_data(name, dataset, sizes)
+        check_loss_masks(trainer, dataset)
+        rank, world_size = data_rank(trainer.accelerator)
+        return RankBatchSampler(batching, sizes, world_size, rank, accumulation)
+
+    def _sizes(self, dataset: Any) -> RowSizes:
+        """Return the sizes of the rows of a dataset, which is read once, and again when its state has changed."""
+        state = (len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None))
+        known = self._known_sizes.get(id(dataset))
+        if known is None or known.state != state:
+            known = self._known_sizes[id(dataset)] = _KnownSizes(dataset, state, sizes_of(dataset))
+        return known.sizes
+
+    def _loader(self, trainer: Trainer, dataset: Any, sampler: RankBatchSampler) -> DataLoader[Any]:
+        """Return a loader that puts the sampler's micro-batches on the trainer's device."""
         args = trainer.args
         loader = rows_loader(
             dataset,
             sampler,
             trainer.model,
-            unread=masks_left_alone(trainer),
+            unread=ignored_masks(trainer),
             apply_masks=applies_masks(trainer),
             collate_fn=self.collator,
             num_workers=args.dataloader_num_workers,
@@ -179,7 +270,7 @@ class PlannedBatches:
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
-        # one process, as accelerate sees it: the sampler knows the ranks
+        # to accelerate this is a single process: the sampler takes care of the ranks
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             trainer.accelerator.device,

@@ -11,6 +11,7 @@ import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
 
 BATCH = 4
 """Rows of a step: documents, or packs."""
@@ -89,7 +90,7 @@ def padded_batch(rows: Sequence[Row]) -> Batch:
     for place, row in enumerate(rows):
         ids[place, : len(row["input_ids"])] = row["input_ids"]
         mask[place, : len(row["input_ids"])] = 1
-    labels = np.where(mask, ids, -100)
+    labels = np.where(mask, ids, IGNORED_LABEL)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 

@@ -17,11 +17,11 @@ from tqdm.auto import tqdm
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 import hf_packing as hfp
+from hf_packing.columns import IGNORED_LABEL
 
 FIRST, LAST, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 """In the places of [CLS], [SEP] and [PAD]."""
 MASKED, BECOME_MASK, BECOME_RANDOM = 0.15, 0.8, 0.1
-IGNORED = -100
 
 Document = dict[str, np.ndarray]
 
@@ -58,7 +58,7 @@ def masked(tokens: np.ndarray, mask: int, rng: np.random.Generator) -> Document:
     """15 % of the tokens are asked for: 80 % of those are masked, 10 % random, 10 % as they were."""
     inner = np.arange(1, len(tokens) - 1)
     asked = rng.choice(inner, max(1, round(MASKED * len(inner))), replace=False)
-    labels = np.full(len(tokens), IGNORED)
+    labels = np.full(len(tokens), IGNORED_LABEL)
     labels[asked] = tokens[asked]
     how = rng.random(len(asked))
     tokens[asked[how < BECOME_MASK]] = mask
@@ -87,7 +87,7 @@ def new_model(corpus: Corpus, hidden: int) -> BertForMaskedLM:
 def rows_of(corpus: Corpus, rows: Sequence[Sequence[int]]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Rows padded to the full length: the model's inputs, the labels, and the sequence of every token."""
     shape = len(rows), corpus.length
-    ids, labels = torch.full(shape, corpus.pad), torch.full(shape, IGNORED)
+    ids, labels = torch.full(shape, corpus.pad), torch.full(shape, IGNORED_LABEL)
     sequence = torch.zeros(shape, dtype=torch.int64)
     number = 0
     for row, documents in enumerate(rows):
@@ -114,7 +114,7 @@ def packed(corpus: Corpus, packs: Sequence[np.ndarray]) -> tuple[dict[str, Tenso
 
 def mean_over_sequences(logits: Tensor, labels: Tensor, sequence: Tensor) -> Tensor:
     """The mean over sequences of the mean over the labels of each; all but logits [rows, tokens]."""
-    asked = labels != IGNORED
+    asked = labels != IGNORED_LABEL
     losses = F.cross_entropy(logits[asked], labels[asked], reduction="none")
     own = sequence[asked]
     labels_each = torch.bincount(own)

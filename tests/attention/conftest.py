@@ -1,6 +1,6 @@
 import pytest
 
-from hf_packing.attention.route import known_routes
+from hf_packing.attention.find_route import known_routes
 
 
 @pytest.fixture(autouse=True)

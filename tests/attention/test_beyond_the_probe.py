@@ -5,14 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tiers import fast_only
+from tiny_models import patched_tiny
 from training_by_hand import batch_of
 
 import hf_packing as hfp
-from hf_packing.attention.as_it_was import as_it_was, with_weights_everywhere
-from hf_packing.attention.feed import Feed, Signature
-from hf_packing.attention.nested import TokenAxes, counts
-from hf_packing.attention.row import PackedRow
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.route import InputFormat
+from hf_packing.attention.tiny_model import tiny_model
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -59,9 +60,9 @@ def packed_logits(model, documents):
         return model(**{name: value for name, value in batch_of(documents).items() if name != "labels"}).logits[0]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma4", "mamba", "opt", "gpt_oss"])
+@pytest.mark.parametrize("architecture", fast_only(["llama", "gemma4", "mamba", "opt", "gpt_oss"], "llama", "mamba"))
 def test_what_a_trainer_gives(architecture):
-    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    model = patched_tiny(architecture, "causal")
     documents = documents_of([9, 4, 7])
     batch = batch_of(documents)
     output = model(**batch, num_items_in_batch=torch.tensor(17))
@@ -75,9 +76,9 @@ def test_an_argument_that_nobody_knows_is_passed_on():
         def forward(self, input_ids):
             return input_ids
 
-    row = PackedRow.of([2, 3])
+    row = PackedRow.from_lengths([2, 3])
     given = {"input_ids": torch.arange(5)[None], "position_ids": row.position_ids, "labls": 1}
-    assert Feed()(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
+    assert InputFormat().build(Signature(Plain()), given, row).keys() == {"input_ids", "labls"}
 
 
 def difference(model, documents):
@@ -87,7 +88,7 @@ def difference(model, documents):
     return float((packed_logits(model, documents) - alone(unpatched, documents)).abs().max())
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "recurrent_gemma", "inkling_text", "bamba"])
+@pytest.mark.parametrize("architecture", fast_only(["lfm2", "recurrent_gemma", "inkling_text", "bamba"], "lfm2"))
 def test_convolutions_that_begin_as_the_identity(architecture):
     model = tiny_model(architecture, "causal")
     kernels = [parameter for name, parameter in model.named_parameters() if "conv" in name and parameter.ndim == 3]
@@ -105,6 +106,7 @@ def test_convolutions_that_begin_as_the_identity(architecture):
     assert difference(model, documents_of([13, 21, 9])) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["minimax", "nemotron_h", "bamba"])
 def test_norms_of_mixers_that_begin_at_zero(architecture):
     model = tiny_model(architecture, "causal")
@@ -127,7 +129,7 @@ def test_norms_of_mixers_that_begin_at_zero(architecture):
 
 @pytest.mark.parametrize(("model_type", "kind"), [("xlm", "causal"), ("flaubert", "masked")])
 def test_a_pad_token_that_a_model_alone_takes_for_padding(model_type, kind):
-    model = hfp.patch_model(tiny_model(model_type, kind))
+    model = patched_tiny(model_type, kind)
     documents = documents_of([5, 9, 7])
     assert difference(model, documents) <= 1e-4
     documents[1][4] = model.config.pad_token_id
@@ -135,15 +137,19 @@ def test_a_pad_token_that_a_model_alone_takes_for_padding(model_type, kind):
         packed_logits(model, documents)
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("llama", "causal"), ("roberta", "masked"), ("jamba", "causal")])
+ORDINARY_PADS = [("llama", "causal"), ("roberta", "masked"), ("jamba", "causal")]
+
+
+@pytest.mark.parametrize(("model_type", "kind"), fast_only(ORDINARY_PADS, ("roberta", "masked")))
 def test_a_pad_token_that_is_a_token_like_others(model_type, kind):
-    model = hfp.patch_model(tiny_model(model_type, kind))
+    model = patched_tiny(model_type, kind)
     documents = documents_of([5, 9, 7])
     for document in documents:
         document[-1] = model.config.pad_token_id
     assert difference(model, documents) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [2, 16])
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_a_model_that_changes_itself_for_short_documents(kind, block_size):
@@ -161,6 +167,7 @@ def test_a_scale_of_a_longer_document_is_not_remembered():
         assert difference(model, documents_of([length])) <= 1e-4
 
 
+@pytest.mark.slow
 def test_patching_in_two_threads_leaves_dropout_on():
     dropout = torch.nn.functional.dropout
     models = [tiny_model(architecture, "causal") for architecture in ("llama", "mamba", "llama", "jamba")]
@@ -170,7 +177,7 @@ def test_patching_in_two_threads_leaves_dropout_on():
     assert all(hfp.check_isolation(model).isolated for model in models)
 
 
-@pytest.mark.parametrize("trait", THRESHOLDS)
+@pytest.mark.parametrize("trait", fast_only(THRESHOLDS, "a window", "learned positions"))
 def test_documents_longer_than_a_threshold_and_rows_longer_than_positions(trait):
     model_type, kind, changes = THRESHOLDS[trait]
     model = tiny_model(model_type, kind, **changes)
@@ -192,7 +199,7 @@ def test_what_is_hidden_in_another_document():
     assert torch.allclose(packed_logits(model, documents), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "jamba", "rwkv", "deepseek_v32"])
+@pytest.mark.parametrize("architecture", fast_only(["mamba", "jamba", "rwkv", "deepseek_v32"], "mamba"))
 def test_projections_that_begin_at_zero(architecture):
     """They hide a leak until they are trained."""
     model = tiny_model(architecture, "causal")
@@ -218,9 +225,9 @@ def test_projections_that_begin_at_zero(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba"])
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("interruption", fast_only([KeyboardInterrupt, RuntimeError], KeyboardInterrupt))
 def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
-    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    model = patched_tiny(architecture, "causal")
     first, second = documents_of([10, 20, 5]), documents_of([5, 20, 10])
     expected = packed_logits(model, second)
 
@@ -235,7 +242,7 @@ def test_an_interrupted_forward_leaves_no_borders(architecture, interruption):
 
 
 def test_two_threads():
-    model = hfp.patch_model(tiny_model("jamba", "causal"))
+    model = patched_tiny("jamba", "causal")
     work = [documents_of(lengths) for lengths in ([10, 20, 5], [5, 25, 5])]
     expected = [packed_logits(model, documents) for documents in work]
 
@@ -248,7 +255,7 @@ def test_two_threads():
 
 
 def test_a_forward_called_by_name():
-    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    model = patched_tiny("mamba", "causal")
     documents = documents_of([10, 20, 5])
     batch = {name: value for name, value in batch_of(documents).items() if name != "labels"}
     with torch.no_grad():
@@ -256,82 +263,34 @@ def test_a_forward_called_by_name():
 
 
 def test_a_module_that_was_exchanged():
-    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    model = patched_tiny("mamba", "causal")
     model.backbone.layers[0].mixer = torch.nn.Identity()
-    with pytest.raises(hfp.PackingError, match="backbone.layers.0.mixer: expected the MambaMixer .* Identity there"):
+    with pytest.raises(
+        hfp.PackingError,
+        match="backbone.layers.0.mixer: expected the MambaMixer .* got another Identity, which",
+    ):
         packed_logits(model, documents_of([3, 4]))
 
 
-@pytest.mark.parametrize("architecture", ["pegasus", "jamba", "lfm2"])
+@pytest.mark.parametrize("architecture", fast_only(["pegasus", "jamba", "lfm2"], "lfm2"))
 def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
-    model = hfp.patch_model(tiny_model(architecture, "causal"))
+    model = patched_tiny(architecture, "causal")
     name = hfp.check_isolation(model).route.by_segment[0].name
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
     model.set_submodule(name, fresh)
-    with pytest.raises(hfp.PackingError, match="somebody has put another"):
+    with pytest.raises(hfp.PackingError, match="which was put there later"):
         packed_logits(model, documents_of([3, 4]))
 
 
 def test_logits_to_keep_of_several_rows():
-    model = hfp.patch_model(tiny_model("mamba", "causal"))
+    model = patched_tiny("mamba", "causal")
     rows = torch.tensor([[5, 6, 7], [8, 9, 4]])
     with pytest.raises(hfp.PackingError, match="logits_to_keep: expected none with several packed rows, got 1"):
         model(rows, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), logits_to_keep=1)
 
 
 def test_a_mask_of_another_length():
-    model = hfp.patch_model(tiny_model("llama", "causal"))
+    model = patched_tiny("llama", "causal")
     with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
         model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 9))
-
-
-class TestAsItWas:
-    def test_attributes_buffers_and_modules(self):
-        module = torch.nn.Module()
-        module.scale, module.inner = 1, torch.nn.Identity()
-        module.register_buffer("table", torch.zeros(2))
-        inner, table = module.inner, module.table
-        with as_it_was(module):
-            module.scale, module.grown, module.inner = 2, 3, torch.nn.ReLU()
-            module.register_buffer("table", torch.ones(3))
-            module.register_buffer("more", torch.ones(3))
-        assert (module.scale, module.inner, module.table) == (1, inner, table)
-        assert not hasattr(module, "grown")
-        assert not hasattr(module, "more")
-
-    def test_weights_of_zero_are_zero_again(self):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-        torch.nn.init.zeros_(model[0].weight)
-        known = model[1].weight.detach().clone()
-        with with_weights_everywhere(model):
-            assert model[0].weight.all()
-        assert not model[0].weight.any()
-        assert torch.equal(model[1].weight, known)
-
-
-def test_what_counts_along_a_row():
-    positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
-    causal = torch.full((41, 41), -torch.inf).triu(1)
-    assert counts(positions, (0,))
-    assert counts(positions[None].expand(3, -1) + 2, (1,))
-    assert counts((slopes * positions).to(torch.bfloat16), (2,))
-    assert counts((causal + slopes * positions).to(torch.bfloat16), (1, 2))
-    assert not counts(torch.zeros(41), (0,))
-    assert not counts(torch.cat([positions[:20], positions[:21]]), (0,))
-    assert not counts(torch.randn(2, 41), (1,))
-    assert not counts(causal, (0, 1))
-    assert not counts(torch.randn(41, 41), (0, 1))
-
-
-def test_axes_of_tokens_are_not_guessed():
-    axes = TokenAxes("Module (name)", 41)
-    assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
-    axes.row = None
-    assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
-    counted = TokenAxes("Module (name)", 41)
-    assert counted.of(("positions",), torch.arange(41)) == (0,)
-    with pytest.raises(hfp.PackingError, match="is there a padding token in a document"):
-        counted.check({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
-    with pytest.raises(hfp.PackingError, match=r"Module \(name\): it has not been seen with other of shape \[1, 41\]"):
-        axes.of(("other",), torch.zeros(1, 41))

@@ -2,24 +2,21 @@
 
 import copy
 import inspect
+from functools import cache
 
 import pytest
 import torch
 import transformers
+from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.row import (
-    CALL_OVERHEAD,
-    MAX_PADDING,
+from hf_packing.attention.packed_row import (
     PackedRow,
-    current,
-    share_if_equal,
-    share_if_similar,
-    working_on,
+    use_row,
 )
-from hf_packing.attention.survey.architectures import VARIANTS
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
+from tools.survey.measure import VARIANTS
 
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 
@@ -45,9 +42,22 @@ TRAITS = {
 }
 
 
+FAST = "a state", "alibi", "positions with an offset"
+
+
 def model_of(trait, dtype=torch.float32):
     model_type, *kind, changes, route, modules = TRAITS[trait]
     return tiny_model(model_type, kind[0] if kind else "causal", dtype, **changes), route, modules
+
+
+@cache
+def stock_and_patched_once(trait):
+    model = model_of(trait)[0]
+    return model, hfp.patch_model(copy.deepcopy(model))
+
+
+def patched(trait):
+    return copy.deepcopy(stock_and_patched_once(trait)[1])
 
 
 def alone(model, documents=DOCUMENTS):
@@ -65,7 +75,13 @@ def packed(documents):
     return {name: value for name, value in batch_of(documents).items() if name != "labels"}
 
 
-@pytest.mark.parametrize("trait", TRAITS)
+@pytest.fixture(scope="module", params=fast_only(TRAITS, *FAST))
+def stock_and_patched(request):
+    """A model as it is and the same one patched, for tests that leave them so."""
+    return stock_and_patched_once(request.param)
+
+
+@pytest.mark.parametrize("trait", fast_only(TRAITS, *FAST, "attention and a state"))
 def test_loss_and_gradients_are_those_of_documents_alone(trait):
     """Gradients in every parameter. Parts of these models compute in float32 whatever their dtype."""
     model, route, modules = model_of(trait, torch.float64)
@@ -92,11 +108,9 @@ def test_loss_and_gradients_are_those_of_documents_alone(trait):
         assert (gradient - sums[name]).abs().max() <= 1e-6 * largest, name
 
 
-@pytest.mark.parametrize("trait", TRAITS)
-def test_isolated_however_it_is_fed(trait):
-    model, *_ = model_of(trait)
-    expected = alone(model)
-    hfp.patch_model(model)
+def test_isolated_however_it_is_fed(stock_and_patched):
+    stock_model, model = stock_and_patched
+    expected = alone(stock_model)
     full = batch_of(DOCUMENTS)
     ones = torch.ones_like(full["input_ids"])
     feedings = [
@@ -116,13 +130,11 @@ def test_isolated_however_it_is_fed(trait):
             assert (logits - expected).abs().max() < 1e-4 * max(1, float(expected.abs().max())), feeding.keys()
 
 
-@pytest.mark.parametrize("trait", TRAITS)
-def test_two_packed_rows(trait):
-    model, *_ = model_of(trait)
+def test_two_packed_rows(stock_and_patched):
+    stock_model, model = stock_and_patched
     documents = [[5, 6, 7], [8, 9], [4], [11, 12, 13, 19]]
-    expected = alone(model, documents)
+    expected = alone(stock_model, documents)
     with torch.no_grad():
-        hfp.patch_model(model)
         rows = [batch_of(documents[:2]), batch_of(documents[2:])]
         together = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
         logits = model(**together).logits
@@ -130,21 +142,23 @@ def test_two_packed_rows(trait):
     assert torch.allclose(logits.flatten(0, 1), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("trait", TRAITS)
-def test_rows_as_long_as_the_model_is_wide(trait):
+def test_rows_as_long_as_the_model_is_wide(stock_and_patched):
     """Axes of tokens are known by their place: sizes may coincide at run time."""
-    model, *_ = model_of(trait)
+    stock_model, model = stock_and_patched
     generator = torch.Generator().manual_seed(1)
     for tokens in (64, 16, 8, 4, 128):
         lengths = [tokens // 4, tokens // 4, tokens - 2 * (tokens // 4)]
         documents = [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
-        expected = alone(model, documents)
-        with torch.no_grad(), hfp.patched(model):
+        expected = alone(stock_model, documents)
+        with torch.no_grad():
             logits = model(**packed(documents)).logits[0]
         assert (logits - expected).abs().max() < 1e-4 * max(1, float(expected.abs().max())), tokens
 
 
-@pytest.mark.parametrize("trait", ["a state", "attention and a state", "positions along the row", "dynamic rope"])
+UNDONE = ("a state", "attention and a state", "positions along the row", "dynamic rope")
+
+
+@pytest.mark.parametrize("trait", fast_only(UNDONE, "a state", "dynamic rope"))
 def test_undone_completely(trait):
     model, *_ = model_of(trait)
     before = [dict(vars(module)) for module in model.modules()]
@@ -158,7 +172,7 @@ def test_undone_completely(trait):
     assert all(map(torch.equal, model.buffers(), buffers))
 
 
-@pytest.mark.parametrize("trait", ["a state", "attention and a state", "a convolution"])
+@pytest.mark.parametrize("trait", fast_only(["a state", "attention and a state", "a convolution"], "a state"))
 def test_generation(trait):
     model, *_ = model_of(trait)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -171,13 +185,14 @@ def test_generation(trait):
     assert hfp.check_isolation(model).isolated
 
 
+CHECKPOINTED = ("attention and a state", "linear attention", "alibi", "positions along the row", "an encoder")
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(
-    "trait", ["attention and a state", "linear attention", "alibi", "positions along the row", "an encoder"]
-)
+@pytest.mark.parametrize("trait", fast_only(CHECKPOINTED, "alibi"))
 def test_gradient_checkpointing(trait, use_reentrant):
     """Layers run again in the backward pass, when another row has come in between."""
-    model = hfp.patch_model(model_of(trait)[0]).train()
+    model = patched(trait).train()
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": use_reentrant})
@@ -197,7 +212,7 @@ def test_gradient_checkpointing(trait, use_reentrant):
 
 
 def test_a_wrapped_module_called_past_its_model():
-    model = hfp.patch_model(model_of("a state")[0])
+    model = patched("a state")
     with pytest.raises(hfp.PackingError, match=r"MambaMixer \(backbone.layers.0.mixer\) was called outside its model"):
         model.backbone.layers[0].mixer(torch.zeros(1, 5, 64))
 
@@ -211,9 +226,9 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 
 
 def test_a_cache_is_refused():
-    model = hfp.patch_model(model_of("attention and a state")[0])
+    model = patched("attention and a state")
     with pytest.raises(
-        hfp.PackingError, match="past_key_values: expected none on a model that is given packed rows end to end"
+        hfp.PackingError, match="past_key_values: expected none on a model that runs modules by segment"
     ):
         model(
             **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
@@ -222,67 +237,23 @@ def test_a_cache_is_refused():
 
 
 def test_an_argument_that_was_not_there_when_it_was_patched():
-    model = hfp.patch_model(model_of("attention and a state")[0])
+    model = patched("attention and a state")
     name = hfp.check_isolation(model).route.by_segment[0].name
     mixer = model.get_submodule(name)
     with (
-        working_on(PackedRow.of([2, 3])),
-        pytest.raises(hfp.PackingError, match=f"{name}.*has not been seen with 1.gate of shape"),
+        use_row(PackedRow.from_lengths([2, 3])),
+        pytest.raises(hfp.PackingError, match=f"{name}.*: 1.gate of shape .* was not seen when the model was patched"),
     ):
         mixer(hidden_states=torch.zeros(1, 5, 64), gate=torch.zeros(1, 5))
 
 
 def test_labels_that_would_be_predicted_from_the_row_before():
-    model, ids = hfp.patch_model(model_of("a state")[0]), torch.tensor([[5, 6, 7], [8, 9, 4]])
+    model, ids = patched("a state"), torch.tensor([[5, 6, 7], [8, 9, 4]])
     with pytest.raises(hfp.PackingError, match="labels: expected -100 at the first token of every packed row"):
         model(ids, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), labels=ids)
 
 
 def test_the_route_is_found_once():
-    first = hfp.check_isolation(hfp.patch_model(model_of("attention and a state")[0])).route
-    second = hfp.check_isolation(hfp.patch_model(model_of("attention and a state")[0])).route
+    first = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route
+    second = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route
     assert second is first
-
-
-class TestSharing:
-    def test_equal(self):
-        assert share_if_equal([3, 5, 3, 3, 2]) == [[0, 2, 3], [1], [4]]
-
-    def test_similar_segments_share_and_no_segment_is_lost(self):
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(200):
-            lengths = torch.randint(
-                1, 500, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
-            ).tolist()
-            calls = share_if_similar(lengths)
-            assert sorted(number for call in calls for number in call) == list(range(len(lengths)))
-            for call in calls:
-                assert max(lengths[i] for i in call) <= 4 * min(lengths[i] for i in call)
-
-    @pytest.mark.parametrize("seed", range(60))
-    def test_segments_of_similar_length_share_calls_at_the_least_cost(self, seed):
-        """Against all ways to cut up to seven sorted segments."""
-        generator = torch.Generator().manual_seed(seed)
-        number = int(torch.randint(1, 8, (), generator=generator))
-        lengths = torch.randint(1, 10 ** (1 + seed % 3), (number,), generator=generator).tolist()
-
-        def cost(calls):
-            if any(max(call) > MAX_PADDING * min(call) for call in calls):
-                return float("inf")
-            return sum(max(call) * (CALL_OVERHEAD + len(call)) for call in calls)
-
-        def cuts(rest):
-            yield [rest]
-            for end in range(1, len(rest)):
-                yield from ([rest[:end], *others] for others in cuts(rest[end:]))
-
-        found = [[lengths[segment] for segment in call] for call in share_if_similar(lengths)]
-        assert cost(found) == min(map(cost, cuts(sorted(lengths))))
-
-    def test_a_row_is_what_runs_inside(self):
-        row = PackedRow.of([2, 3])
-        assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
-        assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
-        with working_on(row):
-            assert current.get() is row
-        assert current.get() is None

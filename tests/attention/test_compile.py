@@ -6,9 +6,8 @@ from torch._dynamo.utils import counters
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.one_node import attend_in_one_node
-from hf_packing.attention.segments import attend_by_segment
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.exact_attention import attend_by_segment, attend_by_segment_compiled
+from hf_packing.attention.tiny_model import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +31,7 @@ def compiled_breaks(layers, architecture="llama", kind="causal"):
     return sum(counters["graph_break"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "causal"), ("bert", "masked")])
 def test_no_graph_break_in_a_layer(architecture, kind):
@@ -39,6 +39,7 @@ def test_no_graph_break_in_a_layer(architecture, kind):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.slow
 def test_a_model_that_runs_by_segment():
     model = hfp.patch_model(tiny_model("jamba", "causal"))
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])[0]
@@ -62,7 +63,7 @@ def test_one_node_is_the_same_attention(is_causal, window, softcap, has_sinks):
     how = {"scale": 0.3, "is_causal": is_causal, "window": window, "softcap": softcap, "dropout": 0.0}
     wanted = [tensor for tensor in (*tensors, sinks) if tensor is not None]
     expected = attend_by_segment(*tensors, lengths, sinks=sinks, **how)
-    found = attend_in_one_node(*tensors, borders, sinks, **how)
+    found = attend_by_segment_compiled(*tensors, borders, sinks, **how)
     assert torch.allclose(found, expected, atol=1e-12)
     weights = torch.randn(expected.shape, dtype=torch.float64)
     for one, other in zip(
@@ -75,7 +76,7 @@ def test_one_node_is_the_same_attention(is_causal, window, softcap, has_sinks):
 
 def test_dropout_is_refused():
     tensors = [torch.randn(1, 2, 4, 8) for _ in range(3)]
-    with pytest.raises(hfp.PackingError, match="dropout: expected 0 in attention that is compiled on cpu, got 0.1"):
-        attend_in_one_node(
+    with pytest.raises(hfp.PackingError, match="dropout: expected 0 in compiled attention on cpu, got 0.1"):
+        attend_by_segment_compiled(
             *tensors, torch.tensor([0, 4]), None, scale=1.0, is_causal=True, window=None, softcap=None, dropout=0.1
         )

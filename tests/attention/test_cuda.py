@@ -6,8 +6,8 @@ from tiny_models import build
 
 import hf_packing as hfp
 from hf_packing.attention import kernels
-from hf_packing.attention.segments import attend_by_segment
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,7 +11,7 @@ from tiny_models import SIZES
 from trainers import trainer_of
 
 import hf_packing as hfp
-from hf_packing.attention.installed import is_patched
+from hf_packing.attention import is_patched
 
 BERT = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
 T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}

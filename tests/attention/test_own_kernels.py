@@ -8,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import hf_packing as hfp
-from hf_packing.attention.feed import BORDERS
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.route import BORDER_ARGUMENTS
+from hf_packing.attention.tiny_model import tiny_model
 
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 
@@ -30,7 +31,7 @@ class Kernel:
             (borders_of(kwargs.get("seq_idx")), 2) if self.name == CONVOLUTION else (kwargs["cu_seqlens"], 1)
         )
         # given borders, the reference refuses
-        kwargs = {name: value for name, value in kwargs.items() if name not in (*BORDERS, "cu_seqlens")}
+        kwargs = {name: value for name, value in kwargs.items() if name not in (*BORDER_ARGUMENTS, "cu_seqlens")}
         if borders is None or len(borders) <= 2:
             return self.reference(*args, **kwargs)
         self.saw_borders += 1
@@ -60,16 +61,20 @@ def losses_alone(model):
     return losses_and_gradients(model, alone)
 
 
-@pytest.mark.parametrize(
-    ("honouring", "by_segment"),
-    [((CONVOLUTION, RULE), {}), ((CONVOLUTION,), {"Qwen3NextGatedDeltaNet": 2}), ((), {"Qwen3NextGatedDeltaNet": 2})],
-)
-def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch, honouring, by_segment):
+HONORING = [
+    ((CONVOLUTION, RULE), {}),
+    ((CONVOLUTION,), {"Qwen3NextGatedDeltaNet": 2}),
+    ((), {"Qwen3NextGatedDeltaNet": 2}),
+]
+
+
+@pytest.mark.parametrize(("honoring", "by_segment"), fast_only(HONORING, HONORING[0]))
+def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch, honoring, by_segment):
     model = tiny_model("qwen3_next", "causal")
     expected, gradients = losses_alone(model)
-    kernels = [Kernel(monkeypatch, name) for name in honouring]
+    kernels = [Kernel(monkeypatch, name) for name in honoring]
     route = hfp.check_isolation(hfp.patch_model(model)).route
-    assert (route.way.attention, route.modules) == ("packed_varlen", by_segment)
+    assert (route.method.attention, route.modules) == ("packed_varlen", by_segment)
     for kernel in kernels:
         kernel.saw_borders = 0
     loss, found = losses_and_gradients(model, [batch_of(DOCUMENTS)])
@@ -80,13 +85,14 @@ def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch,
     assert all(float((found[name] - gradients[name]).abs().max()) <= 1e-4 * largest for name in gradients)
 
 
+@pytest.mark.slow
 def test_kernels_that_know_borders_in_one_row_are_given_several_end_to_end(monkeypatch):
     """flash-linear-attention takes cu_seqlens with a batch of one row only."""
     model = tiny_model("qwen3_next", "causal")
     for name in (CONVOLUTION, RULE):
         Kernel(monkeypatch, name)
     route = hfp.check_isolation(hfp.patch_model(model)).route
-    assert (route.modules, route.way.feed.one_row) == ({}, True)
+    assert (route.modules, route.method.inputs.one_row) == ({}, True)
     rows = torch.tensor([[5, 6, 7, 8, 9], [9, 10, 11, 12, 13]])
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
     with torch.no_grad():

@@ -3,10 +3,11 @@
 import peft
 import pytest
 import torch
+from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 
@@ -34,7 +35,7 @@ def packed_and_alone(model, patch):
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama", "mamba"))
 def test_lora(architecture, before):
     base = tiny_model(architecture, "causal")
     if before:

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from tiers import fast_only
 from tiny_models import build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import varlen
-from hf_packing.attention.installed import attention_of, is_patched
+from hf_packing.attention import is_patched, proof, varlen
+from hf_packing.attention.patched_forward import attention_of
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 
 class OtherGradient(torch.autograd.Function):
@@ -120,11 +121,15 @@ def stop(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [(Probe, "alone"), (Probe, "gradients_alone"), (Search, "run"), (Probe, "sees_leaks"), (Probe, "packed_gradients")],
-)
-@pytest.mark.parametrize("architecture", ["llama", "jamba"])
+INTERRUPTED = [
+    (Search, "run"),
+    (proof, "can_detect_leaks"),
+    *((Probe, name) for name in ("alone", "gradients_alone", "packed_gradients")),
+]
+
+
+@pytest.mark.parametrize(("where", "name"), fast_only(INTERRUPTED, INTERRUPTED[0], (Probe, "alone")))
+@pytest.mark.parametrize("architecture", fast_only(["llama", "jamba"], "llama"))
 def test_an_interruption_leaves_the_model_as_it_was(monkeypatch, where, name, architecture):
     model = tiny_model(architecture, "causal")
     before, hooks = attention_of(model), [dict(vars(module)) for module in model.modules()]

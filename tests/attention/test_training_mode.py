@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiers import fast_only
 from tiny_models import build
 from torch import nn
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 
 
 class Normed(nn.Module):
@@ -73,7 +74,7 @@ def with_module(module):
     return model
 
 
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("leak", fast_only(LEAKS, "batch norm", "late average"))
 def test_leaks_of_training_are_refused(leak):
     make, message = LEAKS[leak]
     model = with_module(make())
@@ -118,7 +119,7 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", fast_only(RANDOM, "Llama", "GPT2"))
 def test_what_training_draws_at_random_is_switched_off_and_on_again(name):
     model = build(name)
     for setting, value in RANDOM[name].items():
@@ -174,7 +175,7 @@ def test_a_model_that_is_others_each_time_in_training():
             return hidden * (1 + next(calls) % 7 * 0.1) if self.training else hidden
 
     report = hfp.check_isolation(hfp.patch_model(with_module(nn.Sequential(Noisy(), Clock()))))
-    assert "it gives other logits each time" in report.unproven
+    assert "its logits for the same tokens vary there from run to run" in report.unproven
     assert report.modes == ("evaluation",)
 
 
@@ -224,7 +225,7 @@ def test_dropout_of_lora():
     assert (report.modes, report.unproven) == (("evaluation", "training"), "")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "jamba"])
+@pytest.mark.parametrize("architecture", fast_only(["llama", "jamba"], "llama"))
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(architecture, reentrant):
     model = tiny_model(architecture, "causal")

@@ -5,8 +5,6 @@ import torch
 from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
-from hf_packing.attention.borders import borders_from_positions, borders_from_seq_idx, read_row
-from hf_packing.attention.feed import Feed, Signature
 from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
 
 
@@ -48,20 +46,20 @@ def test_several_rows_are_laid_end_to_end():
     [
         (
             {"attention_mask": torch.ones(1, 12)},
-            r"attention_mask: packed_varlen takes none, Attention gave one of shape \[1, 12\]",
+            r"attention_mask: packed_varlen takes none, Attention passed one of shape \[1, 12\]",
         ),
-        ({"position_bias": torch.ones(1)}, "position_bias: packed_varlen cannot honour this argument of Attention"),
-        ({"indices": torch.ones(1)}, "indices: packed_varlen cannot honour"),
-        ({"something_new": 3}, "something_new: packed_varlen cannot honour"),
+        ({"position_bias": torch.ones(1)}, "position_bias: packed_varlen cannot honor this argument of Attention"),
+        ({"indices": torch.ones(1)}, "indices: packed_varlen cannot honor"),
+        ({"something_new": 3}, "something_new: packed_varlen cannot honor"),
         ({"output_attentions": True}, "output_attentions: packed_varlen keeps no attention weights"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 5, 11])},
-            r"cu_seq_lens_q: expected lengths summed from 0, rising to 12 tokens, got \[0, 5, 11\]",
+            r"cu_seq_lens_q: expected cumulative lengths that rise from 0 to 12 tokens, got \[0, 5, 11\]",
         ),
-        ({"cu_seq_lens_q": torch.tensor([0, 8, 5, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
-        ({"cu_seq_lens_q": torch.tensor([1, 12])}, "cu_seq_lens_q: expected lengths summed from 0"),
-        ({}, "Attention was given no cu_seq_lens_q and no position_ids"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8, 5, 12])}, "cu_seq_lens_q: expected cumulative lengths that rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 5, 12])}, "cu_seq_lens_q: expected cumulative lengths that rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([1, 12])}, "cu_seq_lens_q: expected cumulative lengths that rise from 0"),
+        ({}, "Attention was given neither cu_seq_lens_q nor position_ids"),
     ],
 )
 def test_refused(arguments, message):
@@ -100,103 +98,11 @@ def test_harmless_arguments_pass():
 
 def test_a_mask_of_blocks():
     overlaid = or_masks(causal_mask_function, causal_mask_function)
-    with pytest.raises(hfp.PackingError, match="cannot honour a mask made of custom functions"):
+    with pytest.raises(hfp.PackingError, match="cannot honor a mask made of custom functions"):
         packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, mask_function=overlaid)
     assert packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, mask_function=causal_mask_function) is None
 
 
 def test_a_mask_of_custom_functions():
-    with pytest.raises(hfp.PackingError, match="cannot honour a mask made of custom functions"):
+    with pytest.raises(hfp.PackingError, match="cannot honor a mask made of custom functions"):
         packed_varlen_mask(batch_size=1, q_length=3, kv_length=3, use_vmap=True)
-
-
-class Anything(torch.nn.Module):
-    def forward(self, **inputs):
-        return inputs
-
-
-def told(**inputs):
-    """What a model that takes everything is given."""
-    return Feed()(Signature(Anything()), *read_row(inputs))
-
-
-class TestBorders:
-    def test_three_ways_to_tell(self):
-        assert borders_from_positions(POSITIONS).tolist() == BORDERS.tolist()
-        assert borders_from_seq_idx(torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])).tolist() == BORDERS.tolist()
-
-    def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
-        assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
-
-    def test_rows_always_begin_a_segment(self):
-        assert borders_from_positions(torch.arange(6).view(2, 3)).tolist() == [0, 3, 6]
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"cu_seq_lens_q": BORDERS},
-            {"position_ids": POSITIONS},
-            {"seq_idx": torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])},
-        ],
-    )
-    def test_inputs_get_all_of_them(self, given):
-        inputs = told(input_ids=torch.zeros(1, 12, dtype=torch.long), **given)
-        assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == BORDERS.tolist()
-        assert inputs["max_length_q"] == inputs["max_length_k"] == 5
-        assert torch.equal(inputs["position_ids"], POSITIONS)
-        assert borders_from_seq_idx(inputs["seq_idx"]).tolist() == BORDERS.tolist()
-        assert inputs["use_cache"] is False
-
-    def test_plain_rows_are_one_segment_each(self):
-        inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4), use_cache=True)
-        assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
-        assert "attention_mask" not in inputs
-        assert inputs["use_cache"] is True
-
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            (
-                {"attention_mask": torch.tensor([[1, 1, 0]])},
-                r"attention_mask: expected none, or all ones, .* got one of shape \[1, 3\] with padding",
-            ),
-            ({"attention_mask": torch.tensor([[1, 1, 2]])}, "attention_mask: expected none, or all ones"),
-            (
-                {"attention_mask": torch.ones(1, 1, 3, 3)},
-                r"attention_mask: expected none, or all ones, .* got one of shape \[1, 1, 3, 3\]",
-            ),
-            ({"attention_mask": {"full": None}}, "attention_mask: expected none, or all ones, .* got dict"),
-            ({"cu_seq_lens_q": torch.tensor([0, 4])}, "rising to 3 tokens, got \\[0, 4\\]"),
-            ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q: expected an int32 tensor, got list"),
-            ({"position_ids": torch.arange(3)}, r"position_ids: expected shape \[rows, tokens\], .* got \[3\]"),
-            (
-                {"position_ids": torch.tensor([[0, 1, 0]]), "cu_seq_lens_q": torch.tensor([0, 3])},
-                r"position_ids: expected the borders of cu_seq_lens_q, \[0, 3\], got \[0, 2, 3\]; positions restart",
-            ),
-            (
-                {"position_ids": torch.arange(3)[None], "seq_idx": torch.tensor([[0, 0, 1]])},
-                "seq_idx: expected the borders of position_ids",
-            ),
-            (
-                {"encoder_hidden_states": torch.zeros(1, 3, 4)},
-                "encoder_hidden_states: expected none on a patched model",
-            ),
-            (
-                {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 1, 3])},
-                "cu_seq_lens_k: expected the borders of cu_seq_lens_q",
-            ),
-        ],
-    )
-    def test_refused(self, given, message):
-        with pytest.raises(hfp.PackingError, match=message):
-            read_row({"input_ids": torch.zeros(1, 3, dtype=torch.long), **given})
-
-    def test_training_without_borders(self):
-        with pytest.raises(
-            hfp.PackingError, match="position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training"
-        ):
-            read_row({"input_ids": torch.zeros(1, 3, dtype=torch.long)}, training=True)
-
-    def test_no_tokens_at_all(self):
-        with pytest.raises(hfp.PackingError, match="input_ids: expected input_ids or inputs_embeds, got neither"):
-            read_row({})

@@ -159,7 +159,7 @@ def test_saving_what_another_rank_saves_at_the_same_time(tmp_path, monkeypatch, 
         return seen
 
     make().save(tmp_path / "plan")
-    monkeypatch.setattr(storage, "is_saved_plan", look)
+    monkeypatch.setattr(storage, "_is_saved_plan", look)
     make().save(tmp_path / "plan")
     assert len(looks) == 1
     assert hfp.PackingPlan.load(tmp_path / "plan") == make()

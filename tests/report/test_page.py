@@ -45,6 +45,12 @@ def page(tmp_path_factory):
     return file
 
 
+@pytest.fixture
+def quick_pictures(monkeypatch):
+    """For tests of all else on a page."""
+    monkeypatch.setattr("hf_packing.report.page.picture", lambda *_: b"<svg></svg>")
+
+
 def seen_in_browser(page, width, *options):
     """What the browser measures in a window so wide."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -60,6 +66,7 @@ def seen_in_browser(page, width, *options):
     return json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dumped, re.DOTALL)[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1200])
 def test_pictures_have_marks_and_nothing_overflows(page, width):
     found = seen_in_browser(page, width)
@@ -73,6 +80,7 @@ def test_pictures_have_marks_and_nothing_overflows(page, width):
     assert found["fetched"] == 0
 
 
+@pytest.mark.slow
 def test_dark(page):
     found = seen_in_browser(page, 390, "--force-dark-mode", "--blink-settings=preferredColorScheme=0")
     assert found["paper"] == "rgb(22, 26, 34)"
@@ -81,6 +89,7 @@ def test_dark(page):
         assert all(mark.startswith(f"{name}-dark-") for mark in marks)
 
 
+@pytest.mark.slow
 def test_that_overflow_would_be_seen(page, tmp_path):
     wide = tmp_path / "report.html"
     wide.write_text(page.read_text().replace("</body>", '<div style="width:900px">wide</div></body>'))
@@ -106,11 +115,33 @@ def test_what_pictures_leave_out_is_said(page):
     assert f"FirstCome({said[1]})" not in said[2]
 
 
+@pytest.mark.usefixtures("quick_pictures")
+@pytest.mark.parametrize(
+    ("source", "title", "path"),
+    [
+        ("{folder}/data/chat.jsonl.gz", "chat.jsonl.gz", "{folder}/data/chat.jsonl.gz"),
+        ("{folder}/data/", "data", "{folder}/data/"),
+        ("organization/dataset", "organization/dataset", None),
+        ("", "3 documents, 18 tokens", None),
+    ],
+)
+def test_the_title_is_the_name_of_the_data(tmp_path, source, title, path):
+    (tmp_path / "data").mkdir()
+    source, path = (each and each.format(folder=tmp_path) for each in (source, path))
+    hfp.packing_report([5, 6, 7], 8, source=source).save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert f"<title>{title}</title>" in page
+    assert f"<h1>{title}</h1>" in page
+    assert re.findall(r'<p class="soft path">(.*)</p>', page) == ([path] if path else [])
+
+
+@pytest.mark.usefixtures("quick_pictures")
 def test_names_are_escaped(tmp_path):
     hfp.packing_report([5, 6, 7], 8, source="<script>alert(1)</script>").save(tmp_path / "report.html")
     assert "<script>" not in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_full_disk_leaves_no_half_of_a_page(tmp_path, monkeypatch):
     report = hfp.packing_report([5, 6, 7], 16)
     report.save(tmp_path / "report.html")
@@ -131,6 +162,7 @@ def test_a_full_disk_leaves_no_half_of_a_page(tmp_path, monkeypatch):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report-pictures", "report.html"]
 
 
+@pytest.mark.usefixtures("quick_pictures")
 def test_a_page_may_be_written_through_a_link(tmp_path):
     (tmp_path / "link.html").symlink_to(tmp_path / "report.html")
     hfp.packing_report([5, 6, 7], 16).save(tmp_path / "link.html")

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing import cli
-from hf_packing.cli import plain
+from hf_packing.cli import main
+from hf_packing.cli.screen import plain
 from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.report.plots import PLOTS, THEMES, picture
-from hf_packing.report.tables import COLUMNS, cells_of
+from hf_packing.report.tables import REPORT_COLUMNS, report_cells
 from hf_packing.report.work import packed_work, padded_work
-from hf_packing.sampling.level import LINEAR_COST
+from hf_packing.sampling.balance import LINEAR_COST
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=80).map(np.array).filter(np.any)
 
@@ -44,7 +44,7 @@ def test_work_of_packs(lengths, ranks, linear):
     work = packed_work(plan, ranks, linear)
     assert (work.tokens, work.slots, work.steps) == (tokens, tokens, -(-len(packs) // ranks))
     assert work.time == pytest.approx(time)
-    assert packed_work(plan, ranks, linear, levelled=True).time <= time * (1 + 1e-12)
+    assert packed_work(plan, ranks, linear, leveled=True).time <= time * (1 + 1e-12)
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4), st.integers(1, 70))
@@ -82,10 +82,10 @@ def test_speed_up_is_time_per_real_token(chat):
     report = hfp.packing_report(chat, 4096, strategies=[hfp.BestFit(4096)], ranks=4, padded_rows=8)
     (row,) = report.rows
     before = padded_work(chat, 4096, 8, 4, LINEAR_COST, seed=0)
-    after = packed_work(hfp.plan_packing(chat, hfp.BestFit(4096)), 4, LINEAR_COST, levelled=True)
+    after = packed_work(hfp.plan_packing(chat, hfp.BestFit(4096)), 4, LINEAR_COST, leveled=True)
     assert row.speed_up == pytest.approx((before.time / before.tokens) / (after.time / after.tokens))
     assert row.speed_up > 1.5
-    assert row.levelled.balance > row.work.balance
+    assert row.leveled.balance > row.work.balance
 
 
 def test_equal_documents_gain_nothing():
@@ -106,6 +106,30 @@ def test_rows_as_long_as_documents_need(chat):
     assert f"it cuts {(chat > 1024).sum():,} documents, those longer than a row, and no other" in short.reason
 
 
+def test_longer_rows_are_suggested_where_documents_are_cut(chat):
+    """Those that would cut one document in a hundred, and those that would cut none."""
+    said = hfp.packing_report(chat, [1024]).recommendation.reason
+    few, none = (
+        int(each.replace(",", "")) for each in re.search(r"rows of ([\d,]+) .*rows of ([\d,]+) ", said).groups()
+    )
+    assert (chat > few).mean() <= 0.01 < (chat > few - 1).mean()
+    assert none == chat.max()
+    assert f"and no other (rows of {few:,} tokens would cut 1% of the documents, rows of {none:,} tokens" in said
+    said = hfp.packing_report(chat, [int(np.percentile(chat, 99.5))]).recommendation.reason
+    assert f"and no other (rows of {chat.max():,} tokens would cut none)" in said
+    assert "rows of" not in hfp.packing_report(chat, [16384]).recommendation.reason
+
+
+def test_a_plan_that_is_proven_best_is_said_to_be():
+    equal = hfp.packing_report(np.full(800, 512), 512).recommendation.reason
+    assert "and provably needs as few packs as possible" in equal
+    lengths = np.concatenate([np.full(40_000, 512), [300, 300, 300, 130, 130]])
+    (row,) = hfp.packing_report(lengths, strategies=[hfp.FirstCome(512, order="dataset")]).rows
+    assert 0 < row.compared.gap < 0.00005
+    taken = hfp.packing_report(lengths, strategies=[hfp.FirstCome(512, order="dataset")]).recommendation
+    assert "and needs less than 0.01% more packs than any plan that cuts no others" in taken.reason
+
+
 def test_longer_rows_where_short_ones_stay_half_empty():
     assert hfp.packing_report(np.full(4000, 1025), [2048, 8192]).recommendation.strategy == "BestFit(8192)"
 
@@ -117,13 +141,13 @@ def test_a_few_long_documents_may_hold_most_of_the_tokens():
 
 def test_empty_documents_are_in_no_share(chat):
     report = hfp.packing_report(np.concatenate([chat, np.zeros(40_000, dtype=int)]), 1024)
-    cells = {row[0]: row for row in cells_of(report)}
+    cells = {row[0]: row for row in report_cells(report)}
     assert cells["BestFit(1024)"][2] == cells["padding, at most 1024"][2] == f"{(chat > 1024).mean():.2%}"
 
 
 def test_the_table_and_json_agree_where_documents_are_empty():
     report = hfp.packing_report([0, 100] * 100, 64, strategies=[hfp.FixedLength(64), hfp.BestFit(64)])
-    cells = {row[0]: row for row in cells_of(report)}
+    cells = {row[0]: row for row in report_cells(report)}
     for found in report.to_dict()["strategies"]:
         assert cells[found["strategy"]][2] == f"{found['truncation_ratio']:.2%}" == "100.00%"
         assert cells[found["strategy"]][4] == f"{found['concatenation_ratio']:.2f}"
@@ -177,7 +201,7 @@ def test_tables(chat):
 def test_steps_stand_beside_their_documents(chat):
     """A step of padding has 16 documents of each rank, one of packs a pack of each."""
     report = hfp.packing_report([*chat.tolist(), 0], 2048, ranks=4)
-    cells = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in cells_of(report)}
+    cells = {row[0]: dict(zip(REPORT_COLUMNS, row, strict=True)) for row in report_cells(report)}
     for name, each in (("padding, at most 2048", report.padded[0]), ("BestFit(2048)", report.rows[2])):
         steps, documents = each.work.steps, each.work.documents_per_step
         assert cells[name]["steps"] == f"{steps:,}"
@@ -218,7 +242,7 @@ def test_buckets_are_not_blamed_for_small_packs(chat):
 def test_the_command_says_what_steps_are(chat, tmp_path, capsys):
     file = tmp_path / "lengths.jsonl"
     file.write_text("".join(f'{{"input_ids": {[1] * int(length)}}}\n' for length in chat[:60]))
-    assert cli.main(["report", str(file), "--max-length", "4096"]) == 0
+    assert main(["report", str(file), "--max-length", "4096"]) == 0
     said = capsys.readouterr().out
     assert "steps of 8 ranks: each has one pack, or 16 documents padded" in said
     assert "times as fast as padding to at most 4,096 tokens" in said
@@ -229,7 +253,7 @@ def test_json(chat):
     assert {row["strategy"] for row in found["strategies"]} == {"FixedLength(2048)", "FirstCome(2048)", "BestFit(2048)"}
     assert found["lengths"]["documents"] == 4000
     assert "counts" not in found["lengths"]
-    assert all(0 < row["attention_balance"] <= row["attention_balance_levelled"] <= 1 for row in found["strategies"])
+    assert all(0 < row["attention_balance"] <= row["attention_balance_leveled"] <= 1 for row in found["strategies"])
 
 
 @pytest.mark.parametrize(

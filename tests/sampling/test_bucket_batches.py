@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.epoch_plan import Epoch
+from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
 
 BUCKETS = np.array([8, 16, 32])
 
@@ -31,60 +32,62 @@ def test_every_row_once_and_constant_tokens(counts, world_size, tokens, order, s
     batches = hfp.BucketBatches(tokens, order=order, seed=seed)
     if len(sizes) < world_size:
         with pytest.raises(PackingError, match=f"at least one row for each of {world_size} ranks"):
-            batches.plan_epoch(sizes, world_size=world_size)
+            batches.plan(sizes, Epoch(0, world_size))
         return
-    plans = [batches.plan_epoch(sizes, epoch=epoch, world_size=world_size) for epoch in range(3)]
+    plans = [batches.plan(sizes, Epoch(epoch, world_size)) for epoch in range(3)]
     for plan in plans:
-        assert sorted(plan.rows[plan.rows >= 0].tolist()) == list(range(len(sizes)))
-        assert plan.num_steps == plans[0].num_steps
+        assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(sizes)))
+        assert plan.num_micro_batches == plans[0].num_micro_batches
         (of_step,) = set(plan.per_micro_batch(sizes.tokens).ravel().tolist())
-        assert of_step == tokens or (plan.num_steps == 1 and of_step < tokens)
+        assert of_step == tokens or (plan.num_micro_batches == 1 and of_step < tokens)
     assert len(sizes) < 40 or not np.array_equal(plans[0].rows, plans[1].rows)
 
 
 def largest_bucket(plan, sizes):
-    """int [steps, ranks]: the largest bucket of each micro-batch's rows."""
-    known = np.where(plan.rows < 0, ~plan.rows, plan.rows)
-    return np.maximum.reduceat(sizes.bucket[known], plan.offsets[:-1]).reshape(-1, plan.world_size)
+    """int [num_micro_batches, ranks]: the largest bucket of each micro-batch's rows."""
+    return np.maximum.reduceat(sizes.bucket[plan.rows], plan.offsets[:-1]).reshape(-1, plan.world_size)
 
 
 def test_rows_of_one_bucket_on_every_rank():
     """Where counts divide evenly, no row leaves its bucket."""
     sizes = full_rows([64, 32, 16])
-    plan = hfp.BucketBatches(64).plan_epoch(sizes, world_size=4)
-    known = np.where(plan.rows < 0, ~plan.rows, plan.rows)
-    smallest = np.minimum.reduceat(sizes.bucket[known], plan.offsets[:-1]).reshape(-1, 4)
+    plan = hfp.BucketBatches(64).plan(sizes, Epoch(0, 4))
+    smallest = np.minimum.reduceat(sizes.bucket[plan.rows], plan.offsets[:-1]).reshape(-1, 4)
     largest = largest_bucket(plan, sizes)
     assert np.array_equal(smallest, largest)
     assert (largest == largest[:, :1]).all()
     assert plan.num_copies == 0
-    assert np.array_equal(plan.step_bucket, largest[:, 0])
+    assert np.array_equal(plan.bucket, largest[:, 0])
     assert set(largest[:, 0].tolist()) == {8, 16, 32}
 
 
 def test_leftovers_move_to_the_next_larger_bucket():
     sizes = full_rows([10, 3, 1])
     batches = hfp.BucketBatches(32)
-    first, second, third = batches.buckets(batches.cut(sizes), world_size=2)
-    assert (first.steps, first.left, first.joined) == (1, 2, 2)
-    assert (second.taken_over, second.steps, second.left) == (1, 1, 0)
-    assert (third.taken_over, third.steps) == (0, 1)
-    plan = batches.plan_epoch(sizes, world_size=2)
-    assert plan.num_steps == 3
+    plan = batches.plan(sizes, Epoch(0, 2))
+    assert sorted(plan.bucket.tolist()) == [8, 16, 32]
+    of_bucket = {
+        bucket: [plan.micro_batch(number, rank) for rank in range(2)]
+        for number, bucket in enumerate(plan.bucket.tolist())
+    }
+    assert [len(rows) for rows in of_bucket[8]] == [4, 4]  # of 10 rows, 2 are left
+    assert sorted(len(rows) for rows in of_bucket[16]) == [2, 3]  # 3 rows, and those 2 in the place of a fourth
+    assert sorted(row for rows in of_bucket[32] for row in rows) == [(13, False), (13, True)]
+    assert plan.num_micro_batches == 3
     assert plan.num_copies == 1
 
 
 def test_rows_that_make_no_whole_step_make_a_small_one():
     sizes = full_rows([100, 0, 0])
-    plan = hfp.BucketBatches(65536).plan_epoch(sizes, world_size=64)
-    assert (plan.num_steps, plan.num_copies) == (1, 28)
-    assert plan.largest(sizes) == 16
+    plan = hfp.BucketBatches(65536).plan(sizes, Epoch(0, 64))
+    assert (plan.num_micro_batches, plan.num_copies) == (1, 28)
+    assert plan.largest_micro_batch(sizes) == 16
 
 
 @pytest.mark.parametrize("cycles", [1, 2, 4])
 def test_short_to_long_in_cycles(cycles):
     sizes = full_rows([64, 32, 16])
-    plan = hfp.BucketBatches(32, order="short_to_long", cycles=cycles).plan_epoch(sizes, world_size=2)
+    plan = hfp.BucketBatches(32, order="short_to_long", cycles=cycles).plan(sizes, Epoch(0, 2))
     buckets = largest_bucket(plan, sizes)[:, 0]
     ways = np.split(buckets, np.flatnonzero(np.diff(buckets) < 0) + 1)
     assert len(ways) == cycles
@@ -93,7 +96,7 @@ def test_short_to_long_in_cycles(cycles):
 
 def test_random_order_mixes_buckets():
     sizes = full_rows([640, 320, 160])
-    buckets = largest_bucket(hfp.BucketBatches(32).plan_epoch(sizes), sizes)[:, 0]
+    buckets = largest_bucket(hfp.BucketBatches(32).plan(sizes), sizes)[:, 0]
     changes = np.count_nonzero(np.diff(buckets))
     assert changes > len(buckets) / 2
 
@@ -102,9 +105,9 @@ def test_attention_is_level_across_ranks(rng):
     lengths = np.clip(rng.lognormal(6, 1.2, 20_000), 1, 16384).astype(int)
     plan = hfp.plan_packing(lengths, hfp.Bucket())
     sizes = sizes_of_packs(plan.segment_length, plan.pack_offsets, plan.pack_capacity)
-    epoch = hfp.BucketBatches(16384).plan_epoch(sizes, world_size=8)
-    assert epoch.utilisation(sizes.tokens) > 0.99
-    assert epoch.utilisation(sizes.squares) > 0.98
+    epoch = hfp.BucketBatches(16384).plan(sizes, Epoch(0, 8))
+    assert epoch.utilization(sizes.tokens) > 0.99
+    assert epoch.utilization(sizes.squared_lengths) > 0.98
 
 
 @pytest.mark.parametrize(
@@ -122,15 +125,15 @@ def test_bad_arguments(arguments, message):
 
 def test_a_bucket_larger_than_the_batch():
     with pytest.raises(PackingError, match="at least the largest bucket, 32 tokens, got 16"):
-        hfp.BucketBatches(16).plan_epoch(full_rows([4, 4, 4]))
+        hfp.BucketBatches(16).plan(full_rows([4, 4, 4]))
 
 
 def test_rows_without_buckets():
     with pytest.raises(PackingError, match="expected a column 'bucket'.*TokenBudget takes rows without"):
-        hfp.BucketBatches(16).plan_epoch(sizes_of_documents(np.array([3, 4])))
+        hfp.BucketBatches(16).plan(sizes_of_documents(np.array([3, 4])))
 
 
 def test_a_row_longer_than_its_bucket():
     sizes = sizes_of_packs(np.array([8, 9]), np.arange(3), np.array([8, 8]))
     with pytest.raises(PackingError, match="row 1 has 9 in a bucket of 8"):
-        hfp.BucketBatches(16).plan_epoch(sizes)
+        hfp.BucketBatches(16).plan(sizes)

@@ -7,7 +7,7 @@ import torch
 
 import hf_packing as hfp
 from hf_packing.sampling.data_facts import data_facts, difference
-from hf_packing.sampling.sizes import sizes_of
+from hf_packing.sampling.row_sizes import sizes_of
 
 ROWS = [{"input_ids": [n % 90 + 3] * (n % 7 + 1), "labels": [-100] + [n % 90 + 3] * (n % 7)} for n in range(300)]
 
@@ -51,9 +51,9 @@ def unseen(data):
     [
         (ROWS[:299], "here has 300 rows, 1,197 tokens; there has 299 rows, 1,191 tokens"),
         (ROWS[1:] + ROWS[:1], "row 0 has 1 tokens on here, 2 on there"),
-        (changed(299, "input_ids"), "row 299 has as many tokens on here as on there, but others, or other labels"),
-        (changed(299, "labels"), "row 299 has as many tokens on here as on there, but others, or other labels"),
-        (changed(103, "labels", 1), "row 103 has as many tokens on here as on there, but others, or other labels"),
+        (changed(299, "input_ids"), "row 299 has the same length on here and on there, but other tokens or labels"),
+        (changed(299, "labels"), "row 299 has the same length on here and on there, but other tokens or labels"),
+        (changed(103, "labels", 1), "row 103 has the same length on here and on there, but other tokens or labels"),
         (ROWS, None),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_row_between_those_that_are_sampled_has_another_length():
     other = next(row for row in range(300) if row not in sampled and lengths[row] != lengths[one])
     rows = list(ROWS)
     rows[one], rows[other] = rows[other], rows[one]
-    assert said(ROWS, rows) == "300 rows, 1,197 tokens on here and on there, in rows of other lengths"
+    assert said(ROWS, rows) == "here and there both have 300 rows, 1,197 tokens, but rows of other lengths"
 
 
 def test_packed_rows_with_other_borders():
@@ -76,11 +76,11 @@ def test_packed_rows_with_other_borders():
     assert said(packed, packed) is None
     whole = packed.map(lambda row: {"seq_lengths": [len(row["input_ids"])]})
     assert max(map(len, packed["seq_lengths"])) > 1
-    assert "in rows of other lengths" in said(packed, whole)
+    assert "but rows of other lengths" in said(packed, whole)
 
 
 def test_rows_that_are_made_as_they_are_read():
-    assert "row 0 has as many tokens" in said(Made(), Made(first=1))
+    assert "row 0 has the same length" in said(Made(), Made(first=1))
     assert said(Made(), Made()) is None
     assert said(Made(noise=True), Made(noise=True)) is None
     assert data_facts(Made(noise=True), sizes_of(Made())).contents == ()
@@ -89,5 +89,5 @@ def test_rows_that_are_made_as_they_are_read():
 def test_rows_of_a_random_transform_are_compared_before_it():
     everywhere = unseen(table([{"input_ids": [token + 1 for token in row["input_ids"]]} for row in ROWS]))
     plain = unseen(table([{"input_ids": row["input_ids"]} for row in ROWS]))
-    assert "row 0 has as many tokens" in said(plain, everywhere)
+    assert "row 0 has the same length" in said(plain, everywhere)
     assert said(plain, plain) is None

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.sampling.sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.epoch_plan import Epoch
+from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
 
@@ -32,36 +33,36 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
     wanted = dict.fromkeys(np.flatnonzero(lengths).tolist(), 1)
     if len(wanted) < world_size:
         with pytest.raises(PackingError, match=f"at least one row for each of {world_size} ranks"):
-            budget.plan_epoch(sizes, world_size=world_size)
+            budget.plan(sizes, Epoch(0, world_size))
         return
-    plans = [
-        budget.plan_epoch(sizes, epoch=epoch, world_size=world_size, accumulation=accumulation) for epoch in range(3)
-    ]
-    assert len({plan.num_steps for plan in plans}) == 1
+    plans = [budget.plan(sizes, Epoch(epoch, world_size, accumulation)) for epoch in range(3)]
+    assert len({plan.num_micro_batches for plan in plans}) == 1
     for epoch, plan in enumerate(plans):
         batches = [list(plan.micro_batches(rank)) for rank in range(world_size)]
-        assert {len(of_rank) for of_rank in batches} == {plan.num_steps}
+        assert {len(of_rank) for of_rank in batches} == {plan.num_micro_batches}
         assert all(batch for of_rank in batches for batch in of_rank)
         rows = [row for of_rank in batches for batch in of_rank for row in batch]
-        assert Counter(row for row in rows if row >= 0) == wanted
-        assert plan.num_copies == sum(row < 0 for row in rows) < world_size
-        assert plan.largest(sizes) <= max_tokens
+        assert Counter(row for row, is_copy in rows if not is_copy) == wanted
+        assert plan.num_copies == sum(is_copy for _, is_copy in rows) < world_size
+        assert plan.is_copy.dtype == bool
+        assert plan.largest_micro_batch(sizes) <= max_tokens
         assert plan.left_out.tolist() == np.flatnonzero(lengths == 0).tolist()
-        again = budget.plan_epoch(sizes, epoch=epoch, world_size=world_size, accumulation=accumulation)
+        again = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
         assert np.array_equal(again.rows, plan.rows)
+        assert np.array_equal(again.is_copy, plan.is_copy)
         assert np.array_equal(again.offsets, plan.offsets)
 
 
 @pytest.mark.parametrize(("rows", "world_size", "copies"), [(1600, 1, 0), (1600, 64, 0), (1601, 64, 63), (2, 2, 0)])
 def test_full_rows_have_copies_for_the_last_step_only(rows, world_size, copies):
-    plan = hfp.TokenBudget(4096).plan_epoch(sizes_of_documents(np.full(rows, 4096)), world_size=world_size)
-    assert plan.num_steps == -(-rows // world_size)
+    plan = hfp.TokenBudget(4096).plan(sizes_of_documents(np.full(rows, 4096)), Epoch(0, world_size))
+    assert plan.num_micro_batches == -(-rows // world_size)
     assert plan.num_copies == copies
 
 
 def test_sizes_that_are_lengths():
     with pytest.raises(PackingError, match="sizes: expected RowSizes, as sizes_of"):
-        hfp.TokenBudget(8).plan_epoch(np.array([3, 4]))
+        hfp.TokenBudget(8).plan(np.array([3, 4]))
 
 
 @given(lengths=LENGTHS, world_size=st.integers(1, 8), max_tokens=st.integers(40, 200))
@@ -69,7 +70,7 @@ def test_copies_only_where_no_micro_batch_can_be_divided(lengths, world_size, ma
     sizes = sizes_of_documents(np.array(lengths))
     if np.count_nonzero(lengths) < world_size:
         return
-    plan = hfp.TokenBudget(max_tokens).plan_epoch(sizes, world_size=world_size)
+    plan = hfp.TokenBudget(max_tokens).plan(sizes, Epoch(0, world_size))
     if plan.num_copies:
         assert np.diff(plan.offsets).max() == 1
 
@@ -85,27 +86,9 @@ def test_documents_per_step(lengths, world_size, accumulation, documents):
     assume(updates * accumulation * world_size <= len(lengths))
     sizes = sizes_of_documents(np.array(lengths))
     budget = hfp.TokenBudget(2000, match_documents_per_step=documents)
-    plan = budget.plan_epoch(sizes, world_size=world_size, accumulation=accumulation)
-    assert plan.num_steps == accumulation * updates
+    plan = budget.plan(sizes, Epoch(0, world_size, accumulation))
+    assert plan.num_micro_batches == accumulation * updates
     assert sorted(plan.rows.tolist()) == list(range(len(lengths)))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=8, max_size=60), world_size=st.integers(1, 8), seed=st.integers(0, 9)
-)
-def test_what_is_measured_of_a_plan(lengths, world_size, seed):
-    sizes = sizes_of_documents(np.array(lengths))
-    plan = hfp.TokenBudget(50, seed=seed).plan_epoch(sizes, world_size=world_size)
-    tokens = [
-        [sum(lengths[~row if row < 0 else row] for row in plan.micro_batch(step, rank)) for rank in range(world_size)]
-        for step in range(plan.num_steps)
-    ]
-    assert plan.per_micro_batch(sizes.tokens).tolist() == tokens
-    assert plan.largest(sizes) == max(map(max, tokens))
-    copied = plan.per_micro_batch(sizes.tokens, plan.rows < 0).tolist()
-    assert sum(map(sum, copied)) == sum(lengths[~row] for row in plan.rows[plan.rows < 0])
-    busy = [(sum(step) - sum(copies)) / len(step) / max(step) for step, copies in zip(tokens, copied, strict=True)]
-    assert plan.utilisation(sizes.tokens) == pytest.approx(sum(busy) / len(busy))
 
 
 def lognormal(documents, rng, longest=16384):
@@ -118,31 +101,31 @@ def sizes(rng):
 
 
 def test_no_rank_waits(sizes):
-    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8)
-    assert plan.utilisation(sizes.tokens) > 0.99
-    assert plan.utilisation(sizes.squares) > 0.98
+    plan = hfp.TokenBudget(16384).plan(sizes, Epoch(0, 8))
+    assert plan.utilization(sizes.tokens) > 0.99
+    assert plan.utilization(sizes.squared_lengths) > 0.98
 
 
-def test_that_utilisation_would_show_packs_dealt_at_random(sizes, rng):
-    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8)
+def test_that_utilization_would_show_packs_dealt_at_random(sizes, rng):
+    plan = hfp.TokenBudget(16384).plan(sizes, Epoch(0, 8))
     number = rng.permutation(len(plan.offsets) - 1)
     parts = [plan.rows[plan.offsets[n] : plan.offsets[n + 1]] for n in number]
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
     shuffled = replace(plan, rows=np.concatenate(parts), offsets=offsets)
-    assert shuffled.utilisation(sizes.squares) < 0.5
+    assert shuffled.utilization(sizes.squared_lengths) < 0.5
 
 
 def test_accumulated_work_is_level_too(sizes):
     """What is left of the difference is evened out over the steps between two updates."""
-    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8, accumulation=4)
-    work = plan.per_micro_batch(sizes.squares)[: plan.num_steps // 4 * 4]
+    plan = hfp.TokenBudget(16384).plan(sizes, Epoch(0, 8, 4))
+    work = plan.per_micro_batch(sizes.squared_lengths)[: plan.num_micro_batches // 4 * 4]
     together = work.reshape(-1, 4, 8).sum(1)
-    assert (together.mean(1) / together.max(1)).mean() > plan.utilisation(sizes.squares)
+    assert (together.mean(1) / together.max(1)).mean() > plan.utilization(sizes.squared_lengths)
 
 
 def test_no_rank_has_the_costliest_more_often(sizes):
-    plan = hfp.TokenBudget(16384).plan_epoch(sizes, world_size=8)
-    costliest = np.bincount(plan.per_micro_batch(sizes.squares).argmax(1), minlength=8)
+    plan = hfp.TokenBudget(16384).plan(sizes, Epoch(0, 8))
+    costliest = np.bincount(plan.per_micro_batch(sizes.squared_lengths).argmax(1), minlength=8)
     assert costliest.max() < 2.5 * costliest.mean()
 
 
@@ -155,22 +138,22 @@ def pairs(plan):
 def test_what_meets_is_new_in_every_epoch(documents, rng):
     sizes = sizes_of_documents(lognormal(documents, rng, longest=4096))
     budget = hfp.TokenBudget(8192)
-    first, second = (pairs(budget.plan_epoch(sizes, epoch=epoch)) for epoch in range(2))
+    first, second = (pairs(budget.plan(sizes, Epoch(epoch))) for epoch in range(2))
     assert len(first & second) < 0.2 * len(first)
 
 
 def test_micro_batches_are_nearly_as_few_as_best_fit_needs(sizes):
-    plan = hfp.TokenBudget(16384).plan_epoch(sizes)
+    plan = hfp.TokenBudget(16384).plan(sizes)
     best = hfp.plan_packing(sizes.tokens, hfp.BestFit(16384))
-    assert plan.num_steps <= 1.01 * best.num_packs + 1
+    assert plan.num_micro_batches <= 1.01 * best.num_packs + 1
 
 
 def test_packed_rows_share_micro_batches_by_their_tokens_and_attention():
     sizes = sizes_of_packs(np.array([4, 4, 8, 2, 2, 2, 2]), np.array([0, 2, 3, 7]))
     assert sizes.tokens.tolist() == [8, 8, 8]
-    assert sizes.squares.tolist() == [32, 64, 16]
-    plan = hfp.TokenBudget(16).plan_epoch(sizes)
-    assert plan.num_steps == 2
+    assert sizes.squared_lengths.tolist() == [32, 64, 16]
+    plan = hfp.TokenBudget(16).plan(sizes)
+    assert plan.num_micro_batches == 2
     assert plan.num_copies == 0
 
 
@@ -180,10 +163,10 @@ def test_packed_rows_share_micro_batches_by_their_tokens_and_attention():
 def test_overflow(overflow, kept, lost):
     budget = hfp.TokenBudget(4, overflow=overflow)
     sizes = sizes_of_documents(np.array([3, 9, 2, 0]))
-    cut = budget.cut(sizes)
-    assert sorted(cut.sizes.tokens[cut.kept]) == sorted(kept)
-    assert cut.lost_tokens == lost
-    plan = budget.plan_epoch(sizes)
+    rows = budget.fit(sizes)
+    assert sorted(rows.sizes.tokens[rows.kept]) == sorted(kept)
+    assert rows.lost_tokens == lost
+    plan = budget.plan(sizes)
     assert plan.left_out.tolist() == ([1, 3] if overflow == "drop" else [3])
 
 
@@ -206,33 +189,33 @@ def test_bad_arguments(arguments, message):
 
 def test_a_document_longer_than_the_budget_is_named():
     with pytest.raises(PackingError, match="max_tokens: row 1 has 9 tokens, more than the 4 of a micro-batch"):
-        hfp.TokenBudget(4).plan_epoch(sizes_of_documents(np.array([3, 9, 2])))
+        hfp.TokenBudget(4).plan(sizes_of_documents(np.array([3, 9, 2])))
 
 
 def test_packed_rows_are_not_cut():
     sizes = sizes_of_packs(np.array([4, 5]), np.array([0, 2]))
     with pytest.raises(PackingError, match="pack rows of at most max_tokens, or overflow='drop'"):
-        hfp.TokenBudget(8, overflow="split").plan_epoch(sizes)
+        hfp.TokenBudget(8, overflow="split").plan(sizes)
 
 
 def test_too_many_documents_per_step():
     sizes = sizes_of_documents(np.full(100, 10))
     message = (
-        "50 do not fit into 2 x 2 micro-batches of 100 tokens, with 100 documents in all; possible is max_tokens of "
-        "more than 100, or gradient_accumulation_steps of 3, or match_documents_per_step of 33"
+        "expected as many documents as fit into 2 x 2 micro-batches of 100 tokens, got 50 per step of 100 in all; "
+        "possible: max_tokens above 100, or gradient_accumulation_steps=3, or match_documents_per_step=33"
     )
     with pytest.raises(PackingError, match=message):
-        hfp.TokenBudget(100, match_documents_per_step=50).plan_epoch(sizes, world_size=2, accumulation=2)
+        hfp.TokenBudget(100, match_documents_per_step=50).plan(sizes, Epoch(0, 2, 2))
 
 
 def test_too_few_documents_per_step():
     sizes = sizes_of_documents(np.full(10, 10))
     message = (
-        "3 are too few for 2 x 2 micro-batches of at least one row each, with 10 documents in all; possible is "
-        "gradient_accumulation_steps of 1, or match_documents_per_step of 5"
+        "expected at least one row for each of 2 x 2 micro-batches, got 3 per step of 10 in all; possible: "
+        "gradient_accumulation_steps=1, or match_documents_per_step=5"
     )
     with pytest.raises(PackingError, match=message):
-        hfp.TokenBudget(100, match_documents_per_step=3).plan_epoch(sizes, world_size=2, accumulation=2)
+        hfp.TokenBudget(100, match_documents_per_step=3).plan(sizes, Epoch(0, 2, 2))
 
 
 @given(
@@ -244,29 +227,41 @@ def test_too_few_documents_per_step():
 )
 def test_what_is_said_to_be_possible_is(lengths, world_size, accumulation, documents, max_tokens):
     sizes = sizes_of_documents(np.array(lengths))
-    budget = hfp.TokenBudget(max_tokens, match_documents_per_step=documents)
-    try:
-        budget.plan_epoch(sizes, world_size=world_size, accumulation=accumulation)
-    except PackingError as error:
-        for name, number in re.findall(r"(gradient_accumulation_steps|match_documents_per_step) of (\d+)", str(error)):
-            if name == "match_documents_per_step":
-                matched = replace(budget, match_documents_per_step=int(number))
-                matched.plan_epoch(sizes, world_size=world_size, accumulation=accumulation)
-            else:
-                budget.plan_epoch(sizes, world_size=world_size, accumulation=int(number))
+
+    def refusal(accumulation=accumulation, **changes):
+        budget = hfp.TokenBudget(**{"max_tokens": max_tokens, "match_documents_per_step": documents} | changes)
+        try:
+            budget.plan(sizes, Epoch(0, world_size, accumulation))
+        except PackingError as error:
+            return str(error)
+        return ""
+
+    message = refusal()
+    said = {name: int(number) for name, number in re.findall(r"(\w+)(?: above |=)(\d+)(?=$|, or)", message)}
+    assert set(said) <= {"max_tokens", "gradient_accumulation_steps", "match_documents_per_step"}
+    if not message:
+        return
+    assert ("max_tokens" in said) == (not refusal(max_tokens=10**6) and "fit into" in message)
+    possible = [other for other in range(1, len(lengths) + 1) if not refusal(other)]
+    if possible:
+        assert said["gradient_accumulation_steps"] in possible
+    else:
+        assert "gradient_accumulation_steps" not in said
+    if "match_documents_per_step" in said:
+        assert not refusal(match_documents_per_step=said["match_documents_per_step"])
 
 
 @pytest.mark.parametrize(("rows", "world_size"), [(128, 64), (256, 64), (512, 64), (96, 8), (2560, 64)])
 def test_equal_lengths_make_no_step_too_many(rows, world_size):
     sizes = sizes_of_documents(np.full(rows, 2048))
-    plan = hfp.TokenBudget(4096).plan_epoch(sizes, world_size=world_size)
-    assert plan.num_steps == -(-rows // 2 // world_size)
+    plan = hfp.TokenBudget(4096).plan(sizes, Epoch(0, world_size))
+    assert plan.num_micro_batches == -(-rows // 2 // world_size)
 
 
 def run_together(plan):
-    """The rows of every step, whatever rank they are on."""
-    steps = np.split(plan.rows, plan.offsets[plan.world_size :: plan.world_size])[:-1]
-    return {frozenset(step.tolist()) for step in steps}
+    """The rows of every round, whatever rank they are on."""
+    rounds = np.split(plan.rows, plan.offsets[plan.world_size :: plan.world_size])[:-1]
+    return {frozenset(of_round.tolist()) for of_round in rounds}
 
 
 @pytest.mark.parametrize("strategy", [hfp.BestFit(1024), hfp.FixedLength(1024)])
@@ -274,18 +269,18 @@ def test_packed_rows_as_large_as_the_budget_meet_others_in_every_epoch(strategy,
     packs = hfp.plan_packing(lognormal(4000, rng, longest=4096), strategy)
     sizes = sizes_of_packs(packs.segment_length, packs.pack_offsets)
     budget = hfp.TokenBudget(1024)
-    first, second = (run_together(budget.plan_epoch(sizes, epoch=epoch, world_size=8)) for epoch in range(2))
+    first, second = (run_together(budget.plan(sizes, Epoch(epoch, 8))) for epoch in range(2))
     assert len(first) > 200
     assert len(first & second) < 0.1 * len(first)
-    assert budget.plan_epoch(sizes, world_size=8).utilisation(sizes.squares) > 0.98
+    assert budget.plan(sizes, Epoch(0, 8)).utilization(sizes.squared_lengths) > 0.98
 
 
 def test_few_steps_of_packed_rows_are_level_too(rng):
     packs = hfp.plan_packing(lognormal(20_000, rng), hfp.BestFit(16384))
     sizes = sizes_of_packs(packs.segment_length, packs.pack_offsets)
-    plan = hfp.TokenBudget(65536).plan_epoch(sizes, world_size=32)
-    cost = 6 * 2048 * plan.per_micro_batch(sizes.tokens) + plan.per_micro_batch(sizes.squares)
-    assert plan.num_steps < 10
+    plan = hfp.TokenBudget(65536).plan(sizes, Epoch(0, 32))
+    cost = 6 * 2048 * plan.per_micro_batch(sizes.tokens) + plan.per_micro_batch(sizes.squared_lengths)
+    assert plan.num_micro_batches < 10
     assert (cost.mean(axis=1) / cost.max(axis=1)).mean() > 0.96
 
 
@@ -293,7 +288,7 @@ def test_numpy_integers_of_any_size(sizes):
     plain = hfp.TokenBudget(16384, linear_cost=2, match_documents_per_step=64)
     numpy = hfp.TokenBudget(np.int32(16384), linear_cost=np.float64(2), match_documents_per_step=np.int64(64))
     assert repr(plain) == repr(numpy)
-    expected = plain.plan_epoch(sizes, epoch=1, world_size=16)
+    expected = plain.plan(sizes, Epoch(1, 16))
     for kind in (np.uint8, np.int8, np.uint64):
-        plan = numpy.plan_epoch(sizes, epoch=kind(1), world_size=kind(16), accumulation=kind(1))
+        plan = numpy.plan(sizes, Epoch(kind(1), kind(16), kind(1)))
         assert np.array_equal(plan.rows, expected.rows)

@@ -1,9 +1,12 @@
 """attach on one process: what it changes, and what it leaves alone."""
 
+import copy
+
 import datasets
 import numpy as np
 import pytest
 import torch
+from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import build, with_loss_times
 from trainers import arguments, logged, trainer_of
@@ -12,9 +15,10 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.training.model_cost import linear_cost_of
+from hf_packing.training.trainer import PackedTrainer
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -24,30 +28,39 @@ def test_what_is_reported(tmp_path):
     summary = hfp.attach(trainer, hfp.TokenBudget(64))
     lengths = [len(row) for row in documents(45)["input_ids"]]
     assert (summary.documents, summary.tokens) == (45, sum(lengths))
-    assert summary.optimiser_steps == -(-summary.micro_batches // 2)
-    assert summary.documents_per_step == pytest.approx(45 / summary.optimiser_steps)
+    assert summary.optimizer_steps == -(-summary.num_micro_batches // 2)
+    assert summary.documents_per_step == pytest.approx(45 / summary.optimizer_steps)
     assert summary.largest_micro_batch <= 64
     assert summary.unpacked_documents_per_step == 8
     assert "match_documents_per_step=8 keeps that schedule" in str(summary)
     trainer.train()
-    assert len(trainer.get_train_dataloader()) == summary.micro_batches
+    assert len(trainer.get_train_dataloader()) == summary.num_micro_batches
 
 
 def test_the_unpacked_schedule(tmp_path):
     trainer = trainer_of(tmp_path, max_steps=-1, num_train_epochs=2)
     summary = hfp.attach(trainer, hfp.TokenBudget(500), match_documents_per_step=9)
-    assert summary.optimiser_steps == 5
+    assert summary.optimizer_steps == 5
     trainer.train()
     assert trainer.state.global_step == 10
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 def test_trainers_stay_what_they_are(tmp_path, kind):
-    trainer = trainer_of(tmp_path, kind)
+    trainer = trainer_of(tmp_path, kind, model=build("Llama"))
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert isinstance(trainer, kind)
     assert hfp.check_isolation(trainer.model).isolated
     assert len(logged(trainer)) == 2
+
+
+def test_an_attached_trainer_can_be_copied(tmp_path):
+    trainer = attached(trainer_of(tmp_path))
+    assert type(trainer) is PackedTrainer
+    assert type(copy.deepcopy(trainer)) is PackedTrainer
+    sft_trainer = attached(trainer_of(tmp_path, SFTTrainer))
+    assert type(sft_trainer).__mro__[1:3] == (PackedTrainer, SFTTrainer)
+    assert type(copy.deepcopy(sft_trainer)) is type(sft_trainer)
 
 
 @pytest.mark.parametrize("loss", ["token", "sequence"])
@@ -86,9 +99,8 @@ def test_a_masked_language_model(tmp_path):
     """Bert takes no num_items_in_batch; two accumulated batches give the loss of one."""
     found = []
     for accumulation, budget in ((1, 4000), (3, 400)):
-        trainer = trainer_of(
-            tmp_path, model=tiny_model("bert", "masked"), gradient_accumulation_steps=accumulation, max_steps=1
-        )
+        model = patched_tiny("bert", "masked")
+        trainer = trainer_of(tmp_path, model=model, gradient_accumulation_steps=accumulation, max_steps=1)
         hfp.attach(trainer, hfp.TokenBudget(budget), match_documents_per_step=45)
         found.append(logged(trainer))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
@@ -136,7 +148,7 @@ def test_models_that_say_that_they_take_no_items(tmp_path, kind, smoothing):
     """Gemma 4 and others; accumulating must not divide the loss once more."""
     found = []
     for accumulation in (1, 2, 4):
-        model = build("Llama")
+        model = patched()
         model.accepts_loss_kwargs = False
         changes = {"label_smoothing_factor": smoothing, "gradient_accumulation_steps": accumulation, "max_steps": 1}
         trainer = trainer_of(tmp_path, kind, model=model, **changes)
@@ -157,9 +169,9 @@ def test_a_trainers_own_loss_that_nothing_divides(tmp_path):
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert not hfp.check_isolation(trainer.model).isolated
-    alone = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"))
-    hfp.attach(alone, hfp.TokenBudget(64))
-    assert logged(alone) == pytest.approx(logged(attached(trainer_of(tmp_path, model=tiny_model("bert", "masked")))))
+    kinds = (CallsSuper, Trainer)
+    alone, usual = (attached(trainer_of(tmp_path, kind, model=patched_tiny("bert", "masked"))) for kind in kinds)
+    assert logged(alone) == pytest.approx(logged(usual))
 
 
 def attached(trainer):
@@ -214,12 +226,13 @@ def test_trainers_that_cannot_be_subclassed_stay_as_they_are(tmp_path):
         def __init_subclass__(cls, *, allowed):
             pass
 
-    trainer = trainer_of(tmp_path, Final)
+    trainer = trainer_of(tmp_path, Final, model=build("Llama"))
     before = vars(trainer).copy()
     with pytest.raises(TypeError, match="allowed"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert vars(trainer) == before
-    assert not hfp.check_isolation(trainer.model).isolated or trainer.model.config.use_cache is False
+    with pytest.raises(PackingError, match="is not"):
+        hfp.unpatch_model(trainer.model)
 
 
 def masked_documents():
@@ -263,11 +276,11 @@ def test_token_types_that_a_model_does_not_embed_are_left_out(tmp_path):
     assert found[0] == found[1]
 
 
-LOGGED = ("packing_efficiency", "documents_per_step", "tokens_per_step", "token_utilisation", "attention_utilisation")
+LOGGED = ("packing_efficiency", "documents_per_step", "tokens_per_step", "token_utilization", "attention_utilization")
 
 
 def test_what_is_logged_while_training(tmp_path):
-    steps = hfp.attach(trainer_of(tmp_path), hfp.TokenBudget(64)).optimiser_steps
+    steps = hfp.attach(trainer_of(tmp_path), hfp.TokenBudget(64)).optimizer_steps
     trainer = trainer_of(tmp_path, max_steps=2 * steps, logging_steps=steps)
     summary = hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.train()
@@ -275,8 +288,8 @@ def test_what_is_logged_while_training(tmp_path):
     for entry in (first, second):
         assert entry["documents_per_step"] == pytest.approx(summary.documents_per_step)
         assert entry["tokens_per_step"] == pytest.approx(summary.tokens_per_step)
-        assert entry["packing_efficiency"] == pytest.approx(summary.tokens / (64 * summary.micro_batches))
-        assert entry["token_utilisation"] == entry["attention_utilisation"] == 1
+        assert entry["packing_efficiency"] == pytest.approx(summary.tokens / (64 * summary.num_micro_batches))
+        assert entry["token_utilization"] == entry["attention_utilization"] == 1
     assert not set(LOGGED) & set(last)
     assert not set(LOGGED) & set(trainer.evaluate(documents(9)))
 
@@ -360,7 +373,7 @@ def test_linear_cost():
 def test_the_balance_is_that_of_the_model(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    assert trainer.planned_batches.batching.linear_cost == linear_cost_of(trainer.model.config)
+    assert trainer.planned_batches.decided.batching.linear_cost == linear_cost_of(trainer.model.config)
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64, linear_cost=5))
-    assert trainer.planned_batches.batching.linear_cost == 5
+    assert trainer.planned_batches.decided.batching.linear_cost == 5

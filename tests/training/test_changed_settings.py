@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from patched_models import patched
 from tiny_models import build
 from trainers import trainer_of
 from training_process import documents
@@ -13,8 +14,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.attention.installed import is_patched
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention import is_patched
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
@@ -223,7 +224,7 @@ def test_another_model_is_evaluated(tmp_path):
 def test_methods_that_were_set_on_a_trainer_before_attach(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.compute_loss = lambda *_, **__: 0
-    with pytest.raises(PackingError, match="compute_loss: expected the method of Trainer, got .*a subclass can have"):
+    with pytest.raises(PackingError, match="compute_loss: expected the method of Trainer, .*define it in a subclass"):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
 
@@ -282,6 +283,6 @@ def test_another_model_in_a_loop():
     """compute_loss takes a patched one, whichever it is, and refuses another."""
     loader = loader_of(Accelerator(cpu=True), documents(20))
     batch = next(iter(loader))
-    with pytest.raises(PackingError, match="model: expected one that patch_model has patched"):
+    with pytest.raises(PackingError, match="model: expected one that was patched by patch_model"):
         hfp.compute_loss(build("Llama"), batch)
-    assert hfp.compute_loss(hfp.patch_model(build("Llama")), batch).isfinite()
+    assert hfp.compute_loss(patched(), batch).isfinite()

@@ -6,6 +6,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
+from patched_models import patched
 from tiny_models import build
 from trainers import trainer_of
 from training_process import documents
@@ -23,7 +24,7 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
-    model = hfp.patch_model(build("Llama"))
+    model = patched()
     with pytest.raises(PackingError, match="dataset: expected a label to evaluate on, all are -100"):
         hfp.evaluation_loss(Accelerator(cpu=True), model, nothing)
 
@@ -87,7 +88,7 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path, kind):
         wanted = torch.tensor(labels[1:])
         total += torch.nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum").item()
         tokens += int((wanted != -100).sum())
-    trainer = trainer_of(tmp_path, kind, model=model, data=data)
+    trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64), data=data)
     hfp.attach(trainer, hfp.TokenBudget(64))
     found = []
     for rows in (1, 2, 4):

@@ -10,11 +10,12 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
+from patched_models import patched
 from tiny_models import build, with_loss_times
 from training_process import documents
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
 
@@ -24,7 +25,7 @@ def loader_of(**settings):
 
 def test_a_models_own_loss_is_right_in_a_loop():
     """model(**batch).loss and compute_loss agree, and their mean over batches is the mean over tokens."""
-    model = hfp.patch_model(build("Llama"))
+    model = patched()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1000)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     own, ours = [], []
@@ -60,7 +61,7 @@ def test_a_loop_goes_on_from_its_state():
             after = loader_of()
             after.load_state_dict(before.state_dict())
             if steps == len(loader):
-                assert (after.epoch, after.step) == (epoch + 1, 0)
+                assert (after.epoch, after.micro_batches_done) == (epoch + 1, 0)
             else:
                 assert [batch["input_ids"].tolist() for batch in after] == expected[epoch][steps:]
                 assert after.epoch == epoch + 1
@@ -76,7 +77,7 @@ def test_skipping_leaves_exactly_the_remaining_batches_of_the_epoch(epoch):
         loader.set_epoch(epoch)
         loader.skip_first_batches(skipped)
         assert [batch["input_ids"].tolist() for batch in loader] == expected[skipped:]
-        assert (loader.epoch, loader.step) == (epoch + 1, 0)
+        assert (loader.epoch, loader.micro_batches_done) == (epoch + 1, 0)
 
 
 def test_skipping_after_a_state_was_loaded_skips_once():
@@ -92,7 +93,9 @@ def test_skipping_after_a_state_was_loaded_skips_once():
 def test_skipping_a_part_of_a_step_or_more_than_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="batches: expected a multiple of the 2 that a step .* accumulates, got 1"):
+    with pytest.raises(
+        PackingError, match="batches: expected a multiple of the 2 that an optimizer step accumulates, got 1"
+    ):
         loader.skip_first_batches(1)
     with pytest.raises(PackingError, match=f"batches: expected .*{len(loader)}, got {len(loader) + 1}"):
         loader.skip_first_batches(len(loader) + 1)
@@ -108,7 +111,7 @@ def test_accelerate_takes_the_loader_as_it_is():
         lambda: accelerator.prepare_data_loader(loader),
         lambda: prepare_data_loader(loader),
     ):
-        with pytest.raises(PackingError, match=r"sampler: expected a DataLoader .* loader.skip_first_batches\(n\) beg"):
+        with pytest.raises(PackingError, match=r"sampler: expected a DataLoader .* use loader.skip_first_batches\(n\)"):
             call()
     assert not hasattr(loader, "sampler")
     assert getattr(loader, "batch_size", None) is None
@@ -123,7 +126,9 @@ def test_no_checkpoint_between_accumulated_batches():
     for _ in loader:
         with accelerator.accumulate(model):
             break
-    with pytest.raises(PackingError, match="step: expected a checkpoint after 2 accumulated batches, got one after 1"):
+    with pytest.raises(
+        PackingError, match="state: expected a checkpoint after 2 accumulated micro-batches, got one after 1"
+    ):
         loader.state_dict()
 
 
@@ -134,7 +139,7 @@ def test_iterating_draws_nothing_from_the_generator_of_dropout():
 
 
 def update_sizes(accelerator, model, loader, see):
-    """How many batches each update of the optimiser has."""
+    """How many batches each optimizer step has."""
     sizes, batches = [], 0
     for batch in loader:
         with accelerator.accumulate(model):
@@ -149,7 +154,7 @@ def update_sizes(accelerator, model, loader, see):
 
 def test_another_loader_in_the_middle_of_an_update_changes_nothing():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = hfp.patch_model(build("Llama"))
+    model = patched()
     loader, other = (hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64)) for _ in range(2))
     expected = update_sizes(accelerator, model, loader, lambda _: None)
     assert set(expected[:-1]) == {2}
@@ -174,7 +179,7 @@ def test_an_epoch_ends_with_its_last_batch_even_if_nobody_asks_for_more():
     loader = loader_of()
     for _, batch in zip(range(len(loader)), loader, strict=False):
         assert batch
-    assert (loader.epoch, loader.step) == (1, 0)
+    assert (loader.epoch, loader.micro_batches_done) == (1, 0)
 
 
 def test_models_that_do_not_divide_by_the_items_of_a_step_are_given_no_labels():
@@ -182,7 +187,7 @@ def test_models_that_do_not_divide_by_the_items_of_a_step_are_given_no_labels():
     batch = next(iter(loader_of(model=model)))
     assert "labels" not in batch
     assert hfp.compute_loss(model, batch).isfinite()
-    assert "labels" in next(iter(loader_of(model=build("Llama"))))
+    assert "labels" in next(iter(loader_of(model=patched())))
 
 
 def test_mixed_precision_is_proven_as_well(monkeypatch):
@@ -242,16 +247,16 @@ def test_accumulation_that_changes():
 def test_a_step_begins_with_the_first_batch_after_a_break():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
-    model = accelerator.prepare(hfp.patch_model(build("Llama")))
-    synchronised = []
+    model = accelerator.prepare(patched())
+    synchronized = []
     for stop in (1, 1000):
         for number, batch in enumerate(loader):
             with accelerator.accumulate(model):
                 accelerator.backward(hfp.compute_loss(model, batch))
-                synchronised.append(accelerator.sync_gradients)
+                synchronized.append(accelerator.sync_gradients)
             if number + 1 == stop:
                 break
-    assert synchronised[:4] == [False, False, False, True]
+    assert synchronized[:4] == [False, False, False, True]
 
 
 def test_the_last_gradients_of_an_epoch_are_used():
@@ -267,21 +272,21 @@ def test_the_last_gradients_of_an_epoch_are_used():
 def test_processes_that_do_not_know_of_each_other(monkeypatch):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PackingError, match="expected one that knows of all 2 processes that were launched"):
+    with pytest.raises(PackingError, match="expected one that knows of all 2 launched processes"):
         hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
 
 
-def test_gradients_are_synchronised_at_the_end_of_an_epoch():
+def test_gradients_are_synchronized_at_the_end_of_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     assert len(loader) % 3
-    model = accelerator.prepare(hfp.patch_model(build("Llama")))
-    synchronised = []
+    model = accelerator.prepare(patched())
+    synchronized = []
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(hfp.compute_loss(model, batch))
-            synchronised.append(accelerator.sync_gradients)
-    assert [step + 1 for step, done in enumerate(synchronised) if done] == [*range(3, len(loader), 3), len(loader)]
+            synchronized.append(accelerator.sync_gradients)
+    assert [step + 1 for step, done in enumerate(synchronized) if done] == [*range(3, len(loader), 3), len(loader)]
 
 
 def test_a_batch_without_its_share():
@@ -297,7 +302,7 @@ def test_a_model_that_is_not_patched():
         lambda: hfp.compute_loss(model, next(iter(loader_of()))),
         lambda: hfp.evaluation_loss(accelerator, model, documents(3)),
     ):
-        with pytest.raises(PackingError, match="model: expected one that patch_model has patched, Llama"):
+        with pytest.raises(PackingError, match="model: expected one that was patched by patch_model, Llama"):
             call()
     hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64), model=model)
     assert hfp.check_isolation(model).isolated
@@ -313,7 +318,7 @@ def test_sequence_weights_leave_models_no_labels():
     batch = next(iter(loader_of(loss="sequence")))
     assert "labels" not in batch
     assert float(batch["target_weights"].sum()) == pytest.approx(1.0)
-    assert np.isfinite(hfp.compute_loss(hfp.patch_model(build("Llama")), batch).item())
+    assert np.isfinite(hfp.compute_loss(patched(), batch).item())
 
 
 def test_more_ranks_than_rows():

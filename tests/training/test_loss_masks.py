@@ -202,7 +202,7 @@ class TestCompletionOnlyLoss:
             packed = hfp.pack(masks, hfp.BestFit(8))
         for data in (packed, masks.add_column("labels", [[-100, -100, 7, 8], [-100, 10, 11]])):
             trainer = trainer_of(tmp_path, SFTTrainer, data=data, completion_only_loss=False)
-            with pytest.raises(PackingError, match="completion_only_loss: expected None, since labels say already"):
+            with pytest.raises(PackingError, match="completion_only_loss: expected None, since labels already say"):
                 hfp.attach(trainer, hfp.TokenBudget(64))
 
     def test_false_is_no_contradiction_where_only_first_labels_are_masked(self, tmp_path, masks):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tiny_models import build, with_loss_times
 
 import hf_packing as hfp
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
-from hf_packing.training.loss_of_model import own_loss, predicts_next, without_router_loss
 from hf_packing.training.losses import items_in, trainable_per_document, weighted_loss, weights_of
-from hf_packing.training.step_facts import StepFacts, facts_of
-from hf_packing.training.trl_head import summed_log_probs, weighed
+from hf_packing.training.model_loss import loss_of_model, predicts_next, without_router_loss
+from hf_packing.training.summary import StepCounts, micro_batch_counts
+from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)
 
@@ -96,7 +96,7 @@ def test_which_logits_are_about_the_next_token():
 )
 def test_a_models_own_loss_decides(architecture, kind, expected, divided):
     model = hfp.patch_model(tiny_model(architecture, kind))
-    assert own_loss(model).divided_by_items == divided
+    assert loss_of_model(model).divided_by_items == divided
     assert predicts_next(model) == predicts_next(copy.deepcopy(model)) == expected
     batch = hfp.PackingCollator()([{"input_ids": [5, 6, 3, 9, 12]}])
     with torch.no_grad():
@@ -108,12 +108,12 @@ def test_a_models_own_loss_decides(architecture, kind, expected, divided):
 
 
 def test_a_loss_that_is_another():
-    assert own_loss(with_loss_times(2.0)) is None
-    assert own_loss(with_loss_times(1.0)) == (True, True)
+    assert loss_of_model(with_loss_times(2.0)) is None
+    assert loss_of_model(with_loss_times(1.0)) == (True, True)
 
 
 def test_a_model_without_a_loss():
-    assert own_loss(with_loss_times(None)) is None
+    assert loss_of_model(with_loss_times(None)) is None
 
 
 def test_a_small_model_answers_for_one_whose_weights_are_elsewhere():
@@ -137,18 +137,18 @@ def test_evaluation_is_about_the_logits_alone():
 @given(st.lists(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=2, max_size=2), min_size=1))
 def test_facts_of_steps_on_two_ranks(steps):
     """Each step has the lengths of the documents of both ranks."""
-    seen = StepFacts()
+    seen = StepCounts()
     for ranks in steps:
         batches = [hfp.PackingCollator()([{"input_ids": [5] * length} for length in lengths]) for lengths in ranks]
-        seen.add(torch.stack([facts_of([batch], "token") for batch in batches]))
+        seen.add(torch.stack([micro_batch_counts([batch], "token") for batch in batches]))
     found = seen.take(50)
     tokens = [[sum(lengths) for lengths in ranks] for ranks in steps]
     squares = [[sum(n * n for n in lengths) for lengths in ranks] for ranks in steps]
     assert found["packing_efficiency"] == pytest.approx(np.mean(tokens) / 50)
     assert found["documents_per_step"] == pytest.approx(sum(len(own) for ranks in steps for own in ranks) / len(steps))
     assert found["tokens_per_step"] == pytest.approx(np.sum(tokens) / len(steps))
-    assert found["token_utilisation"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in tokens]))
-    assert found["attention_utilisation"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in squares]))
+    assert found["token_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in tokens]))
+    assert found["attention_utilization"] == pytest.approx(np.mean([np.mean(step) / max(step) for step in squares]))
     assert seen.take(50) == {}
 
 
@@ -159,7 +159,7 @@ class Head(torch.nn.Module):
 
 def test_log_probabilities_are_weighed_and_the_model_is_left_as_it_was():
     batch, model = batch_of([[5, 6, 3], [4, 4]]), Head()
-    with weighed(model, batch):
+    with weighted_log_probs(model, batch):
         assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-1.0, -1.0, 0.0, -2.0]]
     assert model(log_probs=torch.full((1, 4), -2.0)).log_probs.tolist() == [[-2.0] * 4]
 
@@ -168,7 +168,7 @@ def test_log_probabilities_are_weighed_and_the_model_is_left_as_it_was():
 def test_a_head_that_is_not_known(outputs):
     model = Head()
     message = r"expected log_probs of shape \(1, 4\) from SFTTrainer's fused head"
-    with weighed(model, batch_of([[5, 6, 3], [4, 4]])), pytest.raises(PackingError, match=message):
+    with weighted_log_probs(model, batch_of([[5, 6, 3], [4, 4]])), pytest.raises(PackingError, match=message):
         model(**outputs)
 
 

@@ -1,4 +1,7 @@
-"""Real processes: every document once an epoch on every rank count, killed and resumed runs, exact gradients."""
+"""Real processes: every document once an epoch on two ranks, killed and resumed runs, exact gradients.
+
+test_splits.py has the same laws for one process. Most runs share one launch of two processes.
+"""
 
 from collections import Counter
 
@@ -7,8 +10,10 @@ import torch
 import transformers
 from packaging.version import Version
 from processes import epochs_seen, logged, losses, read, run, steps_of
-from tiny_models import build
-from training_process import documents
+from training_by_hand import gradients_of_a_padded_batch, largest_difference
+from training_process import documents, train
+
+pytestmark = pytest.mark.slow
 
 RESUMES_ON_CPUS = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="transformers 5.17 cannot load a checkpoint on two CPUs"
@@ -16,6 +21,30 @@ RESUMES_ON_CPUS = pytest.mark.skipif(
 
 THROUGH = ["trainer", "sft", "loop"]
 NUMBER = 45
+WHOLE = {"documents": NUMBER, "max_tokens": 600, "match_documents_per_step": NUMBER, "epochs": 1}
+EXACT = {"dtype": "float64", "optimizer": "sgd"}
+RUNS = {
+    **{through: {"through": through, "documents": NUMBER} for through in THROUGH},
+    "packed": {"through": "sft", "packed": 48, "documents": NUMBER, "accumulation": 2},
+    "sft sequence": {**WHOLE, **EXACT, "through": "sft", "loss": "sequence", "max_tokens": 300, "accumulation": 2},
+    **{
+        f"{through} {loss}": {**WHOLE, **EXACT, "through": through, "loss": loss}
+        for through in ("trainer", "loop")
+        for loss in ("token", "sequence")
+    },
+    **{
+        f"{through} evaluation": {
+            **EXACT,
+            "through": through,
+            "documents": 44,
+            "max_tokens": 2000,
+            "match_documents_per_step": 44,
+            "epochs": 1,
+            "eval_batch_sizes": [1, 2, 4],
+        }
+        for through in ("trainer", "loop")
+    },
+}
 
 
 def trained_documents(number=NUMBER):
@@ -26,136 +55,102 @@ def trained_documents(number=NUMBER):
     )
 
 
-@pytest.fixture(scope="module", params=THROUGH)
-def uninterrupted(request, tmp_path_factory):
-    """Three epochs on two ranks."""
-    folder = tmp_path_factory.mktemp(request.param)
-    run(folder, ranks=2, through=request.param, documents=NUMBER)
-    return request.param, folder
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """The folder with the results of RUNS."""
+    folder = tmp_path_factory.mktemp("two")
+    run(folder, RUNS, ranks=2)
+    return folder
 
 
-def test_every_document_once_in_every_epoch_on_two_ranks(uninterrupted):
-    _, folder = uninterrupted
+@pytest.mark.parametrize("name", [*THROUGH, "packed"])
+def test_every_document_once_in_every_epoch_on_two_ranks(on_two_ranks, name):
+    folder = on_two_ranks / name
     counts, orders = epochs_seen(folder, ranks=2)
     assert list(counts) == [0, 1, 2]
     assert all(count == trained_documents() for count in counts.values())
     assert len({tuple(order) for order in orders.values()}) == 3
     assert steps_of(folder, 0) == steps_of(folder, 1)
-    assert losses(folder, 0).keys() == set(range(1, len(steps_of(folder, 0)) + 1))
+    if name != "packed":
+        assert losses(folder, 0).keys() == set(range(1, len(steps_of(folder, 0)) + 1))
 
 
-def test_logs_are_about_all_ranks(uninterrupted):
-    through, folder = uninterrupted
-    if through == "loop":
-        pytest.skip("a loop logs what it likes")
+@pytest.mark.parametrize("through", ["trainer", "sft"])
+def test_logs_are_about_all_ranks(on_two_ranks, through):
+    folder = on_two_ranks / through
     for rank in range(2):
         of_first_epoch = list(logged(folder, rank).values())[: len(losses(folder)) // 3]
         assert sum(facts["documents_per_step"] for facts in of_first_epoch) == NUMBER
         assert sum(facts["tokens_per_step"] for facts in of_first_epoch) == sum(
             map(len, documents(NUMBER)["input_ids"])
         )
-        assert all(0.5 < facts["token_utilisation"] <= 1 for facts in of_first_epoch)
-        assert min(facts["attention_utilisation"] for facts in of_first_epoch) < 1
-
-
-def test_packed_rows_once_in_every_epoch_on_two_ranks(tmp_path):
-    run(tmp_path, ranks=2, through="sft", packed=48, documents=NUMBER, accumulation=2)
-    counts, orders = epochs_seen(tmp_path, ranks=2)
-    assert all(count == trained_documents() for count in counts.values())
-    assert len({tuple(order) for order in orders.values()}) == 3
+        assert all(0.5 < facts["token_utilization"] <= 1 for facts in of_first_epoch)
+        assert min(facts["attention_utilization"] for facts in of_first_epoch) < 1
 
 
 @RESUMES_ON_CPUS
-def test_killed_in_the_first_and_in_the_last_epoch(uninterrupted, tmp_path):
-    through, folder = uninterrupted
-    expected = losses(folder)
-    steps = len(expected) // 3
-    settings = {"ranks": 2, "through": through, "documents": NUMBER, "save_steps": 1}
-    run(tmp_path, fails=True, kill_at=2, **settings)
-    assert max(losses(tmp_path)) == 2
-    run(tmp_path, fails=True, kill_at=2 * steps + 2, resume=True, **settings)
-    run(tmp_path, resume=True, **settings)
-    assert losses(tmp_path) == expected
-    seen, trained = read(folder, "seen", 1), read(tmp_path, "seen", 1)
-    assert [line["documents"] for line in trained] == [line["documents"] for line in seen]
+def test_killed_in_the_first_and_in_the_last_epoch(on_two_ranks, tmp_path):
+    """All processes are killed in one of the runs; the others, which share them, end there without any warning."""
+    steps = len(losses(on_two_ranks / "trainer")) // 3
+    assert {len(losses(on_two_ranks / through)) for through in THROUGH} == {3 * steps}
+    settings = {"documents": NUMBER, "save_steps": 1}
+
+    def runs(order, **changes):
+        killed = {"kill": True} if "stop_at" in changes else {}
+        return {
+            through: {**settings, **changes, **(killed if through == order[-1] else {}), "through": through}
+            for through in order
+        }
+
+    run(tmp_path, runs(["sft", "trainer", "loop"], stop_at=2), ranks=2, fails=True)
+    assert [max(losses(tmp_path / through)) for through in THROUGH] == [2] * 3
+    run(tmp_path, runs(["loop", "sft", "trainer"], stop_at=2 * steps + 2, resume=True), ranks=2, fails=True)
+    run(tmp_path, runs(THROUGH, resume=True), ranks=2)
+    for through in THROUGH:
+        assert losses(tmp_path / through) == losses(on_two_ranks / through)
+        seen, trained = read(on_two_ranks / through, "seen", 1), read(tmp_path / through, "seen", 1)
+        assert [line["documents"] for line in trained] == [line["documents"] for line in seen]
 
 
 @RESUMES_ON_CPUS
-@pytest.mark.parametrize("through", ["trainer", "loop"])
-def test_another_number_of_ranks_is_refused_in_the_middle_of_an_epoch(tmp_path, through):
-    settings = {"through": through, "documents": NUMBER, "save_steps": 1, "epochs": 1}
-    run(tmp_path, fails=True, kill_at=2, **settings)
-    done = run(tmp_path, ranks=2, resume=True, fails=True, **settings)
-    assert "world_size: expected 1, as when the checkpoint was saved, got 2" in done.stderr + done.stdout
+def test_another_number_of_ranks_is_refused_in_the_middle_of_an_epoch(tmp_path):
+    settings = {"documents": NUMBER, "save_steps": 1, "epochs": 1}
+    for through in ("trainer", "loop"):
+        train(tmp_path / through, through=through, stop_at=2, **settings)
+    again = {
+        through: {**settings, "through": through, "resume": True, "fails": True} for through in ("trainer", "loop")
+    }
+    run(tmp_path, again, ranks=2)
+    for through in ("trainer", "loop"):
+        for rank in range(2):
+            said = (tmp_path / through / f"error-{rank}.txt").read_text()
+            assert "world_size: expected 1, as when the checkpoint was saved, got 2" in said
 
 
-def gradients_of_a_padded_batch(loss):
-    """All documents in one padded batch, through the stock model and its logits alone."""
-    model = build("Llama", torch.float64)
-    rows = documents(NUMBER)
-    width = max(map(len, rows["input_ids"]))
-    ids, labels, mask = (torch.full((NUMBER, width), fill) for fill in (0, -100, 0))
-    for row, (tokens, wanted) in enumerate(zip(rows["input_ids"], rows["labels"], strict=True)):
-        ids[row, : len(tokens)], labels[row, : len(tokens)], mask[row, : len(tokens)] = (
-            torch.tensor(tokens),
-            torch.tensor(wanted),
-            1,
-        )
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    labels = labels[:, 1:]
-    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-    trained = (labels != -100).sum(1)
-    of_documents = (each.sum(1) / trained.clamp(min=1)).sum() / (trained > 0).sum()
-    total = each.sum() / trained.sum() if loss == "token" else of_documents
-    total.backward()
-    return {name: p.grad for name, p in model.named_parameters()}, total.item()
-
-
-def test_the_gradient_of_sft_trainer_on_two_ranks(tmp_path):
-    """Its fused head makes the loss in float32."""
-    expected, _ = gradients_of_a_padded_batch("sequence")
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    settings = {"through": "sft", "loss": "sequence", "accumulation": 2, "optimiser": "sgd", "dtype": "float64"}
-    run(tmp_path, 2, documents=NUMBER, max_tokens=300, match_documents_per_step=NUMBER, epochs=1, **settings)
-    found = torch.load(tmp_path / "gradients.pt")
-    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5 * largest
+def test_the_gradient_of_sft_trainer_on_two_ranks(on_two_ranks):
+    """Its fused head computes the loss in float32."""
+    expected, _ = gradients_of_a_padded_batch(documents(NUMBER), "sequence")
+    found = torch.load(on_two_ranks / "sft sequence" / "gradients.pt")
+    assert largest_difference(found, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("through", ["trainer", "loop"])
 @pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_the_gradient_does_not_depend_on_the_split(tmp_path, loss, through):
-    expected, value = gradients_of_a_padded_batch(loss)
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for ranks, accumulation, max_tokens in [(1, 1, 2000), (1, 4, 300), (2, 1, 600)]:
-        folder = tmp_path / f"{ranks}-{accumulation}"
-        run(
-            folder,
-            ranks,
-            through=through,
-            loss=loss,
-            documents=NUMBER,
-            accumulation=accumulation,
-            max_tokens=max_tokens,
-            match_documents_per_step=NUMBER,
-            epochs=1,
-            dtype="float64",
-            optimiser="sgd",
-        )
-        assert len(read(folder, "seen", 0)) == accumulation
-        found = torch.load(folder / "gradients.pt")
-        assert found.keys() == expected.keys()
-        differences = [float((found[name] - expected[name]).abs().max()) for name in expected]
-        assert max(differences) <= 1e-12 * largest
-        assert losses(folder)[1] == pytest.approx(value, rel=1e-6)
+def test_the_gradient_of_two_ranks_is_that_of_one_batch(on_two_ranks, loss, through):
+    expected, value = gradients_of_a_padded_batch(documents(NUMBER), loss)
+    folder = on_two_ranks / f"{through} {loss}"
+    assert len(read(folder, "seen", 0)) == 1
+    assert largest_difference(torch.load(folder / "gradients.pt"), expected) <= 1e-12
+    assert losses(folder)[1] == pytest.approx(value, rel=1e-6)
 
 
 @pytest.mark.parametrize("through", ["trainer", "loop"])
-def test_evaluation_is_the_same_at_any_batch_size_and_on_any_number_of_ranks(tmp_path, through):
-    found = []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        settings = {"epochs": 1, "optimiser": "sgd", "dtype": "float64", "match_documents_per_step": 44}
-        run(folder, ranks, through=through, documents=44, max_tokens=2000, eval_batch_sizes=[1, 2, 4], **settings)
-        found += [line["loss"] for line in read(folder, "evaluated", 0)]
+def test_evaluation_is_the_same_at_any_batch_size_and_on_any_number_of_ranks(on_two_ranks, tmp_path, through):
+    train(tmp_path / "one", **RUNS[f"{through} evaluation"])
+    found = [
+        line["loss"]
+        for folder in (on_two_ranks / f"{through} evaluation", tmp_path / "one")
+        for line in read(folder, "evaluated", 0)
+    ]
     assert len(found) == 6
     assert max(found) - min(found) <= 1e-9 * max(found)

@@ -2,11 +2,20 @@
 
 import json
 import re
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
+from patched_models import patched
 from processes import launch
+from ranks_process import DATA, SAME, Rank, loop
+from tiny_models import build
 
-RANKS = [2, 3]
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.training import ranks as training_ranks
+
 FACTS = {
     "shard": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has \d+ rows, \d+ tokens",
     "shuffle": r"row \d+ has \d+ tokens on rank 0, \d+ on rank 1",
@@ -14,12 +23,12 @@ FACTS = {
     "12 against 64": r"rank 0 has 12 rows, 150 tokens; rank \d has 64 rows, 789 tokens",
     "fewer rows than ranks": r"rank 0 has 1 rows, 12 tokens; rank \d has 64 rows",
     "a row too long": r"rank 0 has 64 rows, 789 tokens; rank \d has 64 rows, 850 tokens",
-    "other tokens": r"row 0 has as many tokens on rank 0 as on rank \d, but others, or other labels",
-    "other labels": r"row 0 has as many tokens on rank 0 as on rank \d, but others, or other labels",
+    "other tokens": r"row 0 has the same length on rank 0 and on rank \d, but other tokens or labels",
+    "other labels": r"row 0 has the same length on rank 0 and on rank \d, but other tokens or labels",
     "list": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
-    "list of other labels": r"row 0 has as many tokens on rank 0 as on rank \d, but others, or other labels",
+    "list of other labels": r"row 0 has the same length on rank 0 and on rank \d, but other tokens or labels",
     "torch dataset": r"has",
-    "torch dataset of as many rows": r"row 0 has as many tokens on rank 0 as on rank 1, but others",
+    "torch dataset of as many rows": r"row 0 has the same length on rank 0 and on rank 1, but other tokens",
     "random transform": r"row \d+ has \d+ tokens on rank 0, \d+ on rank 1",
     "packed": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
 }
@@ -36,12 +45,108 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=RANKS)
-def told(request, tmp_path_factory):
-    """By case, what each rank was told, and how many steps it had trained before."""
-    folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    done = launch("ranks_process.py", folder, ranks=request.param, fails=True)
-    ranks = [json.loads((folder / f"ranks-{rank}.json").read_text()) for rank in range(request.param)]
+class NotedError(Exception):
+    """A rank has said what it planned from, and waits for the others."""
+
+
+def on_ranks(monkeypatch, calls):
+    """Make a call for each rank, as if each of them were a process; return the error of each, or None.
+
+    Every call runs twice: until it has to wait for the other ranks, and with what all of them have said.
+    """
+    reports = []
+
+    def note(own):
+        reports.extend(own)
+        raise NotedError
+
+    monkeypatch.setattr(training_ranks, "is_initialized", lambda: True)
+    monkeypatch.setattr(training_ranks, "PartialState", lambda: SimpleNamespace(num_processes=len(calls)))
+    monkeypatch.setattr(training_ranks, "gather_object", note)
+    for call in calls:
+        with suppress(NotedError):
+            call()
+    assert len(reports) == len(calls)
+    monkeypatch.setattr(training_ranks, "gather_object", lambda _: reports)
+    return [error_of(call) for call in calls]
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return {"message": f"{type(error).__name__}: {error}"}
+    return {"message": None}
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("case", FACTS)
+def test_different_data_of_a_loop(monkeypatch, case, number):
+    data = [Rank(rank, number).data()[case]() for rank in range(number)]
+    for of_rank in on_ranks(monkeypatch, [lambda each=each: loop(each) for each in data]):
+        check(of_rank, rf"dataset: expected the same rows on all ranks; .*{FACTS[case]}")
+        check(of_rank, r"Give every rank the whole dataset, without .shard\(\)")
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_same_data_of_a_loop(monkeypatch, case):
+    def prepare():
+        hfp.prepare_dataloader(Accelerator(cpu=True), SAME[case](), hfp.TokenBudget(64))
+
+    assert [of_rank["message"] for of_rank in on_ranks(monkeypatch, [prepare] * 2)] == [None] * 2
+
+
+@pytest.mark.parametrize("case", [name for name in SETTINGS if name not in ("accumulation", "model")])
+def test_different_batchings_of_a_loop(monkeypatch, case):
+    given = [Rank(rank, 2).batching()[case] for rank in range(2)]
+    calls = [lambda each=each: loop(DATA, each[0] or 64, **each[1]) for each in given]
+    for of_rank in on_ranks(monkeypatch, calls):
+        check(of_rank, SETTINGS[case])
+
+
+def test_different_accumulations_and_models_of_a_loop(monkeypatch):
+    for of_rank in on_ranks(monkeypatch, [lambda last=last: loop(DATA, accumulation=1 + last) for last in range(2)]):
+        check(of_rank, SETTINGS["accumulation"])
+    models = [build("Llama", intermediate_size=96 + 32 * last) for last in range(2)]
+    for of_rank in on_ranks(monkeypatch, [lambda each=each: loop(DATA, model=each) for each in models]):
+        check(of_rank, SETTINGS["model"])
+
+
+def test_different_data_of_an_evaluation(monkeypatch):
+    model = patched()
+    shards = [DATA.shard(2, rank) for rank in range(2)]
+    calls = [lambda each=each: hfp.evaluation_loss(Accelerator(cpu=True), model, each) for each in shards]
+    for of_rank in on_ranks(monkeypatch, calls):
+        check(of_rank, "dataset: expected the same rows on all ranks; rank 0 has")
+
+
+def test_an_error_of_one_rank_reaches_the_others_in_one_process(monkeypatch):
+    def fail(_):
+        raise PackingError("batching: expected TokenBudget")
+
+    calls = [lambda: training_ranks.on_all_ranks(lambda _: 1), lambda: training_ranks.on_all_ranks(fail)]
+    other, failed = on_ranks(monkeypatch, calls)
+    check(other, "^PackingError: rank 1 of 2: PackingError: batching: expected TokenBudget")
+    check(failed, "^PackingError: batching: expected TokenBudget")
+
+
+def test_only_the_first_loader_of_a_collective_call_is_compared():
+    collective = training_ranks.CollectiveCall()
+    assert collective.runner() is not training_ranks.on_all_ranks
+    with collective.active():
+        assert collective.runner() is training_ranks.on_all_ranks
+        assert collective.runner() is not training_ranks.on_all_ranks
+    with collective.active():
+        pass
+    assert collective.runner()(lambda planned_from: planned_from.compared) is False
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """By case, what each of three ranks was told, and how many steps it had trained before."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = launch("ranks_process.py", folder, ranks=3, fails=True)
+    ranks = [json.loads((folder / f"ranks-{rank}.json").read_text()) for rank in range(3)]
     assert all(of_rank.keys() == ranks[0].keys() for of_rank in ranks), done.stderr[-3000:]
     return {case: [of_rank[case] for of_rank in ranks] for case in ranks[0]}
 
@@ -52,6 +157,7 @@ def of_kind(told, kind):
     return {(who, case): ranks for (who, which, case), ranks in found.items() if which == kind}
 
 
+@pytest.mark.slow
 def test_different_data_is_refused_on_all_ranks_before_the_first_batch(told):
     found = of_kind(told, "data")
     assert {case for who, case in found if who == "loop"} == FACTS.keys()
@@ -63,11 +169,13 @@ def test_different_data_is_refused_on_all_ranks_before_the_first_batch(told):
             check(of_rank, r"Give every rank the whole dataset, without .shard\(\)")
 
 
+@pytest.mark.slow
 def test_every_process_ends_with_the_error(told):
     for of_rank in told["loop: end: shard"]:
         check(of_rank, "PackingError: dataset: expected the same rows on all ranks; rank 0 has")
 
 
+@pytest.mark.slow
 def test_different_batchings_are_refused_on_all_ranks(told):
     found = of_kind(told, "batching")
     assert {case for who, case in found if who == "loop"} == SETTINGS.keys()
@@ -77,6 +185,7 @@ def test_different_batchings_are_refused_on_all_ranks(told):
             check(of_rank, SETTINGS[case])
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_told_to_the_others(told):
     *others, failed = told["Trainer: batching: no batching"]
     number = len(others)
@@ -89,6 +198,7 @@ def test_an_error_of_one_rank_is_told_to_the_others(told):
     check(failed, "PackingError: data_collator: expected the one that attach")
 
 
+@pytest.mark.slow
 def test_different_data_of_evaluations_is_refused_on_all_ranks(told):
     found = of_kind(told, "evaluation")
     expected = {
@@ -107,6 +217,7 @@ def test_different_data_of_evaluations_is_refused_on_all_ranks(told):
             check(of_rank, expected[case])
 
 
+@pytest.mark.slow
 def test_data_that_changes_later_is_refused_on_all_ranks(told):
     for kind in ("Trainer", "SFTTrainer"):
         for of_rank in told[f"{kind}: later: another train_dataset"]:
@@ -115,6 +226,7 @@ def test_data_that_changes_later_is_refused_on_all_ranks(told):
         check(of_rank, "dataset: expected the 64 rows that it had when batches were planned, it has 73 now")
 
 
+@pytest.mark.slow
 def test_the_same_data_is_trained_on(told):
     """Also after refusals, and where rows are random at each reading."""
     found = {case: ranks for case, ranks in told.items() if case.split(": ")[1] in ("same", "trained")}

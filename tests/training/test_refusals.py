@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import trl
-from tiny_models import with_loss_times
+from tiny_models import build, with_loss_times
 from trainers import trainer_of
 from training_process import documents, tokenizer
 from transformers import (
@@ -33,7 +33,7 @@ def test_another_collator_after_attach(tmp_path):
 def test_attached_twice(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="attach was called on it before"):
+    with pytest.raises(PackingError, match="attach was already called on it"):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
 
@@ -61,7 +61,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
         raise hfp.ModelNotSupportedError("it leaks")
 
     monkeypatch.setattr("hf_packing.training.isolate.patch_model", refuse)
-    trainer = trainer_of(tmp_path)
+    trainer = trainer_of(tmp_path, model=build("Llama"))
     before = vars(trainer).copy()
     with pytest.raises(hfp.ModelNotSupportedError, match="it leaks"):
         hfp.attach(trainer, hfp.TokenBudget(64))
@@ -72,7 +72,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
 def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
     report = SimpleNamespace(isolated=False, reason="it does")
     monkeypatch.setattr("hf_packing.training.isolate.check_isolation", lambda _: report)
-    trainer = trainer_of(tmp_path, bf16=True)
+    trainer = trainer_of(tmp_path, model=build("Llama"), bf16=True)
     with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     with pytest.raises(PackingError, match="is not"):
@@ -82,8 +82,11 @@ def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: expected none, since loss='sequence' makes another"),
-        ({"kind": "own"}, "loss: expected 'token', since Own.compute_loss makes its own, got 'sequence'"),
+        (
+            {"label_smoothing_factor": 0.1},
+            "label_smoothing_factor: expected none, since it cannot be combined with loss='sequence'",
+        ),
+        ({"kind": "own"}, "loss: expected 'token', since Own has its own compute_loss, got 'sequence'"),
     ],
 )
 def test_losses_that_contradict(tmp_path, changes, message):
@@ -101,8 +104,11 @@ def test_losses_that_contradict(tmp_path, changes, message):
     ("make", "message"),
     [
         (lambda: SimpleNamespace(mlm=True), "masked in the dataset.*with mlm=True"),
-        (lambda: MaskingCollator(), "such as default_data_collator, .*got MaskingCollator, which would not be called"),
-        (lambda: lambda rows: rows, "got <lambda>, which would not be called any more"),
+        (
+            lambda: MaskingCollator(),
+            "such as default_data_collator, .*got MaskingCollator; attach replaces this collator",
+        ),
+        (lambda: lambda rows: rows, "got <lambda>; attach replaces this collator"),
     ],
 )
 def test_collators_of_the_users(tmp_path, make, message):
@@ -159,7 +165,10 @@ def test_context_parallelism(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.accelerator.state.parallelism_config = type("Config", (), {"tp_size": 1, "cp_size": 2, "sp_size": 1})()
     try:
-        with pytest.raises(PackingError, match="cp_size: expected 1, got 2: rows cut across processes"):
+        with pytest.raises(
+            PackingError,
+            match="cp_size: expected 1, got 2: documents are not isolated in rows that are split across processes",
+        ):
             hfp.attach(trainer, hfp.TokenBudget(64))
     finally:
         trainer.accelerator.state.parallelism_config = None
@@ -185,7 +194,7 @@ def test_rows_that_trl_has_packed(tmp_path, name, value):
 
 def test_trainers_of_trl_that_are_more_than_sft_trainer(tmp_path):
     more = type("DistillingTrainer", (SFTTrainer,), {"__module__": "trl.experimental"})
-    with pytest.raises(PackingError, match="DistillingTrainer makes batches or losses of its own"):
+    with pytest.raises(PackingError, match="DistillingTrainer makes its own batches or losses"):
         hfp.attach(trainer_of(tmp_path, more), hfp.TokenBudget(64))
     mine = type("MyTrainer", (SFTTrainer,), {})
     hfp.attach(trainer_of(tmp_path, mine), hfp.TokenBudget(64), loss="sequence")

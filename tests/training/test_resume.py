@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.training.progress import BatchesOfCheckpoint
+from hf_packing.training.checkpoint import BatchesOfCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -36,7 +36,8 @@ def test_resumed_with_dropout(tmp_path, persistent):
 
 
 def test_a_checkpoint_without_batches(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    stock = {"model": build("Llama"), "per_device_train_batch_size": 1}
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, **stock)
     trainer.train()
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=4)
     hfp.attach(trainer, hfp.TokenBudget(64))
@@ -45,7 +46,8 @@ def test_a_checkpoint_without_batches(tmp_path):
 
 
 def test_a_checkpoint_without_batches_from_the_next_epoch_on(tmp_path):
-    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    stock = {"model": build("Llama"), "per_device_train_batch_size": 1}
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, **stock)
     trainer.train()
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "ignore_data_skip": True}
     trainer = trainer_of(tmp_path, **options)
@@ -62,7 +64,7 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     def losses(folder, resume=None, ignore=False):
         options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8, "learning_rate": 1e-2}
         trainer = trainer_of(folder, gradient_accumulation_steps=4, ignore_data_skip=ignore, **options)
-        assert hfp.attach(trainer, hfp.TokenBudget(64)).optimiser_steps == 2
+        assert hfp.attach(trainer, hfp.TokenBudget(64)).optimizer_steps == 2
         trainer.train(resume_from_checkpoint=resume and str(resume))
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -72,7 +74,7 @@ def test_a_checkpoint_of_a_run_that_ignored_where_it_was(tmp_path, began):
     if began == 2:
         assert losses(tmp_path / "again", saved) == ignoring
         return
-    with pytest.raises(PackingError, match="resumed itself, 1 steps into an epoch"):
+    with pytest.raises(PackingError, match="itself resumed with it, 1 steps into an epoch"):
         losses(tmp_path / "again", saved)
     assert len(losses(tmp_path / "again", saved, ignore=True)) == 8
 

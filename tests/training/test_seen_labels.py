@@ -5,22 +5,23 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
 from tiny_models import build
 from trainers import logged, trainer_of
 from training_process import documents
 
 import hf_packing as hfp
-from hf_packing.attention.installed import is_patched
+from hf_packing.attention import is_patched
 from hf_packing.attention.route import route_of
-from hf_packing.attention.survey.tiny import tiny_model
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
-REPEATED = "labels: expected other tokens than those of input_ids, which .* sees .* Mask tokens before they are packed"
+REPEATED = "labels: expected other tokens than those of input_ids, since .* sees .* Mask tokens before they are packed"
 MASK = 4
 
 
-def unlabelled():
+def unlabeled():
     return documents(12).remove_columns("labels")
 
 
@@ -33,16 +34,20 @@ def masked(row, share=0.3):
     return {"input_ids": np.where(asked, given, ids), "labels": np.where(asked, ids, -100)}
 
 
-def bert(**changes):
-    return tiny_model("bert", "masked", torch.float64, **changes)
+def bert():
+    return tiny_model("bert", "masked", torch.float64)
+
+
+def patched_bert():
+    return patched_tiny("bert", "masked", torch.float64)
 
 
 DATA = {
-    "documents without labels": unlabelled,
-    "documents that are their labels": lambda: unlabelled().map(lambda row: {"labels": row["input_ids"]}),
-    "packed without labels": lambda: hfp.pack(unlabelled(), hfp.BestFit(48)),
-    "a list": lambda: unlabelled().to_list(),
-    "labels made as rows are read": lambda: unlabelled().with_transform(
+    "documents without labels": unlabeled,
+    "documents that are their labels": lambda: unlabeled().map(lambda row: {"labels": row["input_ids"]}),
+    "packed without labels": lambda: hfp.pack(unlabeled(), hfp.BestFit(48)),
+    "a list": lambda: unlabeled().to_list(),
+    "labels made as rows are read": lambda: unlabeled().with_transform(
         lambda rows: rows | {"labels": rows["input_ids"]}
     ),
 }
@@ -50,28 +55,36 @@ DATA = {
 
 @pytest.mark.parametrize("kind", DATA)
 def test_data_that_teaches_to_copy(tmp_path, kind):
-    data, model = DATA[kind](), bert()
+    data, model = DATA[kind](), patched_bert()
     for train, evaluated in ((data, None), (documents(12).map(masked), data)):
         trainer = trainer_of(tmp_path, model=model, data=train)
         trainer.eval_dataset = evaluated
         with pytest.raises(PackingError, match=REPEATED):
             hfp.attach(trainer, hfp.TokenBudget(64))
-        assert not is_patched(model)
     with pytest.raises(PackingError, match=REPEATED):
         hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=model)
-    assert not is_patched(model)
     with pytest.raises(PackingError, match=REPEATED):
-        hfp.evaluation_loss(Accelerator(cpu=True), hfp.patch_model(model), data)
-    causal = build("Llama", torch.float64)
+        hfp.evaluation_loss(Accelerator(cpu=True), model, data)
+    causal = patched("Llama", torch.float64)
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(64), model=causal)
     assert not route_of(causal).sees_labels
     assert torch.isfinite(hfp.compute_loss(causal, next(iter(loader))))
 
 
+def test_a_model_whose_data_is_refused_is_as_it_was(tmp_path):
+    model = bert()
+    with pytest.raises(PackingError, match=REPEATED):
+        hfp.attach(trainer_of(tmp_path, model=model, data=unlabeled()), hfp.TokenBudget(64))
+    assert not is_patched(model)
+    with pytest.raises(PackingError, match=REPEATED):
+        hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64), model=model)
+    assert not is_patched(model)
+
+
 def test_masked_data_is_trained_on(tmp_path):
     data = documents(12).map(masked)
     for each in (data, hfp.pack(data, hfp.BestFit(48)), documents(12).with_transform(masked_rows)):
-        trainer = trainer_of(tmp_path, model=bert(), data=each)
+        trainer = trainer_of(tmp_path, model=patched_bert(), data=each)
         trainer.eval_dataset = each
         hfp.attach(trainer, hfp.TokenBudget(64))
         assert len(logged(trainer)) == 2
@@ -84,19 +97,22 @@ def masked_rows(rows):
 
 
 def test_data_that_an_evaluation_is_given(tmp_path):
-    trainer = trainer_of(tmp_path, model=bert(), data=documents(12).map(masked))
+    trainer = trainer_of(tmp_path, model=patched_bert(), data=documents(12).map(masked))
     hfp.attach(trainer, hfp.TokenBudget(64))
     with pytest.raises(PackingError, match=REPEATED):
-        trainer.evaluate(unlabelled())
+        trainer.evaluate(unlabeled())
+
+
+def with_adapters(model):
+    return get_peft_model(model, LoraConfig(target_modules=["query"]))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: get_peft_model(m, LoraConfig(target_modules=["query"]))])
-def test_a_stock_trainer(tmp_path, wrap):
-    for data, refused in ((unlabelled(), True), (documents(12).map(masked), False)):
+@pytest.mark.parametrize("make", [patched_bert, lambda: hfp.patch_model(with_adapters(bert()))])
+def test_a_stock_trainer(tmp_path, make):
+    for data, refused in ((unlabeled(), True), (documents(12).map(masked), False)):
         packed = hfp.pack(data, hfp.BestFit(48))
-        model = hfp.patch_model(wrap(bert()))
-        trainer = trainer_of(tmp_path, model=model, data=packed, remove_unused_columns=False, label_names=["labels"])
+        trainer = trainer_of(tmp_path, model=make(), data=packed, remove_unused_columns=False, label_names=["labels"])
         trainer.data_collator = hfp.PackingCollator()
         if refused:
             with pytest.raises(PackingError, match=REPEATED):
@@ -106,8 +122,8 @@ def test_a_stock_trainer(tmp_path, wrap):
 
 
 def test_a_loop_whose_loader_knows_no_model():
-    model = hfp.patch_model(bert()).train()
-    batch = next(iter(hfp.prepare_dataloader(Accelerator(cpu=True), unlabelled(), hfp.TokenBudget(64))))
+    model = patched_bert().train()
+    batch = next(iter(hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64))))
     with pytest.raises(PackingError, match=REPEATED):
         hfp.compute_loss(model, batch)
     with pytest.raises(PackingError, match=REPEATED):
@@ -125,12 +141,12 @@ def in_training(model, ids, labels, lengths):
 
 
 def test_labels_that_are_chosen_may_repeat_tokens_by_chance():
-    model = hfp.patch_model(bert()).train()
+    model = patched_bert().train()
     kept = [token if place % 7 == 3 else -100 for place, token in enumerate(ROW)]
     for labels in (kept, [-100] * 40, [6, *ROW[1:]], [*ROW[:39], -100]):
         assert in_training(model, ROW, labels, [40]).dtype == torch.float64
     # two tokens are too few to tell, but they are counted
-    model = hfp.patch_model(bert()).train()
+    model = patched_bert().train()
     in_training(model, ROW[:2], ROW[:2], [1, 1])
     with pytest.raises(PackingError, match="got 4 labels that only repeat input_ids"):
         in_training(model, ROW[:2], ROW[:2], [1, 1])
@@ -141,7 +157,7 @@ def test_labels_that_are_chosen_may_repeat_tokens_by_chance():
 def test_first_labels_and_documents_without_labels_choose_nothing(lengths, first):
     if not first and max(lengths) == 1:
         return
-    model = hfp.patch_model(bert()).train()
+    model = patched_bert().train()
     begins = np.cumsum([0, *lengths[:-1]])
     labels = np.array(ROW)
     if not first:
@@ -154,7 +170,7 @@ def test_first_labels_and_documents_without_labels_choose_nothing(lengths, first
 
 def test_a_corrector_of_spelling_may_meet_rows_without_mistakes():
     """Its labels are all tokens, and other ones only where there is a mistake."""
-    model = hfp.patch_model(bert()).train()
+    model = patched_bert().train()
     in_training(model, ROW, [6, *ROW[1:]], [40])
     for _ in range(4096 // 40):
         in_training(model, ROW, ROW, [40])
@@ -164,7 +180,8 @@ def test_a_corrector_of_spelling_may_meet_rows_without_mistakes():
 
 def test_a_loop_for_a_corrector_may_begin_without_mistakes():
     """Its loader knows the labels of rows from all over the data, whatever the first batch has."""
-    model, rows = bert(), [{"input_ids": ROW[:12], "labels": [6 + number % 2, *ROW[1:12]]} for number in range(12)]
+    model = patched_bert()
+    rows = [{"input_ids": ROW[:12], "labels": [6 + number % 2, *ROW[1:12]]} for number in range(12)]
     data = [rows[number] if number % 3 == 0 else {**rows[0], "labels": ROW[:12]} for number in range(12)]
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(12), model=model)
     model.train()
@@ -175,7 +192,7 @@ def test_a_loop_for_a_corrector_may_begin_without_mistakes():
     for batch in batches:
         assert torch.isfinite(hfp.compute_loss(model, batch))
     with pytest.raises(PackingError, match=REPEATED):
-        hfp.prepare_dataloader(Accelerator(cpu=True), unlabelled(), hfp.TokenBudget(64), model=model)
+        hfp.prepare_dataloader(Accelerator(cpu=True), unlabeled(), hfp.TokenBudget(64), model=model)
 
 
 SEEING = {

@@ -60,12 +60,14 @@ def run(folder, **settings):
     return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_two_processes_are_told(tmp_path):
     done = run(tmp_path, steps=2)
     assert done.returncode
     assert "hf_packing.errors.PackingError: dispatch_batches: expected False" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     done = run(tmp_path, steps=PACKS // 2, **NOT_DISPATCHED)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,269 @@
+"""Pictures of packed rows, of keeping documents apart, of ranks, and of the way from lengths to a loss."""
+
+import numpy as np
+from canvas import (
+    ATTENDS,
+    COLORS,
+    EDGE,
+    EMPTY,
+    FAINT,
+    HEIGHT,
+    INK,
+    LEAKS,
+    LENGTHS,
+    ROW,
+    arrow,
+    box,
+    draw_box,
+    draw_rows,
+    draw_segments,
+    figure_of,
+    packs_of,
+    planned,
+    title,
+)
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+import hf_packing as hfp
+from hf_packing.sampling.epoch_plan import Epoch
+from hf_packing.sampling.row_sizes import sizes_of_documents
+
+
+def note(axes: Axes, x: float, y: float, text: str, **options) -> None:
+    axes.text(x, y, text, **{"size": 11.5, "color": FAINT, "va": "center", "in_layout": False} | options)
+
+
+def draw_attention(axes: Axes, lengths: list[int], words: str, *, leaks: bool = False, causal: bool = True) -> None:
+    """Which tokens of a row each of its tokens attends to."""
+    axes.axis("on")
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    seen = np.tril(np.ones((len(document), len(document)), dtype=bool)) if causal else document >= 0
+    same = document[:, None] == document[None]
+    shown = np.where(seen & same, 1, np.where(seen & leaks, 2, 0))
+    axes.imshow(shown, cmap=ListedColormap(["#f1f3f6", ATTENDS, LEAKS]), vmin=0, vmax=2)
+    for border in np.cumsum(lengths)[:-1]:
+        axes.axhline(border - 0.5, color="white", linewidth=1.5)
+        axes.axvline(border - 0.5, color="white", linewidth=1.5)
+    middles = np.cumsum(lengths) - np.array(lengths) / 2 - 0.5
+    names = [f"doc {number + 1}" for number in range(len(lengths))]
+    axes.set_xticks(middles, names, size=10, color=FAINT)
+    axes.set_yticks(middles, names, size=10, color=FAINT, rotation=90, va="center")
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_color(EDGE)
+    axes.set_title(words, size=12, color=INK)
+
+
+def packing() -> Figure:
+    """The picture of the README."""
+    figure, axes = figure_of(5, (13, 4.4), width_ratios=[1.1, 1.1, 1.1, 0.95, 0.95])
+    padded = [[(document, tokens)] for document, tokens in enumerate(LENGTHS)]
+    real = sum(LENGTHS) / (len(LENGTHS) * ROW)
+    draw_rows(axes[0], padded, [ROW] * len(LENGTHS))
+    title(axes[0], f"Padding\n{1 - real:.0%} of the slots empty")
+    for each, strategy, words in (
+        (axes[1], hfp.FixedLength(ROW, seed=None), "Concatenate and cut\n{cut} of {all} are cut"),
+        (axes[2], hfp.BestFit(ROW, seed=None), "Best fit\nnone is cut, {empty:.0%} empty"),
+    ):
+        rows, capacities, cut = planned(strategy)
+        draw_rows(each, rows, capacities, cut=cut, space=len(LENGTHS))
+        empty = 1 - sum(LENGTHS) / sum(capacities)
+        title(each, words.format(cut=len(cut), all=len(LENGTHS), empty=empty))
+    draw_attention(axes[3], [8, 6, 2], "Packed, most models:\nthey see each other", leaks=True)
+    draw_attention(axes[4], [8, 6, 2], "After patch_model:\nonly themselves")
+    return figure
+
+
+def isolation() -> Figure:
+    figure, axes = figure_of(4, (13, 3.7))
+    lengths = [8, 5, 7]
+    draw_attention(axes[0], lengths, "Most stock models", leaks=True)
+    draw_attention(axes[1], lengths, "Patched decoder")
+    draw_attention(axes[2], lengths, "Patched encoder", causal=False)
+    kinds = [Patch(color=ATTENDS, label="attends, same document"), Patch(color=LEAKS, label="leak: another document")]
+    axes[3].legend(handles=kinds, loc="upper left", fontsize=12, frameon=False, bbox_to_anchor=(0, 0.95))
+    words = "Each line of a square is a token\nof the row. Colored: the tokens\nthat it attends to."
+    note(axes[3], 0.05, 0.6, words, va="top")
+    return figure
+
+
+def packed_row() -> Figure:
+    figure, (axes,) = figure_of(1, (12, 3.7))
+    documents = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
+    batch = hfp.PackingCollator()([{"input_ids": each} for each in documents])
+    owner = batch["seq_idx"][0].tolist()
+    for line, name in enumerate(("input_ids", "labels", "position_ids")):
+        note(axes, -0.25, -line * 0.95 + HEIGHT / 2, name, ha="right", color=INK, family="monospace")
+        for place, value in enumerate(batch[name][0].tolist()):
+            masked = value == -100
+            draw_box(axes, place, -line * 0.95, 1, EMPTY if masked else COLORS[owner[place]], str(value))
+    for y, name, values in (
+        (-2.85, "seq_lengths", [len(each) for each in documents]),
+        (-3.7, "cu_seq_lens_q", batch["cu_seq_lens_q"].tolist()),
+    ):
+        note(axes, -0.25, y + HEIGHT / 2, name, ha="right", color=INK, family="monospace")
+        borders = batch["cu_seq_lens_q"].tolist()
+        for number, value in enumerate(values):
+            middle = (borders[number] + borders[number + 1]) / 2 if name == "seq_lengths" else borders[number]
+            axes.text(middle, y + HEIGHT / 2, str(value), ha="center", va="center", size=12, color=INK)
+    for border in batch["cu_seq_lens_q"].tolist():
+        axes.plot([border] * 2, [-3.0, 0.95], color=INK, linewidth=1.1, linestyle=(0, (2, 2)))
+    axes.set(xlim=(-2.9, len(owner) + 0.3), ylim=(-3.75, 1.0))
+    title(axes, "Three documents in one packed row, and where they end")
+    return figure
+
+
+def routes() -> Figure:
+    figure, axes = figure_of(2, (12, 4.6))
+    lengths = [6, 4, 6]
+    layers = {
+        "varlen: attention is told where documents end": [
+            ("embedding, norms, projections", None),
+            ("attention", "kernel"),
+            ("MLP or experts", None),
+            ("head", None),
+        ],
+        "segments: what mixes tokens runs by segment": [
+            ("embedding, norms, projections", None),
+            ("convolution, mixer", "segments"),
+            ("MLP or experts", None),
+            ("head", None),
+        ],
+    }
+    for each, (route, stack) in zip(axes, layers.items(), strict=True):
+        draw_segments(each, list(enumerate(lengths)), 0, -4.9)
+        for level, (name, how) in enumerate(stack):
+            y = -3.7 + 1.15 * level
+            if how == "segments":
+                begin = 0.0
+                for number, tokens in enumerate(lengths):
+                    words = name if tokens > 5 else "mixer"
+                    box(each, begin + 0.08, y, tokens - 0.16, HEIGHT, words, facecolor=COLORS[number])
+                    begin += tokens
+            else:
+                box(each, 0.08, y, sum(lengths) - 0.16, HEIGHT, name, facecolor="#dcebf8" if how else "#f3f5f8")
+            if how == "kernel":
+                for border in np.cumsum(lengths)[:-1]:
+                    each.plot([border] * 2, [y, y + HEIGHT], color=LEAKS, linewidth=2, linestyle=(0, (2, 1.5)))
+            arrow(each, (sum(lengths) / 2, y - 0.36), (sum(lengths) / 2, y - 0.02), mutation_scale=11, linewidth=1.2)
+        note(each, sum(lengths) + 0.3, -4.5, "packed row")
+        each.set(xlim=(-0.2, sum(lengths) + 3.2), ylim=(-5.0, 0.75))
+        title(each, route)
+    return figure
+
+
+def work_of_ranks(axes: Axes, work: np.ndarray, words: str) -> None:
+    """work [steps, ranks]: bars one step after the other; a step ends with its slowest rank."""
+    begin = 0.0
+    for step, of_ranks in enumerate(work):
+        for rank, cost in enumerate(of_ranks):
+            axes.add_patch(Rectangle((begin, -rank), of_ranks.max(), HEIGHT, facecolor=EMPTY, edgecolor="none"))
+            color = COLORS[step % 4]
+            axes.add_patch(Rectangle((begin, -rank), cost, HEIGHT, facecolor=color, edgecolor="white", linewidth=1.5))
+        begin += of_ranks.max()
+    for rank in range(work.shape[1]):
+        note(axes, -0.01 * begin, -rank + HEIGHT / 2, f"rank {rank}", ha="right", color=INK)
+    busy = work.mean() / work.max(axis=1).mean()
+    title(axes, f"{words}: ranks work {busy:.0%} of the time")
+
+
+def token_budget() -> Figure:
+    """The work of the same documents on four ranks: full rows dealt at random, and a token budget."""
+    random = np.random.default_rng(5)
+    lengths = np.clip(random.lognormal(6, 1.3, 900), 16, 16384).astype(int)
+    ranks, budget, linear = 4, 16384, 12288
+    plan = hfp.plan_packing(lengths, hfp.BestFit(budget, seed=3))
+    work = np.array([sum(linear * tokens + tokens**2 for _, tokens in pack) for pack in packs_of(plan)], dtype=float)
+    at_random = work[: len(work) // ranks * ranks].reshape(-1, ranks)
+    epoch = hfp.TokenBudget(budget, linear_cost=linear).plan(sizes_of_documents(lengths), Epoch(0, ranks))
+    cost = (linear * lengths + lengths**2).astype(float)
+    leveled = np.array(
+        [
+            [cost[[row for row, _ in epoch.micro_batch(step, rank)]].sum() for rank in range(ranks)]
+            for step in range(epoch.num_micro_batches)
+        ]
+    )
+    figure, axes = figure_of(2, (14, 3.2))
+    longest = max(at_random.max(axis=1).sum(), leveled.max(axis=1).sum())
+    work_of_ranks(axes[0], at_random, "Full rows dealt at random")
+    work_of_ranks(axes[1], leveled, f"TokenBudget({budget})")
+    for each in axes:
+        each.set(xlim=(-0.13 * longest, longest * 1.01), ylim=(0.95 - ranks - 1.2, 0.95))
+    words = "A color is a micro-batch on each rank; its width is its work, attention and all else. Gray is waiting."
+    note(axes[0], 0, 0.1 - ranks, words)
+    return figure
+
+
+def bucket_batches() -> Figure:
+    figure, (axes,) = figure_of(1, (12, 3.2))
+    buckets, tokens, ranks = (4, 8, 16), 16, 3
+    rng = np.random.default_rng(2)
+    sizes = rng.permutation([4, 8, 16, 4, 16, 8]).tolist()
+    for step, bucket in enumerate(sizes):
+        for rank in range(ranks):
+            for row in range(tokens // bucket):
+                color = COLORS[buckets.index(bucket)]
+                x = step * (tokens + 1.4) + row * bucket
+                draw_box(axes, x, -rank, bucket, color, str(bucket) if bucket > 4 or row == 0 else "4")
+        note(axes, step * (tokens + 1.4) + tokens / 2, 0.55 - ranks, f"step {step + 1}", ha="center")
+    for rank in range(ranks):
+        note(axes, -0.6, -rank + HEIGHT / 2, f"rank {rank}", ha="right", color=INK)
+    axes.set(xlim=(-8, len(sizes) * (tokens + 1.4)), ylim=(0.1 - ranks, 0.95))
+    title(axes, f"BucketBatches({tokens}): all ranks in the same bucket, {tokens} tokens on each")
+    return figure
+
+
+def shards() -> Figure:
+    figure, (axes,) = figure_of(1, (12.5, 3.7))
+    random = np.random.default_rng(1)
+    for shard in range(3):
+        y = 2.3 - 1.25 * shard
+        box(axes, 0, y, 2.3, 0.95, f"lengths of\nshard {shard + 1}", facecolor="white")
+        arrow(axes, (2.35, y + 0.47), (2.95, y + 0.47))
+        heights = np.sort(random.random(9))[::-1] * np.linspace(0.5, 1, 9)
+        for number, height in enumerate(heights):
+            color = COLORS[number % len(COLORS)]
+            axes.add_patch(Rectangle((3.1 + 0.2 * number, y + 0.05), 0.17, 0.85 * height + 0.05, facecolor=color))
+        arrow(axes, (5.1, y + 0.47), (5.9, 1.55), connectionstyle="arc3,rad=0")
+        arrow(axes, (8.75, 1.55), (9.5, y + 0.47), connectionstyle="arc3,rad=0")
+        box(axes, 9.6, y, 2.6, 0.95, f"document, pack, place\nof shard {shard + 1}", facecolor="white")
+    box(axes, 6.0, 0.85, 2.65, 1.4, "plan_counts\none PatternTable", facecolor="#dcebf8", weight="bold")
+    note(axes, 3.1, 3.5, "np.bincount", color=INK, family="monospace")
+    note(axes, 6.0, 2.55, "sum of the counts", color=INK)
+    note(axes, 9.6, 3.5, "table.deal", color=INK, family="monospace")
+    axes.set(xlim=(-0.1, 12.4), ylim=(-0.35, 3.7))
+    return figure
+
+
+STAGES = [
+    ("lengths", "of documents", "planning"),
+    ("counts", "how many of\neach length", "planning"),
+    ("patterns", "packs, by\ntheir lengths", "strategies"),
+    ("PackingPlan", "which slice\ngoes where", "planning"),
+    ("packed rows", "in Arrow,\non disk", "data"),
+    ("batch", "[1, tokens]\nand borders", "collate,\nsampling"),
+    ("forward", "documents\napart", "attention"),
+    ("loss", "of a whole\nstep", "training"),
+]
+ROOMS = {"planning": COLORS[0], "strategies": COLORS[1], "data": COLORS[2], "collate,\nsampling": COLORS[5]}
+ROOMS |= {"attention": COLORS[4], "training": COLORS[3]}
+
+
+def pipeline() -> Figure:
+    figure, (axes,) = figure_of(1, (14, 3.4))
+    for number, (name, what, room) in enumerate(STAGES):
+        x = number * 1.9
+        box(axes, x, 0.9, 1.5, 1.25, facecolor=ROOMS[room], edgecolor="none")
+        axes.text(x + 0.75, 1.87, name, ha="center", va="center", size=12, weight="bold", color=INK)
+        axes.text(x + 0.75, 1.34, what, ha="center", va="center", size=10.5, color=INK, linespacing=1.25)
+        axes.text(x + 0.75, 0.5, room, ha="center", va="center", size=11, color=FAINT, family="monospace")
+        if number:
+            arrow(axes, (x - 0.38, 1.5), (x - 0.02, 1.5))
+    width = 1.9 * len(STAGES) - 0.4
+    words = "cli and report: the command hf-packing, and what packing does for your documents"
+    box(axes, 0, 2.55, width, 0.55, words, facecolor="white")
+    axes.set(xlim=(-0.1, width + 0.1), ylim=(0.1, 3.25))
+    return figure

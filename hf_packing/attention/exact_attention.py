@@ -1,0 +1,243 @@
+"""Exact attention by segment in plain torch, on any device; and the same as one custom op, for torch.compile.
+
+torch.compile cannot read lengths from a tensor of borders, so it calls a custom op with a backward of its own.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_packing.errors import PackingError
+
+
+def attend_by_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend inside each segment of a flat row. Segments of equal length share a call.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        key: [1, kv_heads, tokens, head_dim]; kv_heads divides heads.
+        value: [1, kv_heads, tokens, value_dim].
+        lengths: tokens of each segment; they add up to the row.
+        scale: factor of the scores.
+        is_causal: whether a token attends only to itself and to tokens before it.
+        window: tokens that a token attends to on each side, itself included; None for all.
+        softcap: scores become softcap * tanh(scores / softcap); None to leave them.
+        sinks: [heads], a score per head that takes part in the softmax but attends to no token; None for no sinks.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [1, heads, tokens, value_dim].
+    """
+    same_length: dict[int, list[int]] = defaultdict(list)
+    for segment, length in enumerate(lengths):
+        same_length[length].append(segment)
+    queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
+    outputs: list[Tensor] = [query] * len(lengths)
+    for length, segments in same_length.items():
+        q, k, v = (_cat([parts[segment] for segment in segments], 0) for parts in (queries, keys, values))
+        mask = None if window is None or window >= length else _window_mask(length, window, is_causal, query.device)
+        if softcap is None and sinks is None:
+            causal = is_causal and mask is None
+            gqa = q.shape[1] != k.shape[1]
+            attended = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa
+            )
+        else:
+            attended = _attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
+        for segment, output in zip(segments, torch.split(attended, 1), strict=True):
+            outputs[segment] = output
+    return _cat(outputs, 2)
+
+
+def _cat(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate. Skip the copy of a single tensor, which torch.cat would make."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Return bool [length, length]: which keys (columns) each query (row) attends to."""
+    back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (back < window) & (back >= 0 if is_causal else back > -window)
+
+
+def _attend_with_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Attend with explicit scores, for soft caps and sinks, which torch's fused attention does not support."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None and is_causal:
+        mask = _window_mask(query.shape[2], query.shape[2], True, query.device)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, dropout) @ value
+
+
+@torch.library.custom_op("hf_packing::attend_by_segment", mutates_args=())
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute `attend_by_segment`, with borders in a tensor."""
+    lengths = cu_seq_lens.diff().tolist()
+    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
+    return attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()
+
+
+@torch.library.custom_op("hf_packing::attend_by_segment_backward", mutates_args=())
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key, value and sinks (empty without sinks). Only the inputs are saved for it."""
+    lengths = cu_seq_lens.diff().tolist()
+    mask = {length: _visible(length, window, is_causal, query.device) for length in set(lengths)}
+    parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
+    found = [
+        _segment_gradients(g, q, k, v, mask[length], sinks, scale, softcap)
+        for length, g, q, k, v in zip(lengths, *parts, strict=True)
+    ]
+    of_query, of_key, of_value, of_sinks = zip(*found, strict=True)
+    along = [torch.cat(each, dim=2) for each in (of_query, of_key, of_value)]
+    summed = query.new_empty(0) if sinks is None else torch.stack(of_sinks).sum(0).to(sinks.dtype)
+    return along[0], along[1], along[2], summed
+
+
+def _visible(length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor:
+    return _window_mask(length, length if window is None else window, is_causal, device)
+
+
+def _segment_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Apply the chain rule through the softmax, in float32 or float64."""
+    dtype, heads, kv_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1], key.shape[1]
+    q, g = query.to(dtype), gradient.to(dtype)
+    k, v = (tensor.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
+    scores = q @ k.transpose(2, 3) * scale
+    slope = 1.0 if softcap is None else 1 - torch.tanh(scores / softcap) ** 2
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sink = None if sinks is None else sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.softmax(scores if sink is None else torch.cat([scores, sink], dim=-1), dim=-1)
+    on_sink, weights = weights[..., -1:], weights[..., : scores.shape[-1]]
+    of_weights = g @ v.transpose(2, 3)
+    mean = (of_weights * weights).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - mean) * slope * scale
+    shared = [
+        each.reshape(1, kv_heads, heads // kv_heads, *each.shape[2:]).sum(2)
+        for each in (of_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g)
+    ]
+    of_sinks = -(on_sink * mean).sum((0, 2, 3))
+    return (of_scores @ k).to(query.dtype), shared[0].to(key.dtype), shared[1].to(value.dtype), of_sinks
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+@_backward.register_fake
+def _(
+    gradient: Tensor,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,  # noqa: ARG001
+    sinks: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    query, key, value, cu_seq_lens, sinks = ctx.saved_tensors
+    of_query, of_key, of_value, of_sinks = _backward(gradient, query, key, value, cu_seq_lens, sinks, *ctx.options)
+    return of_query, of_key, of_value, None, None if sinks is None else of_sinks, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def attend_by_segment_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """Compute `attend_by_segment` as one custom op, with borders in a tensor.
+
+    Raises:
+        PackingError: dropout, since the backward pass computes the attention again.
+    """
+    if dropout:
+        raise PackingError(f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}")
+    output: Tensor = _forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)
+    return output

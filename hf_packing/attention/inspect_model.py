@@ -1,0 +1,202 @@
+"""Look into a model: the transformers model inside its wrappers, the arguments it takes, where its weights are."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_packing.errors import ModelNotSupportedError, PackingError
+
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""Where wrappers of single modules keep the module."""
+
+Embedded = list[tuple[Tensor, Tensor]]
+"""Tokens and their embeddings, for every call of an embedding."""
+
+GATHERED = "ds_id"
+"""What DeepSpeed ZeRO-3 sets on a parameter that it gathers when its module is called."""
+
+
+def inner_model(model: Any) -> PreTrainedModel:
+    """Return the transformers model inside the wrappers of PEFT, DDP and torch.compile.
+
+    Raises:
+        PackingError: there is none, or PEFT adapts it by a method that treats a packed row as one document.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):
+            _check_peft_method(inner)
+            inner = inner.get_base_model()
+        elif isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+            inner = wrapped
+        else:
+            raise PackingError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
+    return inner
+
+
+def _check_peft_method(peft_model: Any) -> None:
+    config = peft_model.active_peft_config
+    if getattr(config, "is_prompt_learning", False):
+        raise PackingError(
+            f"model: expected a PEFT method that adds no tokens, got {config.peft_type.value}: "
+            "a packed row would get a single prompt"
+        )
+    for name, config in peft_model.peft_config.items():
+        if invocation := getattr(config, "alora_invocation_tokens", None):
+            raise PackingError(
+                f"model: expected adapters without alora_invocation_tokens, {name!r} has {invocation}: in a packed row "
+                "it would be active only from their last occurrence on, and not in the documents before it"
+            )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of FSDP, activation checkpointing and torch.compile."""
+    while (inner := next((getattr(module, name) for name in _WRAPPED if name in module._modules), None)) is not None:
+        module = inner
+    return module
+
+
+def configurations(model: nn.Module) -> list[PreTrainedConfig]:
+    """Return every configuration in a model once, nested ones included."""
+    waiting = [
+        config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)
+    ]
+    found: dict[int, PreTrainedConfig] = {}
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            inner = [getattr(config, name, None) for name in config.sub_configs]
+            waiting += [each for each in inner if isinstance(each, PreTrainedConfig)]
+    return list(found.values())
+
+
+class Signature:
+    """The arguments that a module's forward takes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._where = type(module).__name__
+        parameters = _forward_parameters(module)
+        self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
+        self.takes_types_from_buffer = has_buffer and self.takes("token_type_ids")
+        """Whether missing token types come from a buffer that is as long as the longest document, as in BERT."""
+
+    def takes(self, name: str) -> bool:
+        return self._takes_any or name in self.names
+
+    def by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments as keyword arguments."""
+        if len(args) > len(self.names):
+            raise PackingError(
+                f"forward: expected at most {len(self.names)} positional arguments, {self._where} was given {len(args)}"
+            )
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of the forward. If it takes *args, return those of the forward that it overrides."""
+    inherited = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
+    own = list(inspect.signature(module.forward).parameters.values())
+    others = (list(inspect.signature(forward).parameters.values())[1:] for forward in inherited)
+    return next((each for each in (own, *others) if not any(p.kind is p.VAR_POSITIONAL for p in each)), own)
+
+
+def takes_argument(model: nn.Module, name: str) -> bool:
+    """Return whether a model's forward takes an argument of this name."""
+    return Signature(model).takes(name)
+
+
+def embedding_of(model: PreTrainedModel) -> Any:
+    """Return the embedding of a model's tokens.
+
+    Raises:
+        ModelNotSupportedError: `get_input_embeddings` does not return it.
+    """
+    with suppress(NotImplementedError):
+        if isinstance(getattr(embedding := model.get_input_embeddings(), "weight", None), Tensor):
+            return embedding
+    raise ModelNotSupportedError(
+        f"model: expected a get_input_embeddings() that returns the module, with a weight, that embeds input_ids; "
+        f"{type(model).__name__} has none. Define it in your class, as the models of transformers do"
+    )
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device where a model takes its inputs: that of its embedding, even if accelerate has offloaded it."""
+    embedding = embedding_of(model)
+    device: torch.device = embedding.weight.device
+    hook = getattr(embedding, "_hf_hook", None)
+    return device if device.type != "meta" or hook is None else torch.device(hook.execution_device)
+
+
+@contextmanager
+def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
+    """Inside the block, record tokens and their embeddings, call by call. Gradients end at these embeddings."""
+    embedded: Embedded = []
+
+    def record(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        leaf = first.detach().requires_grad_()
+        embedded.append((args[0] if args else next(iter(kwargs.values())), leaf))
+        return (leaf.clone(), *output[1:]) if isinstance(output, tuple) else leaf.clone()
+
+    embedding = model.get_input_embeddings()
+    tables = [module for module in model.modules() if getattr(module, "weight", None) is embedding.weight]
+    tables = [embedding, *(module for module in tables if _is_embedding(module) and module is not embedding)]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in tables]
+    try:
+        with torch.enable_grad():
+            yield embedded
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """Return whether a module with the embedding's weight is an embedding, and not an output layer."""
+    return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
+
+
+def pad_token_of(model: PreTrainedModel) -> int | None:
+    token = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return token if isinstance(token, int) and token >= 0 else None
+
+
+class WeightsLocation(Enum):
+    """Where a model's weights are."""
+
+    MEMORY = "in memory"
+    """Or offloaded by accelerate, which loads them when they are needed."""
+    META = "on the meta device"
+    SHARDED = "sharded over processes"
+    """By FSDP or DeepSpeed ZeRO-3."""
+
+
+def weights_location(model: nn.Module) -> WeightsLocation:
+    """Return where a model's weights are."""
+    for module in model.modules():
+        if is_fsdp(module):
+            return WeightsLocation.SHARDED
+        for parameter in module.parameters(recurse=False):
+            if hasattr(parameter, GATHERED) or type(parameter).__name__ == "DTensor":
+                return WeightsLocation.SHARDED
+            if parameter.is_meta and not hasattr(module, "_hf_hook"):
+                return WeightsLocation.META
+    return WeightsLocation.MEMORY
+
+
+def has_local_weights(model: nn.Module) -> bool:
+    """Return whether this process has all of a model's weights: they are neither on the meta device nor sharded."""
+    return weights_location(model) is WeightsLocation.MEMORY
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)

@@ -1,0 +1,281 @@
+"""The checks that the search runs on one module: does it return the same for a row as for its segments, on any row?"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_packing.attention.by_segment import SegmentedForward
+from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing
+from hf_packing.attention.token_axes import LARGEST_FINITE, Fill, Path, TokenAxes, detached_copy, leaves, map_leaves
+from hf_packing.errors import PackingError
+
+_TOLERANCE = 1e-4
+"""Largest difference that rounding may cause in the output of a module, as a share of the largest value."""
+
+_HALF_TOLERANCE = 0.05
+"""The same in half precision, as a share of a token's root mean square. Rounding may also send single tokens to another
+expert, so an output counts as different only if most of the tokens beside borders are."""
+
+_LONGEST_TABLE = 8192
+"""Learned positions are a few hundred or thousand. A test row of many more tokens would take too long."""
+
+_FAR = 2**20
+"""A position beyond the training length of every model, at which scaled rotary embeddings have changed their scale."""
+
+
+def run_one_by_one(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Any:
+    """Return the output of a module that is called once for each segment."""
+    return forward.join(*forward.run_segments(detached_copy(inputs), row.calls("none"), len(row.lengths)))
+
+
+def _run_whole(forward: SegmentedForward, inputs: Any) -> Any:
+    """Return the output of a module that is called once for the row."""
+    return forward.forward(*detached_copy(inputs)[0], **detached_copy(inputs)[1])
+
+
+def outputs_differ(
+    left: Any, right: Any, axes: TokenAxes | None = None, slices: Sequence[tuple[int, int]] = ()
+) -> bool:
+    """Return whether two outputs differ by more than rounding explains.
+
+    Args:
+        left: nested tensors.
+        right: the same nest.
+        axes: of a whole row; tensors without tokens are ignored then.
+        slices: the row's segments; in half precision, only tokens beside their borders are compared then.
+    """
+    for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
+        if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
+            continue
+        if one.shape != other.shape:
+            return True
+        if not one.is_floating_point():
+            if not torch.equal(one, other):
+                return True
+        elif one.dtype in (torch.float32, torch.float64) or axes is None:
+            if not _is_close(one, other):
+                return True
+        elif _differ_beside_borders(one, other, axes.of(path, one)[0], slices):
+            return True
+    return False
+
+
+def _is_close(left: Tensor, right: Tensor) -> bool:
+    tolerance = _TOLERANCE if left.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
+    finite = left.abs() < LARGEST_FINITE
+    if not torch.equal(finite, right.abs() < LARGEST_FINITE):
+        return False
+    left, right = left[finite].double(), right[finite].double()
+    return not left.numel() or bool((left - right).abs().max() <= tolerance * left.abs().max())
+
+
+def _differ_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Sequence[tuple[int, int]]) -> bool:
+    left, right = (tensor.double().movedim(axis, 0).flatten(1) for tensor in (left, right))
+    apart = (left - right).pow(2).mean(1).sqrt() / left.pow(2).mean(1).sqrt().clamp(min=1e-12)
+    differs = ~(apart <= _HALF_TOLERANCE)
+    first = differs[[start for start, _ in slices[1:]]]
+    last = differs[[end - 1 for _, end in slices[:-1]]]
+    return any(float(tokens.double().mean()) > 0.5 for tokens in (first, last))
+
+
+def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
+    """Return whether a module that is segment-local on the test row is not segment-local on every row.
+
+    Args:
+        forward: of the module.
+        inputs: its arguments on the test row.
+        row: the test row.
+        embedding: the model's embedding of tokens.
+    """
+    return _counts_by_itself(forward, inputs, row) or _fails_on_long_rows(forward, inputs, row, embedding)
+
+
+def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
+    """Return whether a module counts tokens along the row, and its output changes far from the start of the row.
+
+    An example is a temperature of attention that grows with the position, but not in the first 8192 tokens.
+    """
+    if _is_stack(forward.module):
+        return False
+    try:
+        near = _run_whole(forward, inputs)
+        with _CountFromAfar(row.tokens):
+            far = _run_whole(forward, inputs)
+    except Exception:  # a module that uses the count as an index is not what is looked for
+        return False
+    return outputs_differ(near, far, forward.plan.outputs, row.slices)
+
+
+def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
+    """Return whether a module with learned positions fails on a row with more tokens than positions."""
+    module = forward.module
+    if _is_stack(module):
+        return False
+    tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    longest = max(tables, default=0)
+    if not row.tokens < longest <= _LONGEST_TABLE:
+        return False
+
+    def repeat(path: Path, leaf: Any) -> Any:
+        times = longest // row.tokens + 1
+        along = forward.plan.inputs.of(path, leaf)
+        if not isinstance(leaf, Tensor):
+            return leaf * times if along else leaf
+        return leaf.repeat([times if axis in along else 1 for axis in range(leaf.ndim)])
+
+    args, kwargs = map_leaves(inputs, repeat)
+    try:
+        forward.forward(*args, **kwargs)
+    except Exception:  # whatever it raises, the table has ended
+        return True
+    return False
+
+
+def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
+    """Return whether a far position in one segment changes the module's output for the others.
+
+    It does for rotary embeddings whose scale grows with the longest position; they may also remember it.
+    """
+    if next(forward.module.parameters(), None) is not None:
+        return False
+    positions = row.position_ids[0].tolist()
+
+    def move_last(_: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dtype == torch.bool or not leaf.ndim:
+            return leaf
+        if leaf.shape[-1] != len(positions) or leaf.flatten()[-len(positions) :].tolist() != positions:
+            return leaf
+        far = leaf.clone()
+        far[..., -1] = _FAR
+        return far
+
+    moved = map_leaves(inputs, move_last)
+    if all(a is b for (_, a), (_, b) in zip(leaves(inputs), leaves(moved), strict=True)):
+        return False
+    stateful = SegmentedForward(forward.module, replace(forward.plan, is_stateful=True))
+    try:
+        together, apart = stateful.run_restored(*moved), run_one_by_one(stateful, moved, row)
+        return outputs_differ(together, apart, forward.plan.outputs, row.slices)
+    except Exception:  # the module does not take such positions, so they do not occur
+        return False
+
+
+class _CountFromAfar(TorchFunctionMode):
+    """Inside the block, counting as many tokens as the row has starts at a far position."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result + _FAR if function is torch.arange and result.shape == (self.tokens,) else result
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Return whether a module is a stack of layers, which are tested one by one."""
+    return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
+
+
+def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Sharing:
+    """Find out which segments may share a call to a module, by trying it on the test row."""
+    plan, shortest = forward.plan, min(row.lengths)
+    with _NoteRanking(row.tokens) as ranking:
+        _run_whole(forward, inputs)
+    may_be_ragged = (
+        not ranking.seen
+        and plan.inputs.most_in_one_tensor(inputs) < 2
+        and not plan.inputs.has_count(inputs)
+        and not plan.is_stateful
+    )
+    trials: dict[Sharing, list[tuple[int, int]]] = {"ragged": row.slices} if may_be_ragged else {}
+    trials["equal"] = [(start, start + shortest) for start, _ in row.slices]
+    for sharing, slices in trials.items():
+        together = SharedCall.of(list(range(len(slices))), slices, row.cu_seq_lens.device)
+        fills = [None, *_FILLS] if sharing == "ragged" else [None]
+        try:
+            _, alone = forward.run_segments(detached_copy(inputs), row.calls_for("none", slices), len(slices))
+            shared = [forward.run_segments(detached_copy(inputs), [together], len(slices), fill)[1] for fill in fills]
+        except Exception:  # the module was not made for batches of segments
+            continue
+        if not any(outputs_differ(one, other) for each in shared for one, other in zip(alone, each, strict=True)):
+            return sharing
+    return "none"
+
+
+def _noise(scale: float) -> Fill:
+    """Return padding that affects the output of any module that looks at what follows a segment."""
+
+    def fill(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        if not tensor.is_floating_point():  # tokens or positions: repeat some of them
+            return tensor.flatten()[torch.randint(tensor.numel(), shape, generator=generator).to(tensor.device)]
+        return (torch.randn(shape, generator=generator) * scale).to(tensor)
+
+    return fill
+
+
+_FILLS = (_noise(1.0), _noise(10.0))
+
+
+class _NoteRanking(TorchFunctionMode):
+    """Inside the block, note whether the best tokens of the row are selected: which of several equal ones is selected
+    depends on how many tokens there are."""
+
+    _NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.seen = False
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self._NAMES:
+            self.seen |= any(self.tokens in tensor.shape[-1:] for tensor in args[:1])
+        return function(*args, **(kwargs or {}))
+
+
+def scalars_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the attributes, inner modules included, that are a single number, by name."""
+    return {
+        f"{name}.{attribute}".lstrip("."): value
+        for name, inner in module.named_modules()
+        for attribute, value in vars(inner).items()
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.ndim
+    }
+
+
+def refuse_changed_scalars(before: dict[str, Tensor], after: dict[str, Tensor], where: str) -> None:
+    """Raise PackingError if a call has left a number computed from all tokens of a row, such as the loss of a
+    router."""
+    for name, number in after.items():
+        if number is not before.get(name):
+            raise PackingError(
+                f"{where}: it stores a number computed from all tokens of a row in its {name}, such as the loss of a "
+                "router"
+            )
+
+
+def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
+    """Raise PackingError if a tensor without an axis of tokens is computed from all tokens of a row, such as the loss
+    of a router, so that those of the segments cannot be joined. States, which have an axis for rows, are for the next
+    call, and are allowed.
+
+    Args:
+        output: for the row.
+        by_segment: for its segments, joined.
+        axes: of the output.
+    """
+    for (path, whole), (_, joined) in zip(leaves(output), leaves(by_segment), strict=True):
+        if not isinstance(whole, Tensor) or axes.of(path, whole):
+            continue
+        is_state = 1 in whole.shape
+        if whole.shape != joined.shape or (not is_state and outputs_differ(whole, joined)):
+            raise PackingError(
+                f"{axes.where}: it returns a tensor of shape {list(whole.shape)} computed from all tokens of a row, "
+                "without an axis of tokens"
+            )

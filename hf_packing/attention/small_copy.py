@@ -1,0 +1,150 @@
+"""A small copy of a model: same class, same kinds of layers, for a model that cannot be run here or on long rows."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_packing.attention.find_route import find_and_prove, known_routes, route_key
+from hf_packing.attention.patched_forward import remove
+from hf_packing.attention.proof import STOCK_ATTENTIONS
+from hf_packing.attention.route import Route, packed_share, route_of
+from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, randomize
+from hf_packing.attention.tolerance import NoLanguageModelError
+from hf_packing.errors import ModelNotSupportedError
+
+_DEPTHS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
+    *("encoder_layers", "num_encoder_layers", "moe_layer_start_index", "moe_layer_end_index"),
+    *("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
+)
+"""Settings that stay the same, so that the modules of the copy have the names of the model's modules."""
+
+_KEPT_EQUAL = (
+    *(("num_key_value_heads", heads) for heads in ("num_attention_heads", "num_heads", "n_heads")),
+    *(("num_kv_heads", heads) for heads in ("num_attention_heads", "n_head")),
+    ("head_dim", "qk_rope_head_dim"),
+)
+"""Pairs of settings that stay equal if they are."""
+
+_STATE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
+"""Settings (heads, head size, expansion) with heads = hidden size * expansion / head size."""
+
+_LARGEST_TOKEN = 7
+
+_MOST_PER_KIND = 8
+"""Largest value in a setting that maps each kind of layer to an integer, such as its window."""
+
+_COPY_DTYPES = (torch.float64, torch.float32)
+"""To be tried in turn. With large random weights rounding grows from layer to layer, which float64 avoids; some kernels
+do not take it."""
+
+_EXPERTS = "eager"
+"""How a copy computes its experts, since grouped kernels do not take float64."""
+
+
+def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
+    """Return a route for a model that is proven on a small copy of it.
+
+    Raises:
+        ModelNotSupportedError: no copy can be built, or no route of it can be proven.
+    """
+    failures: list[str] = []
+    for dtype in _COPY_DTYPES:
+        try:
+            copy = small_copy_of(model, dtype)
+        except Exception as error:  # a configuration may be rejected for many reasons
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: with prove=False the route is found on a small copy of the model, and none "
+                f"can be built: {error}. Load the model where it fits in memory, and patch it there before it is "
+                "sharded"
+            ) from error
+        try:
+            find_and_prove(copy)
+            return _for_model(model, copy)
+        except NoLanguageModelError:
+            raise
+        except ModelNotSupportedError as error:
+            failures.append(f"a small copy of the model in {dtype}: {error}")
+    raise ModelNotSupportedError("; ".join(failures))
+
+
+def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
+    """Replace the route of a model whose modules change beyond the length of the test documents.
+
+    An example is a module that selects the best 2048 tokens, and so all tokens of a short document. Its route is found
+    on a small copy, in which that length is short, and proven on the model.
+
+    Args:
+        model: patched.
+    """
+    try:
+        route = find_and_prove_on_small_copy(model)
+    except ModelNotSupportedError:
+        return
+    remove(model)
+    known_routes[route_key(model)] = route
+    find_and_prove(model)
+
+
+def changes_with_length(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration has thresholds, such as a window, beyond the length of the test documents."""
+    settings = vars(config.get_text_config())
+    return any(isinstance(settings.get(name), int) and settings[name] > short for name, short in THRESHOLDS.items())
+
+
+def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
+    """Return the route of the copy, if the model has the same modules."""
+    route = route_of(copy)
+    assert route is not None
+    classes = {name: type(module).__name__ for name, module in copy.named_modules()}
+    own = {name: [cls.__name__ for cls in type(module).__mro__] for name, module in model.named_modules()}
+    for plan in route.by_segment:
+        if classes[plan.name] not in own.get(plan.name, ()):
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: a small copy of the model runs {plan.kind} ({plan.name}) by segment, "
+                f"and this one has {own.get(plan.name, ['nothing'])[0]} there"
+            )
+    return replace(route, packed_share=packed_share(model, route.by_segment))
+
+
+def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a small model of the same class with random weights, with as many layers of the same kinds, on the CPU.
+
+    Raises:
+        Exception: whatever a class raises for a configuration that it rejects.
+    """
+    small = type(model.config).from_dict(_shrink(model.config))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        copy = type(model)._from_config(small, dtype=dtype, experts_implementation=_EXPERTS).eval()
+    randomize(copy)
+    own = model.config._attn_implementation
+    if own not in STOCK_ATTENTIONS and "flash" not in own and own is not None:
+        copy.set_attn_implementation(own)
+    return copy
+
+
+def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a configuration, with small sizes."""
+    settings: dict[str, Any] = config.to_dict()
+    before = dict(settings)
+    for name, value in before.items():
+        small = (SETTINGS | THRESHOLDS).get(name)
+        if isinstance(value, dict) and value and all(type(each) is int for each in value.values()):
+            settings[name] = {kind: min(each, _MOST_PER_KIND) for kind, each in value.items()}
+        if isinstance(value, bool) or not isinstance(value, int):
+            continue
+        if name.endswith("_token_id"):
+            settings[name] = min(value, _LARGEST_TOKEN)
+        elif isinstance(small, int) and value > small and name not in _DEPTHS:
+            settings[name] = small
+    for name, other in _KEPT_EQUAL:
+        if other in before and before.get(name) == before[other]:
+            settings[name] = settings[other]
+    for heads, size, expansion in _STATE_HEADS:
+        if all(isinstance(settings.get(name), int) for name in (heads, size, expansion, "hidden_size")):
+            settings[heads] = settings["hidden_size"] * settings[expansion] // settings[size]
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    return settings | {name: _shrink(each) for name, each in inner.items() if isinstance(each, PreTrainedConfig)}

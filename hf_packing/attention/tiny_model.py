@@ -1,0 +1,307 @@
+"""Tiny random models of any architecture of transformers, built from its configuration class alone.
+
+The functions come first, the tables of small settings below.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+_MAX_PARAMETERS = 10_000_000
+"""The most parameters that a tiny model may have."""
+
+_KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
+"""Parts of the names of parameters whose initial values their modules rely on."""
+
+
+def architectures(kind: str) -> list[str]:
+    """Return the model types of the installed transformers that have a head of this kind: "causal" or "masked"."""
+    mapping = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    return sorted(mapping[kind])
+
+
+def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """Build a tiny random model in evaluation mode, with weights that are large enough for every part to matter.
+
+    Args:
+        model_type: a model type of transformers.
+        kind: "causal" or "masked", the language-model head.
+        dtype: of the parameters.
+        **changes: settings of the configuration.
+
+    Raises:
+        ValueError: the model stays large even with small settings.
+    """
+    config = tiny_config(model_type, kind, **changes)
+    heads = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in heads[kind].from_config(config).parameters())
+    if size > _MAX_PARAMETERS:
+        raise ValueError(f"{model_type} has {size:,} parameters even when its sizes are made small")
+    torch.manual_seed(0)
+    model: PreTrainedModel = heads[kind].from_config(config)
+    randomize(model)
+    return model.to(dtype).eval()
+
+
+def tiny_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig:
+    """Build a configuration with small sizes and no dropout. Sizes that its class rejects keep their defaults."""
+    return _small_config(CONFIG_MAPPING[model_type], kind, changes)
+
+
+def randomize(model: nn.Module) -> None:
+    """Draw weights that are large enough for every part of the model to matter; fresh weights rarely are."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            name = name.lower()
+            if not parameter.is_floating_point() or name.endswith(".d"):
+                continue
+            if any(part in name for part in _KEPT_PARAMETERS):
+                continue
+            if "sink" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            elif parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _scale_of(name, parameter))
+
+
+def _scale_of(name: str, parameter: nn.Parameter) -> float:
+    """Return the standard deviation for a weight."""
+    if any(part in name for part in ("embed", "wte", "wpe")):
+        return 0.7
+    if "conv1d" in name and parameter.dim() == 3:
+        return 0.5
+    if parameter.dim() == 2:
+        inputs = parameter.shape[-1]
+    elif "experts" in name:
+        inputs = parameter.shape[-2]
+    else:
+        inputs = parameter[0].numel()
+    return float(1.2 / max(inputs, 1) ** 0.5)
+
+
+def _small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any]) -> PreTrainedConfig:
+    fields = {field.name: field.default for field in dataclasses.fields(cls)}
+    small = {name: value for name, value in (SETTINGS | THRESHOLDS).items() if name in fields}
+    for name, default in fields.items():
+        if ("drop" in name or name.endswith("pdrop")) and isinstance(default, (float, int)) and default is not False:
+            small[name] = 0.0
+    for name, inner in _inner_configs(cls).items():
+        small[name] = _small_config(inner, "inner", {}).to_dict()
+    fixed = _SETTINGS_OF_TYPE.get(cls.model_type, {}) | changes
+    if kind == "causal" and "is_decoder" in fields:
+        fixed = fixed | {"is_decoder": True}
+    return _accepted(cls, small, fixed)
+
+
+def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
+    """Return the classes of the nested configurations; the class of the default value where any class is allowed."""
+    found = dict(cls.sub_configs)
+    if AutoConfig in found.values():
+        found |= {name: type(getattr(cls(), name, None)) for name, inner in found.items() if inner is AutoConfig}
+    return {name: inner for name, inner in found.items() if issubclass(inner, PreTrainedConfig)}
+
+
+def _accepted(cls: type[PreTrainedConfig], small: dict[str, Any], fixed: dict[str, Any]) -> PreTrainedConfig:
+    """Build the configuration without the small sizes that its class names in its errors."""
+    try:
+        return cls(**(small | fixed))
+    except Exception as error:  # each class has its own
+        rejected = next((name for name in small if name not in fixed and name in str(error)), None)
+        if rejected is None:
+            raise
+    return _accepted(cls, {name: size for name, size in small.items() if name != rejected}, fixed)
+
+
+VOCABULARY = 128
+
+THRESHOLDS = dict.fromkeys(
+    (
+        *("sliding_window", "attention_window_size", "attention_chunk_size", "sliding_window_size", "window_size"),
+        "index_topk",
+    ),
+    8,
+) | {"block_size": 2}
+"""Settings that only matter for documents longer than them, smaller than the documents of the probe. BigBird attends to
+everything in documents of up to eleven blocks."""
+
+_NAMES_BY_SIZE = {
+    64: (
+        *("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "input_embedding_size", "lru_width"),
+        *("output_embedding_size", "attention_hidden_size", "embedding_dim", "prediction_head_size", "rel_extent"),
+        *("max_source_positions", "max_2d_position_embeddings", "local_attention_window_len"),
+    ),
+    96: (
+        *(
+            "intermediate_size",
+            "ffn_dim",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "hidden_dim",
+            "dff",
+            "dim_ff",
+            "n_inner",
+        ),
+        *("ffn_hidden_size", "feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size", "d_inner"),
+        *("prefix_dense_intermediate_size",),
+    ),
+    256: (
+        *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx", "max_target_positions"),
+    ),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm", "entity_vocab_size"),
+    32: (
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "num_buckets"),
+        *("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
+        *("pronunciation_vocab_size", "shape_vocab_size", "encoder_hash_byte_group_vocab"),
+    ),
+    24: ("q_lora_rank",),
+    16: (
+        *("head_dim", "kv_lora_rank", "v_head_dim", "qk_head_dim", "mamba_d_state", "mamba_d_head", "state_size"),
+        *("mamba_head_dim", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
+        *("index_head_dim", "swa_head_dim", "o_lora_rank", "kv_channels", "query_pre_attn_scalar", "dim_head"),
+        *("attention_head_size", "d_head", "pronunciation_embed_dim", "shape_embed_dim", "attention_head_dim"),
+        *("router_hidden_size", "ple_embed_dim", "embedding_rank", "local_attention"),
+    ),
+    8: (
+        *("qk_rope_head_dim", "qk_nope_head_dim", "mamba_n_heads", "mamba_num_heads", "rotary_dim", "adapter_rank"),
+        *("laurel_rank", "hidden_size_per_layer_input", "hc_lowrank", "mamba_chunk_size", "chunk_size", "d_rel"),
+        *("num_landmarks", "num_latents"),
+    ),
+    5: ("image_token_id",),
+    50: ("ngram_vocab_size_base",),
+    6: ("video_token_id",),
+    7: ("audio_token_id",),
+    4: (
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "n_head", "n_heads"),
+        *("num_heads", "decoder_attention_heads", "encoder_attention_heads", "num_decoder_attention_heads"),
+        *("num_encoder_attention_heads", "attention_heads", "num_experts", "n_routed_experts", "num_local_experts"),
+        *("moe_num_experts", "mamba_dt_rank", "time_step_rank", "linear_num_value_heads", "linear_num_heads"),
+        *("swa_num_attention_heads", "mask_token_id", "prompt_length", "index_block_size", "gated_norm_rank"),
+    ),
+    3: ("decoder_layers", "num_decoder_layers", "moe_layer_end_index", "sep_token_id"),
+    2: (
+        *("encoder_layers", "num_encoder_layers", "num_key_value_heads", "num_kv_heads", "num_experts_per_tok"),
+        *("moe_k", "moe_topk", "linear_num_key_heads", "type_vocab_size", "index_n_heads", "swa_num_key_value_heads"),
+        *("zero_expert_num", "n_mamba_heads", "hc_sinkhorn_iters", "eos_token_id", "o_groups", "index_topk_blocks"),
+        *("expansion_ratio", "n_layers_per_attn_res_block", "split_ngram_parts", "num_codebooks"),
+    ),
+    1: (
+        *("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "bos_token_id"),
+        *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "mamba_n_groups", "n_groups"),
+        *("mamba_ngroups", "pretraining_tp", "decoder_start_token_id", "cls_token_id"),
+    ),
+    0: ("pad_token_id", "num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_layers"),
+}
+"""Names of settings by the value that they get."""
+
+SETTINGS: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names} | dict.fromkeys(
+    (
+        *("forced_eos_token_id", "final_logit_softcapping", "use_bidirectional_attention", "moe_latent_size"),
+        *("mtp_layers_block_type",),
+    )
+)
+"""Small values for settings, by the names that transformers gives them."""
+
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_CONVOLUTION = {"layer_types": ["conv", "full_attention"] * 2}
+_SLIDING_QWEN = {"use_sliding_window": True, "max_window_layers": 2}
+_FOUR_HEADS = {"num_key_value_heads": 4}
+_SHARED_ATTENTION = {
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+    "num_key_value_heads": 4,
+    "mamba_expand": 2,
+}
+
+_SETTINGS_OF_TYPE: dict[str, dict[str, Any]] = {
+    "axk1": _FOUR_HEADS,
+    "axk2": _FOUR_HEADS,
+    "bailing_hybrid": _LINEAR | _FOUR_HEADS,
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_expand": 2},
+    "cohere2": _SLIDING,
+    "cohere_compass_text": _SLIDING,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": _FOUR_HEADS | {"topk_method": "greedy"},
+    "deepseek_v3": _FOUR_HEADS,
+    "deepseek_v32": _FOUR_HEADS,
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "distilbert": {"hidden_dim": 96},
+    "dots1": {"max_window_layers": 2},
+    "esm": {"token_dropout": False, "position_embedding_type": "rotary"},
+    "exaone4": _SLIDING | {"sliding_window_pattern": 2},
+    "falcon": {"alibi": False, "new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4},
+    "falcon_h1": {"mamba_expand": 2},
+    "falcon_mamba": {"num_hidden_layers": 2},
+    "gemma2": _SLIDING | {"attn_logit_softcapping": 50.0},
+    "gemma3_text": _SLIDING,
+    "gemma3n_text": _SLIDING | {"activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": _SLIDING | {"num_global_key_value_heads": 2, "global_head_dim": 16},
+    "glm4_moe_lite": _FOUR_HEADS,
+    "glm_moe_dsa": _FOUR_HEADS,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_oss": _SLIDING,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_expand": 2},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_expand": 2,
+    },
+    "kimi_linear": _LINEAR | _FOUR_HEADS,
+    "lfm2": _CONVOLUTION | {"block_multiple_of": 8},
+    "lfm2_moe": _CONVOLUTION | {"num_dense_layers": 1},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0] * 2},
+    "longcat_flash": _FOUR_HEADS | {"head_dim": 8, "num_layers": 2, "num_hidden_layers": 4, "qk_head_dim": None},
+    "mamba": {"num_hidden_layers": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "num_hidden_layers": 2},
+    "minicpm3": _FOUR_HEADS,
+    "minimax": _LINEAR,
+    "mobilebert": {"intra_bottleneck_size": 64},
+    "modernbert": _SLIDING,
+    "modernbert-decoder": _SLIDING,
+    "moshi": _FOUR_HEADS,
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "expand": 2},
+    "nystromformer": {"num_landmarks": 64, "segment_means_seq_len": 64},
+    "olmo3": _SLIDING,
+    "olmo_hybrid": _LINEAR,
+    "phi3": {"original_max_position_embeddings": 256},
+    "qwen2": _SLIDING_QWEN,
+    "qwen2_moe": _SLIDING_QWEN,
+    "qwen3": _SLIDING_QWEN,
+    "qwen3_5_moe_text": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_moe": {"use_sliding_window": True},
+    "qwen3_next": _LINEAR,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "reformer": {
+        "axial_pos_shape": [16, 16],
+        "axial_pos_embds_dim": [32, 32],
+        "is_decoder": True,
+        "lsh_attn_chunk_length": 8,
+        "local_attn_chunk_length": 8,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "starcoder2": {"use_sliding_window": True},
+    "xlstm": {"num_blocks": 2, "max_inference_chunksize": 256},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "youtu": _FOUR_HEADS,
+    "zamba": _SHARED_ATTENTION
+    | {"num_hidden_layers": 5, "layers_block_type": ["mamba", "hybrid"] * 2 + ["mamba"], "use_mamba_kernels": False},
+    "zamba2": _SHARED_ATTENTION
+    | {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_headdim": 16}
+    | {"use_shared_attention_adapter": False},
+}
+"""What a model type needs beyond small sizes, to be built at all or to have all its kinds of layers."""

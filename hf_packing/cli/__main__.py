@@ -1,0 +1,8 @@
+"""python -m hf_packing.cli"""
+
+import sys
+
+from hf_packing.cli.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

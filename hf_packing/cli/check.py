@@ -1,0 +1,219 @@
+"""`hf-packing check`: whether a model isolates packed documents, as it is and patched."""
+
+import argparse
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+from hf_packing.attention import IsolationReport, NoLanguageModelError, check_isolation, patch_model, small_copy_of
+from hf_packing.attention.tiny_model import architectures, tiny_model
+from hf_packing.cli.screen import WIDE, err, out, print_json, say
+from hf_packing.data.documents import hub_answers, reason_of
+from hf_packing.errors import ModelNotSupportedError, PackingError
+
+_NOT_ISOLATED = 1
+_KINDS = ("causal", "masked")
+_HEADS = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
+_ADVICE = ". hf_packing.patch_model("
+"""Where the advice of a stock model's reason begins: what patch_model makes of it comes next here."""
+
+
+def run_check(given: argparse.Namespace) -> int:
+    """Check a model, patch it, and check it again.
+
+    Args:
+        given: the flags.
+
+    Returns:
+        The exit code: 1 where documents are not isolated once the model is patched, or where it cannot be.
+    """
+    with err.status("Looking for leaks, and for a route"):
+        found = _check_model(given.model, given.weights, given.trust_remote_code)
+    if given.json:
+        print_json(found.to_dict())
+    else:
+        say(out, str(found))
+    return 0 if found.isolated else _NOT_ISOLATED
+
+
+@dataclass(frozen=True)
+class _CheckedModel:
+    """What was found."""
+
+    name: str
+    checked: str
+    """Which model was checked for it."""
+    stock: IsolationReport
+    patched: IsolationReport | None
+    refusal: str = ""
+    """Why patch_model refuses it, where it does."""
+
+    @property
+    def isolated(self) -> bool:
+        """Whether documents are isolated once the model is patched."""
+        return self.patched is not None and self.patched.isolated
+
+    def __str__(self) -> str:
+        parts = [f"{self.name}: {self.checked}"]
+        if self.stock.reason != self.refusal:
+            stock = replace(self.stock, reason=self.stock.reason.partition(_ADVICE)[0])
+            parts.append(_indented(f"stock: {stock}".replace("\nroute: none, the model is not patched", "")))
+        after = f"after patch_model: {self.patched}" if self.patched else f"patch_model refuses it: {self.refusal}"
+        return "\n".join([*parts, _indented(after)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, for JSON."""
+        return {
+            "model": self.name,
+            "checked": self.checked,
+            "isolated": self.isolated,
+            "stock_isolated": self.stock.isolated,
+            "stock_reason": self.stock.reason,
+            "stock_max_leak": self.stock.max_leak,
+            "route": None if self.patched is None or self.patched.route is None else self.patched.route.name,
+            "max_leak": None if self.patched is None else self.patched.max_leak,
+            "max_gradient_leak": None if self.patched is None else self.patched.max_gradient_leak,
+            "refusal": self.refusal,
+        }
+
+
+def _indented(text: str) -> str:
+    """Wrap lines, and indent all but the first."""
+    lines = [part for line in text.split("\n") for part in wrap(line, WIDE, break_long_words=False) or [""]]
+    return "\n  ".join(lines)
+
+
+def _check_model(name: str, weights: bool, trust_remote_code: bool) -> _CheckedModel:
+    with _quiet():
+        model, checked = _model_named(name, weights, trust_remote_code)
+        try:
+            stock = check_isolation(model)
+        except NoLanguageModelError as error:
+            return _CheckedModel(name, checked, IsolationReport(False, math.nan, str(error)), None, str(error))
+        try:
+            return _CheckedModel(name, checked, stock, check_isolation(patch_model(model)))
+        except ModelNotSupportedError as error:
+            return _CheckedModel(name, checked, stock, None, str(error))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what transformers advises: it is not about this check."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
+    """Return the model to check, and what it is.
+
+    Args:
+        name: of a model on the hub, a folder, or an architecture of transformers such as "llama".
+        weights: whether the model itself is loaded; without, a small one of the same configuration is made.
+        trust_remote_code: whether code that comes with the model is run; without, such a model is refused.
+
+    Raises:
+        PackingError: there is no such model.
+    """
+    if not weights and not Path(name).exists():
+        for kind in _KINDS:
+            if name in architectures(kind):
+                return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
+    options = {"local_files_only": not Path(name).exists() and not hub_answers(name)}
+    config = _load_config(name, trust_remote_code, options)
+    head, note = _head_of(config, name, trust_remote_code)
+    code = {} if _is_model(head) else {"trust_remote_code": trust_remote_code}
+    if weights:
+        model, missing = _load(head, name, code | options)
+        drawn = (
+            f", but for what its files do not have and is random: {len(missing):,} weights, the first {missing[0]}"
+            if missing
+            else ""
+        )
+        return model, f"the model itself{drawn}{note}"
+    try:
+        with torch.device("meta"):
+            large = head._from_config(config) if _is_model(head) else head.from_config(config, **code)
+        small = small_copy_of(large)
+    except PackingError:
+        raise
+    except Exception as error:  # whatever a configuration may lead to
+        reason = f"{type(error).__name__}: {reason_of(error)}"
+        raise PackingError(f"MODEL: expected a configuration that makes a model, {name!r} does not: {reason}") from None
+    return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
+
+
+def _load_config(name: str, trust_remote_code: bool, options: dict[str, bool]) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # of the hub, of the network, of files
+        raise PackingError(
+            f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, {name!r} cannot be loaded "
+            f"here: {reason_of(error)}"
+        ) from None
+
+
+def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[Any, str]:
+    """Return the class that a configuration names or brings, else the language model of its type; and a note on that.
+
+    It is a class of transformers, or an Auto class that finds the one that the configuration brings.
+    """
+    named = list(getattr(config, "architectures", None) or [])
+    known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
+    brought = getattr(config, "auto_map", None) or {}
+    if trust_remote_code or not known:
+        for auto, where in brought.items():
+            if auto.startswith("AutoModel") and str(where).rpartition(".")[2] in named:
+                return getattr(transformers, auto), ""
+    if known:
+        return known[0], ""
+    missing = f"{', '.join(named)}, which transformers {transformers.__version__} does not have"
+    which = missing if named else "no class"
+    return _HEADS[_kind_of_type(config, name)], f"; the configuration names {which}"
+
+
+def _is_model(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+
+
+def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
+    """Return the kind of the Auto class that the configuration brings, else what transformers has for its type. What
+    could be either is an encoder."""
+    mappings = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    for kind in _KINDS:
+        if _HEADS[kind].__name__ in (getattr(config, "auto_map", None) or {}):
+            return kind
+    for kind in reversed(_KINDS):
+        if config.model_type in mappings[kind]:
+            return kind
+    raise PackingError(f"MODEL: expected a causal or a masked language model, {name!r} is a {config.model_type}")
+
+
+def _load(head: Any, name: str, options: dict[str, bool]) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model with its weights, and the names of those that were missing, which are random."""
+    try:
+        model, info = head.from_pretrained(name, output_loading_info=True, **options)
+    except Exception as error:  # of the hub, of the network, of files
+        raise PackingError(
+            f"--weights: expected those of {name!r}, they cannot be loaded: {reason_of(error)}"
+        ) from None
+    return model.to("cuda") if torch.cuda.is_available() else model, sorted(info["missing_keys"])

@@ -1,0 +1,202 @@
+"""The command `hf-packing`: its parser, what it says of errors, and its exit codes."""
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pyarrow as pa
+
+import hf_packing
+from hf_packing.cli.names import STRATEGIES
+from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, say_warning, swallow_the_rest
+from hf_packing.errors import MissingDependencyError, PackingError
+
+BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
+"""Exit codes beside those of the commands; the last is a shell's own for a pipe that was closed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. What a user can fix is said in one line, without a traceback.
+
+    Args:
+        arguments: those of the command line, unless they are given.
+
+    Returns:
+        The exit code: 0, 1 for a model that is not isolated, 2 for bad input, 130 when interrupted, 141 when nobody
+        reads what is printed.
+    """
+    prepare_streams()
+    try:
+        return _run(arguments)
+    except ReaderGoneError:
+        swallow_the_rest()
+        return READER_GONE
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        given = _parser().parse_args(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = say_warning
+            code: int = given.run(given)
+    except (PackingError, MissingDependencyError) as error:
+        say_error(str(error))
+        return BAD_INPUT
+    except (OSError, EOFError, UnicodeError, pa.ArrowException) as error:  # of files, and of the disk
+        say_error(f"{type(error).__name__}: {error}")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        say_error("interrupted")
+        return INTERRUPTED
+    return code
+
+
+def _report(given: argparse.Namespace) -> int:
+    from hf_packing.cli.report import run_report
+
+    return run_report(given)
+
+
+def _pack(given: argparse.Namespace) -> int:
+    from hf_packing.cli.pack import run_pack
+
+    return run_pack(given)
+
+
+def _check(given: argparse.Namespace) -> int:
+    from hf_packing.cli.check import run_check
+
+    return run_check(given)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of everything else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PackingError(f"{message}; {self.prog} --help shows what there is")
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = _Parser("hf-packing", description="Pack your documents, see what that saves, and check models for leaks.")
+    top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
+    commands = top.add_subparsers(required=True, metavar="report | pack | check")
+    _add_report(
+        commands.add_parser(
+            "report",
+            help="compare strategies on your documents",
+            description="Compare what packing strategies make of your documents, and recommend one.",
+        )
+    )
+    _add_pack(
+        commands.add_parser(
+            "pack",
+            help="make a packed dataset of your documents",
+            description="Tokenize and pack documents into a saved dataset. A run that was interrupted resumes.",
+        )
+    )
+    _add_check(
+        commands.add_parser(
+            "check",
+            help="check whether a model isolates packed documents",
+            description=(
+                "Check whether a model isolates packed documents, as it is and after patch_model, and by which route. "
+                "The exit code is 1 if it does not."
+            ),
+        )
+    )
+    return top
+
+
+def _add_report(command: argparse.ArgumentParser) -> None:
+    _add_documents(command)
+    _add_max_length(command, [2048, 4096, 8192], "tokens of a row, one or several")
+    names = f"to compare, of {', '.join(STRATEGIES)} (default: fixed_length, first_come, best_fit, and bucket if there "
+    command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"{names}are several lengths)")
+    command.add_argument("--output", type=Path, metavar="HTML", help="page to write, with PNG pictures beside it")
+    command.add_argument(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        default=8,
+        help="processes that train at the same time (default: %(default)s)",
+    )
+    command.set_defaults(run=_report)
+
+
+def _add_pack(command: argparse.ArgumentParser) -> None:
+    _add_documents(command)
+    command.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to make, for datasets.load_from_disk"
+    )
+    command.add_argument(
+        "--strategy",
+        default="best_fit",
+        metavar="NAME",
+        help=f"one of {', '.join(STRATEGIES)} (default: %(default)s)",
+    )
+    _add_max_length(command, [4096], "tokens of a row; several for buckets")
+    command.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    command.set_defaults(run=_pack)
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="name on the hub, folder, or an architecture such as llama")
+    command.add_argument(
+        "--weights",
+        action="store_true",
+        help="load the model itself (default: make a small one of the same configuration)",
+    )
+    _add_usual(command)
+    command.set_defaults(run=_check)
+
+
+def _add_documents(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "data",
+        metavar="DATA",
+        help="a JSONL, parquet, CSV or text file, a folder of them, a saved dataset, or a dataset's name on the hub",
+    )
+    command.add_argument(
+        "--tokenizer",
+        metavar="T",
+        help="name on the hub, folder, or tokenizer.json file; needed unless rows have input_ids",
+    )
+    command.add_argument(
+        "--field", help="field with the text (default: the first there is of text, prompt and completion, messages)"
+    )
+    command.add_argument("--split", help="of a dataset with several (default: train)")
+    command.add_argument("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.py' (default: all)")
+    command.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave out rows that cannot be read, and count them (default: stop at the first)",
+    )
+    command.add_argument(
+        "--no-eos", action="store_true", help="put no end-of-sequence token after a text (default: put one)"
+    )
+    command.add_argument(
+        "--separator", metavar="TEXT", help="between a prompt and its completion (default: a line break)"
+    )
+    _add_usual(command)
+
+
+def _add_max_length(command: argparse.ArgumentParser, default: list[int], meaning: str) -> None:
+    shown = " ".join(map(str, default))
+    command.add_argument(
+        "--max-length", type=_positive, metavar="N", nargs="+", default=default, help=f"{meaning} (default: {shown})"
+    )
+
+
+def _add_usual(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with T or MODEL (default: refuse it)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1, got {text!r}")
+    return int(text)

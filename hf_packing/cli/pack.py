@@ -1,0 +1,233 @@
+"""`hf-packing pack`: documents -> a packed dataset on disk.
+
+Documents are tokenized in shards that survive an interruption. The dataset is put in place when it is complete.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from filelock import FileLock, Timeout
+
+import hf_packing
+from hf_packing.cli.documents import check_that_it_plans, corpus_of, print_skipped, warn_without_end
+from hf_packing.cli.names import strategy_named
+from hf_packing.cli.screen import counting_documents, out, print_json, say, say_warning
+from hf_packing.data.corpus import Corpus, Seen
+from hf_packing.data.pack import pack_split
+from hf_packing.errors import PackingError
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.storage import put_in_place
+from hf_packing.strategies.base import Strategy, plan_packing
+from hf_packing.strategies.compare import name_of
+
+_JOB = "job.json"
+_PLAN = "plan"
+_REPLACED = "replaced"
+"""Where the dataset that is overwritten stands until the new one is in place."""
+_SHARDS, _TOKENIZED = "shards", "[0-9]*.arrow"
+"""The folder, and its files; `pack` keeps its own cache beside them."""
+_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
+
+
+def run_pack(given: argparse.Namespace) -> int:
+    """Tokenize and pack documents into a saved dataset.
+
+    Args:
+        given: the flags.
+
+    Returns:
+        The exit code, 0.
+    """
+    strategy = strategy_named(given.strategy, given.max_length)
+    check_that_it_plans(strategy)
+    _check_output(given.output, given.overwrite)
+    corpus = corpus_of(given)
+    with counting_documents("Tokenizing") as seen:
+        made = _make_packed_dataset(corpus, strategy, given.output, seen, given.overwrite)
+    warn_without_end(corpus)
+    if corpus.left_out:
+        along = "hf_packing.pack packs columns with one number for each token along"
+        say_warning(f"left out beside input_ids: {', '.join(corpus.left_out)}; {along}")
+    skipped = corpus.documents.skipped
+    if given.json:
+        facts = {"output": str(given.output), "strategy": name_of(strategy), "rows": made.rows}
+        facts |= {"tokenized_before": made.tokenized_before, "skipped": skipped, "loss_masks": corpus.loss_masks}
+        facts |= {"left_out": corpus.left_out}
+        print_json(facts | vars(made.plan.metrics()))
+        return 0
+    say(out, str(made.plan))
+    if made.tokenized_before:
+        say(out, f"{made.tokenized_before:,} documents had been tokenized before")
+    if corpus.loss_masks:
+        say(out, f"applied to labels: {', '.join(corpus.loss_masks)}")
+    print_skipped(skipped)
+    say(out, f"written: {given.output}, with the plan in {made.folder / _PLAN}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _PackedDataset:
+    """What was made."""
+
+    folder: Path
+    plan: PackingPlan
+    rows: int
+    tokenized_before: int
+    """Documents whose tokens an interrupted run had left."""
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    """Refuse to write where something is.
+
+    Raises:
+        PackingError: the folder exists and is not to be replaced, or is no dataset.
+    """
+    if not output.exists():
+        return
+    if not overwrite:
+        raise PackingError(
+            f"--output: expected a folder that does not exist, {str(output)!r} does; --overwrite replaces it"
+        )
+    if not (output / "dataset_info.json").is_file():
+        raise PackingError(f"--overwrite: expected a saved dataset to replace, {str(output)!r} is none")
+
+
+def _make_packed_dataset(
+    corpus: Corpus, strategy: Strategy, output: Path, seen: Seen, overwrite: bool
+) -> _PackedDataset:
+    """Tokenize, pack and save. A run that was interrupted goes on with the tokens it has.
+
+    Args:
+        corpus: documents and their tokenizer.
+        strategy: that packs them.
+        output: the folder to make, for `datasets.load_from_disk`.
+        seen: is told how many documents were tokenized.
+        overwrite: whether a dataset there is replaced, once the new one is complete.
+
+    Raises:
+        PackingError: something is in the way; rows that cannot be read; no document with a token.
+    """
+    output = output.resolve() if output.is_symlink() else output  # written where the link points
+    _check_output(output, overwrite)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
+    try:
+        with lock:
+            aside = _partial_folder(output) / _REPLACED
+            if aside.exists() and not output.exists():  # a run was killed between two renames
+                aside.rename(output)
+            _check_output(output, overwrite)  # which another run may have made since
+            made = _make_while_locked(corpus, strategy, output, seen)
+            Path(lock.lock_file).unlink(missing_ok=True)
+            return made
+    except Timeout:
+        raise PackingError(f"--output: expected one that no other run writes, one writes {str(output)!r}") from None
+
+
+def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> _PackedDataset:
+    partial = _partial_folder(output)
+    job = _job_of(corpus)
+    _begin(partial, job)
+    documents, before = _tokenize(corpus, partial / _SHARDS, seen)
+    if corpus.documents.files and _job_of(corpus) != job:
+        raise PackingError(
+            "DATA: expected files that stay as they are, some changed while they were read; run it again"
+        )
+    shards = sorted((partial / _SHARDS).glob(_TOKENIZED))
+    if not shards:
+        shutil.rmtree(partial)
+        raise PackingError("DATA: expected documents with tokens, got none")
+    tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(shard)) for shard in shards])
+    lengths = pa.compute.list_value_length(tokens.data.column("input_ids")).to_numpy()
+    if len(lengths) != documents:
+        raise PackingError(f"{partial}: expected the tokens of {documents} documents, got {len(lengths)}; remove it")
+    if not lengths.any():
+        shutil.rmtree(partial)
+        raise PackingError(f"DATA: expected documents with tokens, got {len(lengths)} without")
+    fresh = partial / "packed"
+    shutil.rmtree(fresh, ignore_errors=True)
+    plan = plan_packing(lengths, strategy)
+    packed = pack_split(tokens, strategy, position_ids=True, load_from_cache_file=False, plan=plan)
+    packed.save_to_disk(fresh)
+    rows = len(packed)
+    plan.save(fresh / _PLAN)
+    _replace(output, fresh, partial / _REPLACED)
+    shutil.rmtree(partial, ignore_errors=True)
+    return _PackedDataset(output, plan, rows, before)
+
+
+def _partial_folder(output: Path) -> Path:
+    """Return where an unfinished run keeps its shards: beside its output, so that nobody takes them for it."""
+    return output.parent / f".{output.name}.partial"
+
+
+def _job_of(corpus: Corpus) -> dict[str, Any]:
+    """Return everything that the tokens depend on."""
+    backend = corpus.tokenizer.backend.to_str() if corpus.tokenizer else ""
+    return {
+        "version": hf_packing.__version__,
+        "documents": corpus.documents.identity(),
+        "split": corpus.documents.split,
+        "skip_bad": corpus.documents.skip_bad,
+        "field": corpus.text_field,
+        "separator": corpus.separator,
+        "end": corpus.tokenizer.end if corpus.tokenizer and corpus.end_documents else None,
+        "template": corpus.tokenizer.template_text if corpus.tokenizer else "",
+        "tokenizer": hashlib.sha256(backend.encode()).hexdigest(),
+    }
+
+
+def _begin(partial: Path, job: dict[str, Any]) -> None:
+    """Make a folder for the shards of this job; those of another job are thrown away."""
+    written = json.dumps(job, sort_keys=True)
+    if partial.exists() and (not (partial / _JOB).is_file() or (partial / _JOB).read_text() != written):
+        shutil.rmtree(partial)
+    (partial / _SHARDS).mkdir(parents=True, exist_ok=True)
+    (partial / _JOB).write_text(written)
+
+
+def _tokenize(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
+    """Write a shard for each block of documents that has none.
+
+    Returns:
+        How many documents there are, and how many of them had been tokenized before.
+    """
+    done = {int(shard.stem): shard for shard in folder.glob(_TOKENIZED)}
+    documents, before = 0, 0
+    for number, block in enumerate(corpus.blocks()):
+        documents += len(block)
+        if number in done:
+            before += len(block)
+        else:
+            _write_shard(folder / f"{number:06d}.arrow", *corpus.tokens_of(block))
+        seen(len(block))
+    return documents, before
+
+
+def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]) -> None:
+    """Write tokens under another name first, so that a shard that is there is whole."""
+    table = pa.table({"input_ids": input_ids, "labels": labels}, schema=_SCHEMA)
+    unfinished = file.with_suffix(".unfinished")
+    with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as stream:
+        stream.write_table(table)
+    unfinished.rename(file)
+
+
+def _replace(output: Path, fresh: Path, aside: Path) -> None:
+    """Put a finished folder in place. What was there stands aside until it is, and comes back if it cannot be."""
+    shutil.rmtree(aside, ignore_errors=True)
+    if output.exists():
+        output.rename(aside)
+    try:
+        put_in_place(fresh, output)
+    except BaseException:
+        if aside.exists() and not output.exists():
+            aside.rename(output)
+        raise

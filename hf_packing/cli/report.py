@@ -1,0 +1,63 @@
+"""`hf-packing report`: strategies compared on your documents, in the terminal, as JSON and as a page."""
+
+import argparse
+
+from rich.table import Table
+
+from hf_packing.cli.documents import check_that_it_plans, corpus_of, print_skipped, warn_without_end
+from hf_packing.cli.names import strategies_named
+from hf_packing.cli.screen import WIDE, counting_documents, out, print_json, say
+from hf_packing.report.report import PackingReport, packing_report
+from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, report_cells, setup_line
+from hf_packing.strategies.compare import aligned
+
+
+def run_report(given: argparse.Namespace) -> int:
+    """Compare strategies on documents.
+
+    Args:
+        given: the flags.
+
+    Returns:
+        The exit code, 0.
+    """
+    strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
+    for strategy in strategies or ():
+        check_that_it_plans(strategy)
+    if given.output:
+        from hf_packing.report.page import check_page
+
+        check_page(given.output)
+    corpus = corpus_of(given)
+    with counting_documents("Tokenizing") as seen:
+        lengths = corpus.lengths(seen)
+    warn_without_end(corpus)
+    report = packing_report(lengths, given.max_length, strategies=strategies, ranks=given.ranks, source=str(given.data))
+    skipped = corpus.documents.skipped
+    if not given.json:
+        _print_report(report)
+        print_skipped(skipped)
+    written = report.save(given.output) if given.output else []
+    if given.json:
+        print_json(report.to_dict() | {"skipped": skipped, "files": [str(file) for file in written]})
+        return 0
+    for file in written:
+        say(out, f"written: {file}")
+    return 0
+
+
+def _print_report(report: PackingReport) -> None:
+    say(out, f"{report.source}: {headline(report)}")
+    say(out, lengths_line(report))
+    if out.width < WIDE:
+        say(out, aligned([REPORT_COLUMNS, *report_cells(report)]))
+    else:
+        table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+        for number, column in enumerate(REPORT_COLUMNS):
+            header = column.replace(" ", "\n").replace("/", "/\n")
+            table.add_column(header, justify="right" if number else "left", no_wrap=True, vertical="bottom")
+        for cells in report_cells(report):
+            table.add_row(*cells, style="bold green" if cells[0] == report.recommendation.strategy else None)
+        out.print(table)
+    say(out, setup_line(report))
+    say(out, f"take {report.recommendation}")

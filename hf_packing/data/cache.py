@@ -1,0 +1,233 @@
+"""Packed rows on disk: where they are stored, with what `unpack` needs, and whether all of it is there."""
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from datasets.fingerprint import Hasher
+from datasets.table import MemoryMappedTable
+
+from hf_packing.data.unfinished import clear_unfinished, work_folder
+from hf_packing.errors import PackingError
+from hf_packing.planning.plan import ARRAYS, PackingPlan
+from hf_packing.planning.storage import load_arrays, put_in_place
+
+PLAN_KEY = b"hf_packing.plan"
+"""In the metadata of an Arrow stream: the fingerprint of the plan that its rows were packed with."""
+
+_PLAN = "plan"
+_FIRST_LABELS = "first_labels.npy"
+_FACTS = "packing.json"
+_FACT_NAMES = {
+    "strategy",
+    "labels_made",
+    "first_labels",
+    "loss_masks",
+    "trained_tokens",
+    "packed_tokens",
+    "dropped_tokens",
+    "tokens",
+    "empty_documents",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What packed rows were made from, stored beside them so that they can be unpacked."""
+
+    plan: PackingPlan
+    strategy: str
+    """Its repr."""
+    labels_made: bool
+    """Whether the documents had neither labels nor loss masks."""
+    first_labels: npt.NDArray[np.int32] | None
+    """int32 [segments]: the labels that -100 replaced; None if the labels were made from input_ids."""
+    loss_masks: tuple[str, ...]
+    """Columns that were applied to the labels, and dropped."""
+    trained_tokens: int
+    """How many labels of the rows are not -100."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what can be said without reading the plan again."""
+        tokens = int(self.plan.document_length.sum(dtype=np.int64))
+        packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
+        return {
+            "strategy": self.strategy,
+            "labels_made": self.labels_made,
+            "loss_masks": list(self.loss_masks),
+            "trained_tokens": self.trained_tokens,
+            "packed_tokens": packed_tokens,
+            "dropped_tokens": tokens - packed_tokens,
+            "tokens": tokens,
+            "empty_documents": int((self.plan.document_length == 0).sum()),
+            "first_labels": self.first_labels is not None,
+        }
+
+
+@dataclass(frozen=True)
+class CachedPacks:
+    """A packed dataset on disk: an Arrow stream of rows, and beside it a folder with their origin."""
+
+    rows: Path
+    """The Arrow stream of packed rows."""
+
+    @property
+    def origin(self) -> Path:
+        """The folder with the plan and what else `unpack` needs."""
+        return self.rows.with_suffix(".plan")
+
+    def exists(self) -> bool:
+        """Return whether `pack` has made it, complete or not."""
+        return self.rows.is_file() and self.origin.is_dir()
+
+    def open(self) -> MemoryMappedTable | None:
+        """Return the packed rows, memory-mapped; None if they or their origin are missing or incomplete."""
+        try:
+            rows = MemoryMappedTable.from_file(str(self.rows))
+            facts, (arrays, plan) = self._facts(), load_arrays(self.origin / _PLAN, ARRAYS)
+            labels = np.load(self.origin / _FIRST_LABELS, mmap_mode="r") if facts["first_labels"] else None
+        except (OSError, ValueError, EOFError, pa.ArrowException):  # missing or cut short
+            return None
+        complete = len(arrays["pack_capacity"]) == rows.num_rows and plan["fingerprint"] == _plan_of(rows.schema)
+        return rows if complete and (labels is None or len(labels) == len(arrays["segment_length"])) else None
+
+    @contextmanager
+    def create(self, schema: pa.Schema) -> Iterator[tuple[pa.ipc.RecordBatchStreamWriter, Path]]:
+        """Write the rows. They replace those that are there as soon as they are complete.
+
+        Args:
+            schema: of the rows.
+
+        Returns:
+            When entered: the Arrow stream to write to, and a folder for `save_origin`.
+        """
+        with work_folder(self.rows) as folder:
+            unfinished = folder / self.rows.name
+            with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+                yield stream, folder
+            unfinished.replace(self.rows)
+
+    def save_origin(self, origin: Origin, folder: Path) -> None:
+        """Write the origin in a folder, then move it into place. An equal one stays there: others may be reading it."""
+        fresh = folder / self.origin.name
+        fresh.mkdir()
+        origin.plan.save(fresh / _PLAN)
+        if origin.first_labels is not None:
+            np.save(fresh / _FIRST_LABELS, origin.first_labels)
+        (fresh / _FACTS).write_text(json.dumps(origin.facts()) + "\n")
+        put_in_place(fresh, self.origin, unless=lambda: self._holds(origin))
+
+    def load_origin(self) -> Origin:
+        """Return what the rows were made from.
+
+        Raises:
+            PackingError: it is damaged, or belongs to other rows.
+        """
+        again = f"in {str(self.origin)!r}; pack again with load_from_cache_file=False"
+        try:
+            facts, plan = self._facts(), PackingPlan.load(self.origin / _PLAN)
+            labels = np.load(self.origin / _FIRST_LABELS, mmap_mode="r") if facts["first_labels"] else None
+            with pa.memory_map(str(self.rows)) as file, pa.ipc.open_stream(file) as stream:
+                plan_of_rows = _plan_of(stream.schema)
+        except (OSError, ValueError, EOFError, pa.ArrowException) as error:
+            raise PackingError(f"packed: expected what pack saved beside its rows, got {error} {again}") from error
+        if plan.fingerprint != plan_of_rows:
+            raise PackingError(
+                f"plan: expected the one that these rows were packed with, {plan_of_rows}, got {plan.fingerprint} "
+                f"{again}"
+            )
+        masks, trained = tuple(facts["loss_masks"]), facts["trained_tokens"]
+        return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained)
+
+    def describe_changes(self) -> list[str]:
+        """Say what packing changed or left out, in phrases such as "drops 5 of 11 tokens"."""
+        facts = self._facts()
+        said = []
+        if facts["loss_masks"]:
+            names, trained, packed = " and ".join(facts["loss_masks"]), facts["trained_tokens"], facts["packed_tokens"]
+            said.append(f"applies {names} to labels: {trained:,} of {packed:,} tokens are trained on")
+        if facts["dropped_tokens"]:
+            dropped, tokens = facts["dropped_tokens"], facts["tokens"]
+            said.append(f"drops {dropped:,} of {tokens:,} tokens, as configured by {facts['strategy']}")
+        if (empty := facts["empty_documents"]) == 1:
+            said.append("skips 1 document without a token")
+        elif empty:
+            said.append(f"skips {empty:,} documents without a token")
+        return said
+
+    def _holds(self, origin: Origin) -> bool:
+        """Return whether the folder is there, complete, and holds this origin."""
+        try:
+            same_plan = PackingPlan.load(self.origin / _PLAN) == origin.plan
+            same_facts = self._facts() == origin.facts()
+            labels = origin.first_labels
+            same_labels = labels is None or np.array_equal(np.load(self.origin / _FIRST_LABELS), labels)
+        except (OSError, ValueError, EOFError):  # missing or damaged; PackingError is a ValueError
+            return False
+        return same_plan and same_facts and same_labels
+
+    def _facts(self) -> dict[str, Any]:
+        """Read what `Origin.facts` has returned.
+
+        Raises:
+            OSError, ValueError: the file is missing or damaged.
+        """
+        facts: dict[str, Any] = json.loads((self.origin / _FACTS).read_text())
+        if not isinstance(facts, dict) or facts.keys() != _FACT_NAMES:
+            raise ValueError(
+                f"expected {', '.join(sorted(_FACT_NAMES))} in {str(self.origin / _FACTS)!r}, got {facts!r}"
+            )
+        return facts
+
+
+def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
+    """Hash what packed rows depend on.
+
+    Args:
+        dataset: the documents.
+        how: how they are packed; a strategy among it has the version of hf_packing in its fields.
+    """
+    return str(Hasher.hash((dataset._fingerprint, how)))
+
+
+def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
+    """Choose where to store packed rows, and remove what killed processes left there.
+
+    As with `Dataset.map`, that is beside the dataset's own files; in the cache of datasets if it has no files or may
+    not write there; in a temporary folder if caching is disabled.
+    """
+    name = f"cache-{fingerprint}.arrow"
+    if not datasets.is_caching_enabled():
+        folder = Path(tempfile.mkdtemp(prefix="hf_packing-"))
+        atexit.register(_remove_at_exit_of, os.getpid(), folder)
+        return CachedPacks(folder / name)
+    own_files = [Path(file["filename"]).parent for file in dataset.cache_files]
+    if own_files and os.access(own_files[0], os.W_OK):
+        folder = own_files[0]
+    else:
+        folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_packing"
+        folder.mkdir(parents=True, exist_ok=True)
+    clear_unfinished(folder)
+    return CachedPacks(folder / name)
+
+
+def _plan_of(schema: pa.Schema) -> str:
+    """Return the fingerprint of the plan that rows were packed with; empty if `pack` did not make them."""
+    return str((schema.metadata or {}).get(PLAN_KEY, b"").decode())
+
+
+def _remove_at_exit_of(process: int, folder: Path) -> None:
+    """Remove a folder when the process that made it exits; forked processes run the same exit functions."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

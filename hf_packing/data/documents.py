@@ -1,0 +1,318 @@
+"""Read documents row by row from files, folders, saved datasets and the hub, and count what cannot be read.
+
+JSON lines, text and parquet are read here, not by `datasets`: a reader has to name the line that is wrong and go on
+after it. The JSON builder of `datasets` cannot do that, and it changes rows: whole numbers become floats where another
+row has a float, the arguments of tool calls take the order of the first row, and text such as "2024-01-01" becomes a
+date. CSV, saved datasets and the hub are left to `datasets`.
+"""
+
+import codecs
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from hf_packing.data.files import (
+    JSON,
+    ROWS,
+    SEPARATORS,
+    FoundFiles,
+    find_files,
+    is_saved_dataset,
+    kind_of_file,
+    open_file,
+)
+from hf_packing.errors import PackingError
+
+DocumentRow = dict[str, Any]
+
+_SPREADSHEET = ".xlsx"
+_ARCHIVES = (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather")
+"""Files to unpack or to convert first. Some of their bytes could be taken for text."""
+_NO_TEXT = "expected text in UTF-8, it has zero bytes, as archives, arrays and UTF-16 have"
+
+_TRAIN = "train"
+_BEGINNING = 8192
+"""Bytes by which text is told from something else, and an array of rows from lines of JSON."""
+_SHOWN = 80
+"""Characters of a value that a message shows."""
+_MOST_OF_A_REASON = 1000
+"""Characters of what another library says."""
+_PATIENCE = 5
+"""Seconds to wait for the hub's answer."""
+
+
+@dataclass
+class Documents:
+    """Rows from one place, read anew in every iteration.
+
+    Args:
+        data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines are documents; a folder of files
+            with rows, or of texts, each of which is one document; a folder that `save_to_disk` made; or the name of a
+            dataset on the hub. JSON and text may be compressed.
+        split: of a dataset with several; None for "train". Files have none.
+        glob: which files of a folder are read, such as "*.py"; None for all.
+        skip_bad: whether rows that cannot be read are left out, and counted in `skipped`.
+
+    Raises:
+        PackingError: there is nothing to read in `data`, or an option does not fit it.
+    """
+
+    data: str
+    split: str | None = None
+    glob: str | None = None
+    skip_bad: bool = False
+    skipped: list[str] = field(default_factory=list, init=False)
+    """What the last iteration left out, and why."""
+    files: list[Path] = field(init=False)
+    """Empty for a dataset that `datasets` reads."""
+    _found: FoundFiles = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        path = Path(self.data)
+        self._found = find_files(path, self.glob)
+        self.files = self._found.to_read
+        if self.split and path.exists() and not is_saved_dataset(path):
+            raise PackingError(
+                f"--split: expected a saved dataset or a name on the hub, {self.data!r} has files and no splits; name "
+                "the files of the split, in a folder by --glob"
+            )
+
+    def __iter__(self) -> Iterator[DocumentRow]:
+        for _, row in self.with_places():
+            yield row
+
+    def with_places(self) -> Iterator[tuple[str, DocumentRow]]:
+        """Yield every row with its place, for messages.
+
+        Raises:
+            PackingError: a row or a file cannot be read, and is not to be skipped.
+        """
+        self.skipped[:] = self._found.not_read
+        for why in self._found.broken:
+            self.leave_out(why)
+        if not self.files:
+            for place, row in _numbered(load(self.data, self.split)):
+                yield f"{self.data}, {place}", row
+        are_texts = Path(self.data).is_dir() and not all(kind_of_file(file) in (*ROWS, JSON) for file in self.files)
+        for file in self.files:
+            for place, row in self._to_its_end(file, self._text if are_texts else self._rows):
+                yield f"{file}, {place}" if place else str(file), row
+
+    def leave_out(self, why: str) -> None:
+        """Count a row that cannot be read.
+
+        Raises:
+            PackingError: bad rows are not to be skipped.
+        """
+        if not self.skip_bad:
+            raise PackingError(f"{why}; --skip-bad leaves such rows out, and counts them")
+        self.skipped.append(why)
+
+    def identity(self) -> list[Any]:
+        """Return what changes when the documents do: sizes and times of files, or the fingerprint of a dataset.
+
+        The time of the last change of any kind is included, since copying can set the other one to what it was.
+        """
+        if not self.files:
+            return [self.data, self.split or _TRAIN, load(self.data, self.split)._fingerprint]
+        stats = [(str(file), file.stat()) for file in self.files]
+        return [self.data, *([name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats)]
+
+    def _to_its_end(
+        self, file: Path, rows: Callable[[Path], Iterator[tuple[str, DocumentRow]]]
+    ) -> Iterator[tuple[str, DocumentRow]]:
+        """Yield what comes before the damage of a file that is damaged."""
+        try:
+            yield from rows(file)
+        except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
+            self.leave_out(f"{file}: expected a file that can be read to its end, {error}")
+
+    def _rows(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
+        """Yield the rows of a file, or the lines of a text."""
+        kind = kind_of_file(file)
+        if kind in (_SPREADSHEET, *_ARCHIVES):
+            self.leave_out(f"{file}: expected JSONL, parquet, CSV or text, a {kind} file is none of them")
+        elif kind == ".parquet":
+            yield from _numbered(_parquet_rows(file))
+        elif kind in SEPARATORS:
+            yield from _numbered(_table_rows(file, SEPARATORS[kind]))
+        elif kind in (*ROWS, JSON):
+            yield from self._json_rows(file)
+        elif _is_text(file):
+            yield from self._lines(file)
+        else:
+            self.leave_out(f"{file}: {_NO_TEXT}")
+
+    def _json_rows(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
+        with open_file(file) as stream:
+            is_array = stream.read(_BEGINNING).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        for place, row in _numbered(_json_array(file)) if is_array else self._json_lines(file):
+            if isinstance(row, dict):
+                yield place, row
+            else:
+                self.leave_out(f"{file}, {place}: expected an object with fields, got {_shown(json.dumps(row))}")
+
+    def _json_lines(self, file: Path) -> Iterator[tuple[str, Any]]:
+        with open_file(file) as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line.decode("utf-8-sig"))
+                except (ValueError, RecursionError) as error:
+                    got = _shown(line.decode("utf-8", errors="replace"))
+                    self.leave_out(f"{file}, line {number}: expected JSON, {error}, got {got}")
+                    continue
+                yield f"line {number}", row
+
+    def _lines(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
+        """Yield every line of a text as a document."""
+        with open_file(file) as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    self.leave_out(f"{file}, line {number}: expected text in UTF-8, {error}")
+                    continue
+                yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
+
+    def _text(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
+        """Yield the file as one document if it is a text, else count it: folders have pictures and archives as well."""
+        if kind_of_file(file) == _SPREADSHEET:
+            yield from self._rows(file)
+        elif not _is_text(file):
+            self.skipped.append(f"{file}: {_NO_TEXT}")
+        else:
+            with open_file(file) as stream:
+                content = stream.read()
+            try:
+                yield "", {"text": content.decode("utf-8-sig")}
+            except UnicodeDecodeError as error:
+                self.skipped.append(f"{file}: expected text in UTF-8, {error}")
+
+
+def load(data: str, split: str | None = None) -> Any:
+    """Load a saved dataset, or one of the hub.
+
+    Args:
+        data: a folder that `save_to_disk` made, or a name on the hub, whose files `datasets` keeps in its cache.
+        split: of several; None for "train".
+
+    Returns:
+        A `datasets.Dataset` with the columns that its format shows; its rows are plain Python, whatever the format.
+
+    Raises:
+        PackingError: there is no such dataset or split.
+    """
+    import datasets
+
+    try:
+        if is_saved_dataset(Path(data)):
+            found = datasets.load_from_disk(data)
+        else:
+            with _from_cache_only(unless=Path(data).exists() or hub_answers(data, "dataset")):
+                found = datasets.load_dataset(data)
+    except Exception as error:  # of the hub, of the network, of files
+        raise PackingError(f"DATA: {data!r} is no file, no folder and no dataset: {reason_of(error)}") from None
+    if isinstance(found, dict):
+        if (split or _TRAIN) not in found:
+            raise PackingError(f"--split: expected one of {', '.join(map(str, found))}, got {split or _TRAIN!r}")
+        found = found[split or _TRAIN]
+    elif split and split != str(found.split):
+        raise PackingError(f"--split: expected none or {found.split}, since {data!r} is a single split, got {split!r}")
+    shown = found.format["columns"]
+    found = found.with_format(None)
+    return found if shown == found.column_names else found.select_columns(shown)
+
+
+def hub_answers(name: str, kind: str = "model") -> bool:
+    """Ask the hub about a repository once, without the retries that huggingface_hub makes for each file that is not
+    cached: 24 s for each, with a warning for every try.
+
+    Args:
+        name: of the repository.
+        kind: "model" or "dataset".
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=_PATIENCE)
+    except (HfHubHTTPError, HFValidationError):
+        return True  # it has an answer, and whoever loads the files will tell what is wrong
+    except Exception:  # of the network, or HF_HUB_OFFLINE is set
+        return False
+    return True
+
+
+@contextmanager
+def _from_cache_only(unless: bool) -> Iterator[None]:
+    """Have `load_dataset` use what it has cached; it takes no argument for that."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or not unless
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error says, in one line that is not endless."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MOST_OF_A_REASON else f"{text[:_MOST_OF_A_REASON]}..."
+
+
+def _is_text(file: Path) -> bool:
+    """Whether it looks like text. Archives, arrays and UTF-16 have zero bytes, which UTF-8 would let pass."""
+    with open_file(file) as stream:
+        return b"\0" not in stream.read(_BEGINNING)
+
+
+def _json_array(file: Path) -> list[Any]:
+    with open_file(file) as stream:
+        content = stream.read()
+    try:
+        return list(json.loads(content.decode("utf-8-sig")))
+    except (ValueError, RecursionError) as error:
+        raise PackingError(f"{file}: expected a JSON array, {error}") from None
+
+
+def _parquet_rows(file: Path) -> Iterator[DocumentRow]:
+    try:
+        table = pq.ParquetFile(file)
+    except Exception as error:  # pyarrow raises its own
+        raise PackingError(f"{file}: expected a parquet file, {error}") from None
+    for batch in table.iter_batches(batch_size=1024):
+        yield from batch.to_pylist()
+
+
+def _table_rows(file: Path, separator: str) -> Iterator[DocumentRow]:
+    """Stream the rows, so that no copy of them stays in a cache. Text such as NA stays text."""
+    import datasets
+
+    options = {"sep": separator, "keep_default_na": False, "streaming": True}
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says what it would log
+    try:
+        yield from datasets.load_dataset("csv", data_files=str(file), split=_TRAIN, **options)
+    except (ValueError, OSError) as error:
+        raise PackingError(f"{file}: expected a table whose first line names its columns, {reason_of(error)}") from None
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+
+
+def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows))
+
+
+def _shown(text: str) -> str:
+    return repr(text.strip()[:_SHOWN])

@@ -1,0 +1,275 @@
+"""`pack` and `unpack`: plan over a whole dataset, gather its packed rows in Arrow, cache them on disk."""
+
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets.table import MemoryMappedTable
+from datasets.utils import tqdm
+
+from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.data.cache import PLAN_KEY, CachedPacks, Origin, cache_for, fingerprint_of
+from hf_packing.data.packed_rows import check_bucket_is_free, pack_rows, unpack_rows
+from hf_packing.data.token_columns import (
+    TOKENS_AT_ONCE,
+    TokenColumns,
+    blocks_of_rows,
+    columns_left_out,
+    find_token_columns,
+    row_numbers,
+    visible_columns,
+    with_typed_empty_lists,
+)
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.plan import PackingPlan
+
+DatasetOrDict = TypeVar("DatasetOrDict", datasets.Dataset, datasets.DatasetDict)
+
+
+@runtime_checkable
+class PlansLengths(Protocol):
+    """What `pack` needs of a strategy."""
+
+    has_buckets: ClassVar[bool]
+    """Whether packs have several capacities; rows then carry theirs in a column `bucket`."""
+
+    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
+        """Return the plan for checked lengths."""
+        ...
+
+
+def pack(
+    dataset: DatasetOrDict, strategy: PlansLengths, *, position_ids: bool = True, load_from_cache_file: bool = True
+) -> DatasetOrDict:
+    """Pack a tokenized dataset, with one plan over all of its documents.
+
+    Args:
+        dataset: Dataset or DatasetDict with `input_ids`. TRL's loss masks, `completion_mask` and `assistant_masks`, are
+            applied to the labels and dropped. Other columns with one number for each token (labels, weights) are packed
+            along; an attention_mask is dropped; all others are left out. Warnings say what is applied, left out,
+            dropped or skipped. Columns hidden by `with_format(columns=[...])` are ignored.
+        strategy: such as BestFit(2048).
+        position_ids: whether rows get that column. Without it the dataset is a third smaller, but only fit for trainers
+            that pass seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
+        load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
+            and the same version of hf_packing.
+
+    Returns:
+        A dataset of the same kind, memory-mapped, one row for each pack: `input_ids`, `labels` (made from input_ids
+        if there are none; -100 at the first token of every segment), `position_ids` (restarting at every segment)
+        and `seq_lengths` (tokens of every segment); with buckets also `bucket` (capacity of the pack in tokens).
+
+    Raises:
+        PackingError: no input_ids, columns whose lengths disagree, a dataset that is packed already, is not map-style
+            or has a transform.
+
+    Example:
+        >>> import datasets, hf_packing as hfp
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6]]})
+        >>> hfp.pack(documents, hfp.BestFit(4, seed=None))["seq_lengths"][:]
+        [[3, 1], [2]]
+    """
+    _check_strategy(strategy)
+    pack_each = partial(pack_split, position_ids=position_ids, load_from_cache_file=load_from_cache_file)
+    if not isinstance(dataset, datasets.DatasetDict):
+        _check_map_style("dataset", dataset)
+        return pack_each(dataset, strategy)
+    for name, split in dataset.items():
+        _check_map_style(f"dataset[{name!r}]", split)
+    packed: dict[str, datasets.Dataset] = {}
+    name = ""
+    try:
+        for name, split in dataset.items():
+            packed[name] = pack_each(split, strategy)
+    except PackingError as error:
+        raise PackingError(f"dataset[{name!r}]: {error}") from error
+    return datasets.DatasetDict(packed)
+
+
+def pack_split(
+    dataset: datasets.Dataset,
+    strategy: PlansLengths,
+    *,
+    position_ids: bool,
+    load_from_cache_file: bool,
+    plan: PackingPlan | None = None,
+) -> datasets.Dataset:
+    """Pack one split, as `pack` does.
+
+    Args:
+        dataset: Dataset with `input_ids`.
+        strategy: such as BestFit(2048).
+        position_ids: whether rows get that column.
+        load_from_cache_file: whether to reuse rows that were packed before.
+        plan: the strategy's plan for the lengths of the dataset; None makes it.
+    """
+    _check_no_transform(dataset)
+    table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
+    if strategy.has_buckets:
+        check_bucket_is_free(table.column_names)
+    fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names)
+    cache = cache_for(dataset, fingerprint)
+    rows = cache.open() if load_from_cache_file else None
+    if rows is None:
+        columns = find_token_columns(table, row_numbers(dataset))
+        if plan is None:
+            plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
+        _write_packs(columns, plan, strategy, position_ids, cache)
+        rows = MemoryMappedTable.from_file(str(cache.rows))
+    changes = cache.describe_changes()
+    if left_out := columns_left_out(table.schema):
+        changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
+    for change in changes:
+        warnings.warn(f"pack {change}", stacklevel=3)
+    info = _info_of_packed(dataset, table.column_names, rows.schema)
+    packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
+    return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
+
+
+def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
+    """Restore the documents of a packed dataset, in their order, with the token columns they had.
+
+    Documents that were dropped come back empty; truncated ones come back without what was cut off.
+
+    Args:
+        packed: what `pack` returned, neither shuffled nor selected from.
+        plan: the plan that the rows were packed with; None uses the one that `pack` saved beside its rows, which is not
+            found for rows that were saved elsewhere. With a plan given here, labels keep the -100 at the start of
+            segments, and rows with equal seq_lengths that have changed places since are not noticed.
+
+    Returns:
+        Dataset, one row for each document, in memory.
+
+    Raises:
+        PackingError: rows whose plan is unknown, or that are not those of the plan.
+
+    Example:
+        >>> import datasets, hf_packing as hfp
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6]]})
+        >>> hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["input_ids"][:]
+        [[1, 2, 3], [4, 5], [6]]
+    """
+    if not isinstance(packed, datasets.Dataset):
+        raise PackingError(f"packed: expected a Dataset that was packed, got {type(packed).__name__}")
+    if row_numbers(packed) is not None:
+        raise PackingError(
+            "packed: expected the rows in the order they were packed, this dataset was shuffled or selected from"
+        )
+    table = packed.data.table
+    files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
+    origin = files[0].load_origin() if len(files) == 1 and files[0].exists() else None
+    if origin is None:
+        if not isinstance(plan, PackingPlan):
+            raise PackingError(
+                "plan: expected the PackingPlan of these rows, since pack() has stored none beside these files, got "
+                f"{plan!r}"
+            )
+        return datasets.Dataset(unpack_rows(table, plan, None), split=packed.split)
+    if plan is not None and plan != origin.plan:
+        raise PackingError(
+            f"plan: expected the one these rows were packed with, {origin.plan.fingerprint}, got {plan!r}"
+        )
+    if len(packed) != origin.plan.num_packs:
+        raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
+    documents = unpack_rows(table, origin.plan, origin.first_labels)
+    if origin.labels_made and LABELS in documents.column_names:
+        documents = documents.drop_columns([LABELS])
+    return datasets.Dataset(documents, split=packed.split)
+
+
+def _check_strategy(strategy: Any) -> None:
+    if isinstance(strategy, type) or not isinstance(strategy, PlansLengths):
+        hint = f"; did you forget its arguments, as in {strategy.__name__}(2048)?" if isinstance(strategy, type) else ""
+        raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
+
+
+def _check_map_style(name: str, dataset: Any) -> None:
+    if not isinstance(dataset, datasets.Dataset):
+        raise PackingError(
+            f"{name}: expected a Dataset or a DatasetDict, got {type(dataset).__name__}; an IterableDataset can be "
+            "packed batch by batch with .map(strategy, batched=True, batch_size=10_000, remove_columns=[...])"
+        )
+
+
+def _check_no_transform(dataset: datasets.Dataset) -> None:
+    """Raise if the dataset has a transform: its output may be random, and must be neither stored nor ignored."""
+    if dataset.format["type"] == "custom":
+        raise PackingError(
+            "dataset: expected one without a transform, which may return something else at every reading; pass it to "
+            "attach or prepare_dataloader, which apply the transform at every reading, pack what it returns once with "
+            "map(strategy, batched=True, remove_columns=dataset.column_names).with_format(None), or call "
+            "with_format(None) to pack without it"
+        )
+
+
+def _write_packs(
+    columns: TokenColumns, plan: PackingPlan, strategy: PlansLengths, position_ids: bool, cache: CachedPacks
+) -> None:
+    """Gather packed rows block by block, each while the block before is being written."""
+    extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
+    schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
+    schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
+    first_labels, trained_tokens = [], 0
+    pack_tokens = (
+        np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
+    )
+    with (
+        cache.create(schema) as (stream, folder),
+        tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents:,} documents", unit=" packs") as progress,
+        ThreadPoolExecutor(max_workers=1) as writer,
+    ):
+        written: Future[None] | None = None
+        for first, end in blocks_of_rows(pack_tokens, TOKENS_AT_ONCE):
+            rows = pack_rows(columns, plan, first, end, **extras)
+            if rows.first_labels is not None:
+                first_labels.append(rows.first_labels)
+            trained_tokens += rows.trained_tokens
+            if written:
+                written.result()
+            written = writer.submit(stream.write_table, rows.table.replace_schema_metadata(schema.metadata))
+            progress.update(end - first)
+        if written:
+            written.result()
+        masks = tuple(name for name in LOSS_MASKS if name in columns)
+        origin = Origin(
+            plan=plan,
+            strategy=repr(strategy),
+            labels_made=LABELS not in columns and not masks,
+            first_labels=np.concatenate(first_labels) if first_labels else None,
+            loss_masks=masks,
+            trained_tokens=trained_tokens,
+        )
+        cache.save_origin(origin, folder)
+
+
+def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: pa.Schema) -> datasets.DatasetInfo:
+    """Return what is known about the documents, with the features of packed rows.
+
+    Args:
+        dataset: the documents.
+        column_names: the columns of the documents that packing has read.
+        schema: of the packed rows.
+    """
+    known = dataset.info
+    features = datasets.Features.from_arrow_schema(schema)
+    others = features.keys() - {INPUT_IDS, LABELS}
+    kept = {name: _of_any_length(dataset.features[name]) for name in column_names if name in others}
+    return datasets.DatasetInfo(
+        description=known.description,
+        citation=known.citation,
+        homepage=known.homepage,
+        license=known.license,
+        features=datasets.Features({**features, **kept}),
+    )
+
+
+def _of_any_length(feature: Any) -> Any:
+    """Return a list feature without a fixed length: packed rows are longer than the documents."""
+    return replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature

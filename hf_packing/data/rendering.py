@@ -1,0 +1,217 @@
+"""Write a row as the text that is tokenized: text as it is, a prompt with its completion, or a chat."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from hf_packing.errors import PackingError
+
+ROW_KINDS = ("input_ids", "text", "prompt", "messages")
+"""Fields that a row is known by; of several the first."""
+_CHATML = ("<|im_start|>", "<|im_end|>\n")
+
+
+class BadRowError(PackingError):
+    """Raised for a row that cannot be used. The message says what it has."""
+
+
+class TrainOn(NamedTuple):
+    """Which tokens have a loss: those that pass both conditions, as in TRL."""
+
+    assistant_only: bool = False
+    """Whether of a chat only the assistant's turns count."""
+    completion_only: bool = True
+    """Whether of a prompt and its completion only the completion counts."""
+
+    def covers(self, by_assistant: bool, in_completion: bool) -> bool:
+        """Whether a piece of a row is trained on."""
+        return (by_assistant or not self.assistant_only) and (in_completion or not self.completion_only)
+
+
+_COMPLETIONS = TrainOn()
+"""What `hf-packing pack` trains on: completions, whole texts, whole chats."""
+EVERYTHING = TrainOn(completion_only=False)
+
+
+class Rendered(NamedTuple):
+    """The text of a row."""
+
+    text: str
+    masked: tuple[tuple[int, int], ...] = ()
+    """Where the text is not trained on: first character and end of each such piece, in order."""
+    complete: bool = False
+    """Whether a chat template has written the text, so that no tokens are put around it."""
+
+
+Settings = Mapping[str, Any]
+"""What a row gives to the chat template: `tools`, and whatever is in `chat_template_kwargs`."""
+Template = Callable[[Sequence[Mapping[str, Any]], bool, Settings], str]
+"""Messages, whether the beginning of an answer follows them, and settings -> text."""
+
+
+def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
+    """Return the field that a row is known by.
+
+    Args:
+        row: of the documents.
+        field: the one that the user names, or None.
+
+    Raises:
+        BadRowError: the row has no such field. The message lists those it has.
+    """
+    wanted = (field,) if field else ROW_KINDS
+    found = next((name for name in wanted if row.get(name) is not None), None)
+    if found is None or (found == "prompt" and row.get("completion") is None):
+        expected = "prompt and completion" if field == "prompt" else field
+        raise BadRowError(
+            f"expected {expected or 'text, prompt and completion, messages or input_ids'}, the fields are "
+            f"{', '.join(row) or 'none'}; --field names the one with the text"
+        )
+    return found
+
+
+def render(
+    row: Mapping[str, Any], kind: str, template: Template, separator: str = "\n", train_on: TrainOn = _COMPLETIONS
+) -> Rendered:
+    """Return the text of a row.
+
+    Args:
+        row: of the documents.
+        kind: one of ROW_KINDS, or the field with the text.
+        template: of chats.
+        separator: between a prompt and a completion that are text.
+        train_on: which pieces have a loss. What follows the last of them in a chat is left out when only the
+            assistant's turns have one, since it changes no loss.
+
+    Raises:
+        BadRowError: values of another type, or a chat that the template cannot write.
+    """
+    if kind == "messages":
+        return _render_chat(_messages(row[kind]), 0, template, _settings(row), train_on)
+    if kind == "prompt":
+        prompt, completion = row["prompt"], row.get("completion")
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            before, after = _messages(prompt), _messages(completion)
+            if not after:
+                raise BadRowError("expected a completion with messages, got none")
+            return _render_chat([*before, *after], len(before), template, _settings(row), train_on)
+        begins = 0 if train_on.covers(False, False) else len(prompt) + len(separator)
+        masked = ((0, begins),) if begins else ()
+        return Rendered(_unicode(f"{prompt}{separator}{completion}"), masked)
+    if not isinstance(row[kind], str):
+        raise BadRowError(f"expected text in {kind!r}, got {type(row[kind]).__name__}")
+    return Rendered(_unicode(row[kind]))
+
+
+def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: Settings = MappingProxyType({})) -> str:
+    """Write a chat for a tokenizer without a chat template. Tools come first, as JSON in a system message.
+
+    Raises:
+        BadRowError: settings for a template, or content that is no text.
+    """
+    if others := settings.keys() - {"tools"}:
+        raise BadRowError(f"expected a tokenizer with a chat template, since chat_template_kwargs sets {min(others)}")
+    if settings:
+        messages = [{"role": "system", "content": json.dumps(settings["tools"])}, *messages]
+    begin, end = _CHATML
+    text = "".join(f"{begin}{message['role']}\n{_content(message)}{end}" for message in messages)
+    return f"{text}{begin}assistant\n" if ask else text
+
+
+class _Edge(NamedTuple):
+    """The end of a piece of a chat."""
+
+    messages: int
+    """Messages before it."""
+    asks: bool
+    """Whether the beginning of an answer comes before it, too."""
+    trained: bool
+    """Whether the piece is trained on."""
+
+
+def _render_chat(
+    messages: Sequence[Mapping[str, Any]], prompt: int, template: Template, settings: Settings, train_on: TrainOn
+) -> Rendered:
+    """Render a chat whose first messages, so many, are the prompt."""
+    if not train_on.assistant_only and not (prompt and train_on.completion_only):
+        return Rendered(_unicode(template(messages, False, settings)), complete=True)
+    text, masked = "", []
+    for edge in _edges(messages, prompt, train_on):
+        longer = template(messages[: edge.messages], edge.asks, settings)
+        if not longer.startswith(text):
+            raise BadRowError(
+                f"expected a chat template that leaves earlier turns as they are, this one rewrites those before turn "
+                f"{edge.messages}, so that they cannot be masked apart"
+            )
+        if not edge.trained:
+            masked.append((len(text), len(longer)))
+        text = longer
+    return Rendered(_unicode(text), tuple(masked), complete=True)
+
+
+def _edges(messages: Sequence[Mapping[str, Any]], prompt: int, train_on: TrainOn) -> list[_Edge]:
+    """Return where pieces end: only where training begins or stops, and not after it has stopped for good."""
+    found = []
+    for turn, message in enumerate(messages):
+        by_assistant = message["role"] == "assistant"
+        if by_assistant and turn:
+            found.append(_Edge(turn, True, train_on.covers(False, turn > prompt)))
+        found.append(_Edge(turn + 1, False, train_on.covers(by_assistant, turn >= prompt)))
+    changes = [edge for edge, following in pairwise(found) if edge.trained != following.trained]
+    return changes + [edge for edge in found[-1:] if edge.trained]
+
+
+def _unicode(text: str) -> str:
+    """Return the text, if UTF-8 can write it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(f"expected Unicode, {error}") from None
+    return text
+
+
+def _messages(value: Any) -> Sequence[Mapping[str, Any]]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(isinstance(each, Mapping) for each in value):
+        raise BadRowError(f"expected a list of messages, got {type(value).__name__}")
+    for message in value:
+        if "role" not in message or not ("content" in message or "tool_calls" in message):
+            raise BadRowError(f"expected messages with role and content, one has {', '.join(message) or 'nothing'}")
+    kept: list[Mapping[str, Any]] = _without_nulls(list(value))
+    return kept
+
+
+def _settings(row: Mapping[str, Any]) -> Settings:
+    """Return the columns `tools` and `chat_template_kwargs`, as TRL gives them to a chat template."""
+    tools, others = _without_nulls(row.get("tools")), _without_nulls(row.get("chat_template_kwargs"))
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRowError(f"expected tools as a list or as JSON, {error}") from None
+    if not isinstance(tools, (list, type(None))):
+        raise BadRowError(f"expected tools as a list or as JSON, got {type(tools).__name__}")
+    if not isinstance(others, (Mapping, type(None))):
+        raise BadRowError(f"expected chat_template_kwargs by name, got {type(others).__name__}")
+    return ({"tools": tools} if tools else {}) | dict(others or {})
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop fields that are null: Arrow adds them wherever another row has such a field."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return the text, the texts of parts, and tool calls as JSON."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in content):
+            raise BadRowError("expected parts of a message that are text, some are not")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, (str, type(None))):
+        raise BadRowError(f"expected text as content of a message, got {type(content).__name__}")
+    return (content or "") + (json.dumps(calls, default=str) if calls else "")

@@ -1,0 +1,183 @@
+"""Turn rendered rows into tokens and labels, with whatever tokenizer the user names.
+
+A text is tokenized as a whole, and a piece of it that is not trained on ends where its tokens stop being those that the
+text up to there has alone. That is TRL's rule for prompts, also where a token spans the border.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from hf_packing.columns import IGNORED_LABEL
+from hf_packing.data.documents import hub_answers, reason_of
+from hf_packing.data.rendering import BadRowError, Rendered, Settings, Template, chatml
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """What tokenizing documents needs of a tokenizer."""
+
+    name: str
+    backend: Any
+    """A `tokenizers.Tokenizer`, or what can be called as one."""
+    template: Template = chatml
+    template_text: str = "ChatML"
+    """What tells templates apart: their text, and the special tokens they may write."""
+    end: int | None = None
+    """The token that ends a document, if there is one. A chat template ends its own."""
+
+    def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
+        """Return int64 [documents], tokens.
+
+        Args:
+            rendered: the documents.
+            ended: whether each gets a token at its end.
+        """
+        pairs = zip(rendered, self._encode(rendered), strict=True)
+        lengths = [len(encoding) + len(self._end_of(each, encoding.ids, ended)) for each, encoding in pairs]
+        return np.array(lengths, dtype=np.int64)
+
+    def tokens(self, rendered: Sequence[Rendered], ended: bool) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the input_ids and the labels of documents. Labels are -100 where there is no loss.
+
+        Args:
+            rendered: the documents.
+            ended: whether each gets a token at its end.
+        """
+        edges = [sorted({edge for piece in each.masked for edge in piece if edge}) for each in rendered]
+        before = [
+            each._replace(text=each.text[:edge])
+            for each, places in zip(rendered, edges, strict=True)
+            for edge in places
+        ]
+        before_edges = iter(self._encode(before))
+        input_ids, labels = [], []
+        for each, places, encoding in zip(rendered, edges, self._encode(rendered), strict=True):
+            ids, end = encoding.ids, self._end_of(each, encoding.ids, ended)
+            token_of = {0: 0} | {edge: _num_shared(ids, _without_end(next(before_edges))) for edge in places}
+            trained = list(ids)
+            for first, stop in each.masked:
+                masked = slice(token_of[first], token_of[stop])
+                trained[masked] = [IGNORED_LABEL] * len(trained[masked])
+            input_ids.append([*ids, *end])
+            labels.append([*trained, *end])
+        return input_ids, labels
+
+    def _encode(self, rendered: Sequence[Rendered]) -> list[Encoding]:
+        """Encode texts with the tokens that the tokenizer puts around them; a chat template has written its own."""
+        encodings: list[Encoding] = []
+        for complete, group in groupby(rendered, key=lambda each: each.complete):
+            texts = [each.text for each in group]
+            encodings += self.backend.encode_batch_fast(texts, add_special_tokens=not complete)
+        return encodings
+
+    def _end_of(self, document: Rendered, ids: Sequence[int], ended: bool) -> list[int]:
+        """Return the token that is put at its end, unless it is there."""
+        if not ended or document.complete or self.end is None or (ids and ids[-1] == self.end):
+            return []
+        return [self.end]
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
+    """Load a tokenizer.
+
+    Args:
+        name: of a repository on the hub, of a folder, or of a tokenizer.json file.
+        trust_remote_code: whether to run code that comes with the tokenizer. Without, such a tokenizer is refused.
+
+    Raises:
+        PackingError: there is none, or it cannot be loaded.
+    """
+    path = Path(name)
+    if path.is_file():
+        try:
+            return TextTokenizer(name, _without_limits(Tokenizer.from_file(str(path))))
+        except Exception as error:  # tokenizers raises bare exceptions
+            raise PackingError(
+                f"--tokenizer: expected a tokenizer.json, {name!r} is none: {reason_of(error)}"
+            ) from None
+    from transformers import AutoTokenizer
+
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": not path.exists() and not hub_answers(name)}
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:  # of the hub, of the network, of files
+        raise PackingError(
+            f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, {name!r} cannot be loaded here: "
+            f"{reason_of(error)}"
+        ) from None
+    if not hasattr(loaded, "backend_tokenizer"):
+        raise PackingError(f"--tokenizer: expected a fast tokenizer, {name!r} is a {type(loaded).__name__}")
+    return text_tokenizer(loaded)
+
+
+def text_tokenizer(tokenizer: Any) -> TextTokenizer:
+    """Return the TextTokenizer of a tokenizer of transformers, with its chat template.
+
+    Args:
+        tokenizer: a PreTrainedTokenizerBase; a slow one has no `backend.to_str()`.
+    """
+    has_backend = hasattr(tokenizer, "backend_tokenizer")
+    backend = _without_limits(tokenizer.backend_tokenizer) if has_backend else _SlowBackend(tokenizer)
+    template = _template_of(tokenizer) if tokenizer.chat_template else chatml
+    written_with = f"{tokenizer.chat_template} {tokenizer.special_tokens_map}"
+    return TextTokenizer(tokenizer.name_or_path, backend, template, written_with, tokenizer.eos_token_id)
+
+
+class _SlowBackend:
+    """Calls a tokenizer that is written in Python as those of `tokenizers` are called."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list["_SlowEncoding"]:
+        options = {"add_special_tokens": add_special_tokens, "return_special_tokens_mask": True}
+        encoded = self.tokenizer(texts, **options) if texts else {"input_ids": [], "special_tokens_mask": []}
+        return list(map(_SlowEncoding, encoded["input_ids"], encoded["special_tokens_mask"]))
+
+
+@dataclass
+class _SlowEncoding:
+    ids: list[int]
+    special_tokens_mask: list[int]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def _template_of(tokenizer: Any) -> Template:
+    def render(messages: Sequence[Any], ask: bool, settings: Settings) -> str:
+        usual = {"tokenize": False, "add_generation_prompt": ask}
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), **{**settings, **usual}))
+        except Exception as error:  # templates raise what they like
+            raise BadRowError(f"expected messages that the chat template takes, {reason_of(error)}") from None
+
+    return render
+
+
+def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    """Switch off padding and truncation, which files may ask for and which would hide how long documents are."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _without_end(text: Encoding) -> list[int]:
+    """Return the tokens without those that the tokenizer puts after a text."""
+    special = np.array(text.special_tokens_mask, dtype=bool)
+    within = np.flatnonzero(~special)
+    return text.ids[: within[-1] + 1] if len(within) else text.ids
+
+
+def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many tokens both begin with. Offsets do not tell: they drift where a tokenizer drops a character."""
+    pairs = zip(ids, others, strict=False)
+    return next((number for number, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(others)))

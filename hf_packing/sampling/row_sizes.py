@@ -1,0 +1,270 @@
+"""What is known of a dataset's rows before training reads any: tokens, segments, attention cost and bucket."""
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets.utils import tqdm
+
+from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, SEQ_LENGTHS
+from hf_packing.data.token_columns import (
+    TokenColumn,
+    is_list,
+    is_token_type,
+    row_numbers,
+    visible_columns,
+    with_typed_empty_lists,
+)
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, check_whole_numbers
+
+_SAMPLED_ROWS = 256
+SAMPLED_TOKENS = 64
+"""How much of each sampled row is kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowSizes:
+    """The sizes of a dataset's rows, which are packs or plain documents."""
+
+    tokens: IntArray
+    """int64 [rows]."""
+    segments: IntArray
+    """int64 [rows]: 1 where the row is a document, 0 where it is empty."""
+    squared_lengths: IntArray
+    """int64 [rows]: the sum of squared segment lengths, which is what attention costs."""
+    bucket: IntArray | None = None
+    """int64 [rows], tokens: the capacity of the pack in the row; None where rows have no bucket."""
+    packed: bool = False
+    """Whether rows are packs, which cannot be cut."""
+    sample: bytes = b""
+    """The first tokens of a few rows, which tell datasets apart whose rows have the same lengths."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of all sizes, which decide the micro-batches, and of the sampled tokens."""
+        digest = hashlib.sha256(self.sample)
+        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket):
+            digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+
+def sizes_of_documents(lengths: IntArray) -> RowSizes:
+    """Return the sizes of rows that hold one document each.
+
+    Args:
+        lengths: integers [rows], tokens.
+    """
+    tokens = lengths.astype(np.int64)
+    return RowSizes(tokens, (tokens > 0).astype(np.int64), tokens**2)
+
+
+def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | None = None) -> RowSizes:
+    """Return the sizes of rows that hold one pack each.
+
+    Args:
+        seq_lengths: integers [segments], tokens, row by row.
+        offsets: integers [rows + 1]: segments of row r are offsets[r]:offsets[r + 1].
+        bucket: integers [rows], tokens, or None.
+    """
+    lengths = seq_lengths.astype(np.int64)
+    tokens, squared = (np.diff(np.concatenate([[0], np.cumsum(values)])[offsets]) for values in (lengths, lengths**2))
+    return RowSizes(tokens, np.diff(offsets), squared, None if bucket is None else bucket.astype(np.int64), packed=True)
+
+
+def sizes_of(dataset: Any) -> RowSizes:
+    """Return the sizes of a dataset's rows. A `datasets.Dataset` without a transform is not read, except for a sample.
+
+    Args:
+        dataset: map-style, packed (with `seq_lengths`) or of documents (with `input_ids`). Columns that its format
+            hides are ignored.
+
+    Raises:
+        PackingError: not map-style; neither column; seq_lengths that do not add up; packed rows whose borders are
+            hidden, or are in position_ids only.
+    """
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        return _sizes_in_table(dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset))
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+        raise PackingError(
+            f"dataset: expected a map-style dataset, whose length is known, got {type(dataset).__name__}"
+        )
+    sizes = _sizes_by_reading(dataset)
+    if isinstance(dataset, datasets.Dataset) and not sizes.packed:
+        _check_transform_keeps_borders(dataset)
+    return sizes
+
+
+def rows_to_sample(num_rows: int) -> IntArray:
+    """Return int64 row numbers, evenly spread over the dataset."""
+    return np.unique(np.linspace(0, max(num_rows - 1, 0), _SAMPLED_ROWS).astype(np.int64))[:num_rows]
+
+
+def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the first tokens of rows, column by column, as they are sampled from a table."""
+    columns = ([row[name] for row in rows if name in row] for name in (INPUT_IDS, LABELS, *LOSS_MASKS))
+    return b"".join(_sample_of_values(values) for column in columns for values in column)
+
+
+def _sample_of_values(values: Any) -> bytes:
+    """Values that are not one number per token are left for the collator to refuse, which can name the row."""
+    try:
+        with np.errstate(invalid="ignore"):  # NaN and infinity become integers
+            return np.asarray(values)[:SAMPLED_TOKENS].astype("<i8").tobytes()
+    except (TypeError, ValueError, IndexError):
+        return repr(values).encode()
+
+
+def _sample_of_column(column: TokenColumn) -> bytes:
+    rows = rows_to_sample(len(column.length))
+    values = column.gather(rows, np.zeros_like(rows), np.minimum(column.length[rows], SAMPLED_TOKENS))
+    return values.astype("<i8").tobytes()
+
+
+def _sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
+    _check_columns(table.column_names)
+    table = with_typed_empty_lists(table)
+    columns = {
+        name: TokenColumn(name, table.column(name), numbers)
+        for name in (SEQ_LENGTHS, INPUT_IDS, LABELS, *LOSS_MASKS)
+        if name in table.column_names and _has_number_per_token(name, table.schema.field(name).type)
+    }
+    sample = b"".join(_sample_of_column(column) for name, column in columns.items() if name != SEQ_LENGTHS)
+    if SEQ_LENGTHS not in columns:
+        return replace(sizes_of_documents(columns[INPUT_IDS].length), sample=sample)
+    column = columns[SEQ_LENGTHS]
+    rows = np.arange(len(column.length))
+    seq_lengths = column.gather(rows, np.zeros_like(rows), column.length)
+    offsets = np.concatenate([[0], np.cumsum(column.length, dtype=np.int64)])
+    sizes = sizes_of_packs(seq_lengths, offsets, _buckets_in_table(table, numbers))
+    _check_seq_lengths(seq_lengths, sizes, columns[INPUT_IDS].length if INPUT_IDS in columns else sizes.tokens)
+    return replace(sizes, sample=sample)
+
+
+def _has_number_per_token(name: str, kind: pa.DataType) -> bool:
+    if name in (SEQ_LENGTHS, INPUT_IDS) and not (is_list(kind) and pa.types.is_integer(kind.value_type)):
+        raise PackingError(f"column {name!r}: expected lists of integers, got {kind}")
+    return is_token_type(kind)
+
+
+def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray | None:
+    if BUCKET not in table.column_names:
+        return None
+    column = table.column(BUCKET)
+    if not pa.types.is_integer(column.type):
+        raise PackingError(f"column 'bucket': expected an integer in every row, got {column.type}")
+    if column.null_count:
+        raise PackingError(f"column 'bucket': expected an integer in every row, got {column.null_count} nulls")
+    bucket: IntArray = column.to_numpy()
+    return bucket if numbers is None else bucket[numbers]
+
+
+def _sizes_by_reading(dataset: Any) -> RowSizes:
+    """Return the sizes of rows that exist only when they are read: every row is read once."""
+    first: Mapping[str, Any] = {}
+    packs, tokens, buckets = [], [], []
+    for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
+        row = dataset[number]
+        if not isinstance(row, Mapping):
+            raise PackingError(f"dataset: expected rows that are mappings, row {number} is a {type(row).__name__}")
+        _check_columns(row)
+        first = first or row
+        _check_columns_like_first(row, first, number)
+        if INPUT_IDS in row:
+            _check_list(INPUT_IDS, row[INPUT_IDS], number)
+        if SEQ_LENGTHS in row:
+            packs.append(_seq_lengths_of_row(row, number))
+            buckets.append(_bucket_of_row(row[BUCKET], number) if BUCKET in row else 0)
+        tokens.append(len(row[INPUT_IDS]) if INPUT_IDS in row else int(packs[-1].sum()))
+    sample = b""
+    if isinstance(dataset, Sequence):
+        sample = sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))])
+    if SEQ_LENGTHS not in first:
+        return replace(sizes_of_documents(np.array(tokens, dtype=np.int64)), sample=sample)
+    seq_lengths = np.concatenate([np.zeros(0, dtype=np.int64), *packs])
+    offsets = np.cumsum([0, *map(len, packs)], dtype=np.int64)
+    sizes = sizes_of_packs(seq_lengths, offsets, np.array(buckets) if BUCKET in first else None)
+    _check_seq_lengths(seq_lengths, sizes, np.array(tokens))
+    return replace(sizes, sample=sample)
+
+
+def _seq_lengths_of_row(row: Mapping[str, Any], number: int) -> IntArray:
+    _check_list(SEQ_LENGTHS, row[SEQ_LENGTHS], number)
+    return check_whole_numbers(f"column 'seq_lengths', row {number}", row[SEQ_LENGTHS])
+
+
+def _bucket_of_row(bucket: Any, number: int) -> int:
+    try:
+        return operator.index(bucket)
+    except TypeError:
+        raise PackingError(f"column 'bucket': expected an integer in every row, row {number} has {bucket!r}") from None
+
+
+def _check_columns(names: Any) -> None:
+    if SEQ_LENGTHS in names:
+        return
+    if INPUT_IDS not in names:
+        raise PackingError(
+            f"dataset: expected a column 'seq_lengths' or 'input_ids', got columns {', '.join(names) or 'none'}"
+        )
+    if packed := [name for name in SEGMENT_COLUMNS if name in names]:
+        raise PackingError(
+            f"dataset: expected a column 'seq_lengths' beside {packed[0]!r}, which alone does not give the lengths of "
+            "a row's segments; pack() writes both"
+        )
+
+
+def _check_columns_like_first(row: Mapping[str, Any], first: Mapping[str, Any], number: int) -> None:
+    """Refuse a row that has labels, masks or borders where the first has none, or the other way round."""
+    of_packs = (SEQ_LENGTHS, BUCKET) if SEQ_LENGTHS in row else (SEQ_LENGTHS,)
+    for name in (*of_packs, LABELS, *LOSS_MASKS):
+        if (name in row) != (name in first):
+            raise PackingError(f"column {name!r}: expected in all rows or in none, row {number} differs from row 0")
+
+
+def _check_list(name: str, values: Any, number: int) -> None:
+    dimensions = getattr(values, "ndim", None)
+    if dimensions is None and hasattr(values, "__len__") and not isinstance(values, str):
+        dimensions = 1 + (np.ndim(values[0]) if len(values) else 0)
+    if dimensions != 1:
+        shown = f"shape {tuple(values.shape)}" if hasattr(values, "shape") else repr(values)[:80]
+        raise PackingError(f"column {name!r}: expected a list of integers in every row, row {number} has {shown}")
+
+
+def _check_seq_lengths(seq_lengths: IntArray, sizes: RowSizes, tokens: IntArray) -> None:
+    """Refuse rows whose segments do not cover all of their tokens.
+
+    Args:
+        seq_lengths: integers [segments].
+        sizes: made from the seq_lengths.
+        tokens: integers [rows]: lengths of input_ids.
+    """
+    row_of_segment = np.repeat(np.arange(len(sizes)), sizes.segments)
+    wrong = sizes.tokens != tokens
+    wrong[row_of_segment[seq_lengths < 1]] = True
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise PackingError(
+            f"column 'seq_lengths': expected positive lengths that add up to the {tokens[row]} tokens of row {row}, "
+            f"got {seq_lengths[row_of_segment == row].tolist()}"
+        )
+
+
+def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
+    """Refuse packed rows whose transform, such as one for documents that `map` has kept, returns no borders."""
+    if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
+        raise PackingError(
+            f"column {borders[0]!r}: expected in the rows that the dataset's transform returns, since they are packed; "
+            "call .with_format(None) if the transform was made for documents, or remove the column if rows are not "
+            "packed"
+        )

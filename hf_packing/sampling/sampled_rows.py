@@ -1,0 +1,146 @@
+"""The rows of a dataset as a sampler asks for them: whole, as pieces, or as copies whose labels are masked."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from hf_packing.columns import (
+    ATTENTION_MASK,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    SEGMENT_COLUMNS,
+    TOKEN_TYPE_IDS,
+)
+from hf_packing.data.loss_masks import apply_loss_masks
+from hf_packing.data.token_columns import visible_columns
+from hf_packing.errors import PackingError
+from hf_packing.sampling.epoch_plan import SampledRow
+from hf_packing.sampling.sampler import RankBatchSampler
+
+_PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS)
+
+Row = dict[str, Any]
+
+
+class SampledRows(torch.utils.data.Dataset[Row]):
+    """A map-style dataset that takes the sampler's micro-batches, lists of (row number, whether it is a copy).
+
+    A copy has all labels masked. A row without labels gets them from its tokens and loss masks; masks beside labels are
+    passed on, for the collator to compare. Accelerate calls `set_epoch` of the dataset wherever it does not find the
+    sampler, so this passes the epoch on.
+
+    Args:
+        dataset: map-style, the rows that the sampler was made for.
+        sampler: of this rank.
+        unread: columns that are left out of rows.
+        apply_masks: whether loss masks make labels where a row has none; otherwise the collator refuses such a row.
+    """
+
+    def __init__(
+        self, dataset: Any, sampler: RankBatchSampler, unread: Sequence[str] = (), apply_masks: bool = True
+    ) -> None:
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            names = visible_columns(dataset)
+            if INPUT_IDS not in names:
+                raise PackingError(f"dataset: expected a column 'input_ids', got {', '.join(names) or 'none'}")
+            dataset = dataset.with_format("numpy", columns=_columns_to_read(names, unread))
+        self.dataset = dataset
+        self.unread = unread
+        self.apply_masks = apply_masks
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler.rows.sizes)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.check_num_rows()
+        self.sampler.set_epoch(epoch)
+
+    def __getitem__(self, number: int) -> Row:
+        return self.__getitems__([(number, False)])[0]
+
+    def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[Row]:
+        self.check_num_rows()
+        sampled = [number for number, _ in micro_batch]
+        pieces = self.sampler.rows.pieces
+        numbers = sampled if pieces is None else pieces.document[sampled].tolist()
+        read = getattr(self.dataset, "__getitems__", None)
+        rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
+        if len(rows) != len(numbers):
+            raise PackingError(
+                f"dataset: expected {len(numbers)} rows for as many row numbers, got {len(rows)}; a transform must "
+                "return one row for each that it is given"
+            )
+        rows = [{name: row[name] for name in _columns_to_read(row, self.unread)} for row in rows]
+        self._check_lengths(numbers, rows)
+        if pieces is not None:
+            starts, lengths = pieces.start[sampled].tolist(), pieces.length[sampled].tolist()
+            rows = [
+                {name: values[start : start + length] for name, values in row.items()}
+                for row, start, length in zip(rows, starts, lengths, strict=True)
+            ]
+        return [
+            _with_masked_labels(row) if is_copy else self._with_labels(row)
+            for row, (_, is_copy) in zip(rows, micro_batch, strict=True)
+        ]
+
+    def check_num_rows(self) -> None:
+        """Raise PackingError where rows came or went since the micro-batches were planned."""
+        if (rows := len(self.dataset)) != (planned := len(self.sampler.sizes)):
+            raise PackingError(
+                f"dataset: expected the {planned} rows that it had when batches were planned, it has {rows} now; rows "
+                "that are added or removed count from the next train() or evaluate(), or from another "
+                "prepare_dataloader"
+            )
+
+    def _with_labels(self, row: Row) -> Row:
+        """Return the row with labels, unless the collator is to refuse it."""
+        masks = [name for name in LOSS_MASKS if name in row]
+        if LABELS in row or (masks and not self.apply_masks):
+            return row
+        labels = row[INPUT_IDS]
+        if masks:
+            labels = apply_loss_masks(np.asarray(labels), {name: np.asarray(row.pop(name)) for name in masks})
+        return {**row, LABELS: labels}
+
+    def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        """Raise PackingError where rows do not have the lengths for which micro-batches were planned."""
+        for number, row in zip(numbers, rows, strict=True):
+            if INPUT_IDS not in row:
+                raise PackingError(
+                    f"dataset: expected a column 'input_ids', row {number} has {', '.join(row) or 'none'}"
+                )
+            if (tokens := len(row[INPUT_IDS])) != (planned := int(self.sampler.sizes.tokens[number])):
+                raise PackingError(
+                    f"dataset: expected the {planned} tokens that row {number} had when batches were planned, it has "
+                    f"{tokens} now; rows must not change from one reading to the next"
+                )
+            for name in _PER_TOKEN:
+                if name in row and (shape := _shape_of(row[name])) != (tokens,):
+                    raise PackingError(
+                        f"column {name!r}: expected {tokens} values in row {number}, as many as input_ids, got shape "
+                        f"{shape}"
+                    )
+
+
+def _columns_to_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
+    """Return the columns of which a batch is made, and those by which its segments are checked."""
+    known = set(names).difference(unread)
+    return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS) if name in known]
+
+
+def _shape_of(values: Any) -> tuple[int | str, ...]:
+    try:
+        return tuple(np.shape(values))
+    except ValueError:  # lists of several lengths
+        return (len(values), "several lengths")
+
+
+def _with_masked_labels(row: Row) -> Row:
+    """Return the row with nothing to train on."""
+    return {**row, LABELS: np.full(len(row[INPUT_IDS]), IGNORED_LABEL)}

@@ -1,0 +1,98 @@
+"""Turn the columns that an optimizer has chosen into packs: give their slots to documents, pack the rest best fit.
+
+A column is a pattern of slots, as an optimizer sees it; a document may go into a slot that is longer than it is.
+"""
+
+import numpy as np
+
+from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.open_packs import Interval, OpenPacks, fill_best_fit
+from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
+
+
+class _FreeSlots:
+    """The slots of one length that have no document yet, as intervals of packs with the same number of them."""
+
+    def __init__(self, packs: IntArray, first_pack: IntArray, copies: IntArray) -> None:
+        self.intervals = list(zip(first_pack.tolist(), packs.tolist(), copies.tolist(), strict=True))
+
+    def give(self, length: int, documents: int) -> tuple[list[Run], int]:
+        """Give slots to documents of a length. Return the moves, and how many documents got no slot."""
+        runs = []
+        while documents and self.intervals:
+            first, packs, copies = self.intervals.pop()
+            full = min(packs, documents // copies)
+            if full:
+                runs.append(Run(length, first, full, copies))
+                documents -= full * copies
+                if full < packs:
+                    self.intervals.append((first + full, packs - full, copies))
+            else:  # fewer documents than one pack has slots
+                runs.append(Run(length, first, 1, documents))
+                if packs > 1:
+                    self.intervals.append((first + 1, packs - 1, copies))
+                self.intervals.append((first, 1, copies - documents))
+                documents = 0
+        return runs, documents
+
+
+def fill_columns(
+    packs: IntArray, columns: IntArray, slots: IntArray, counts: IntArray, capacity: int, max_documents: int | None
+) -> Patterns:
+    """Pack all counted segments, as many as possible into packs made after the columns.
+
+    Slots go first to documents of exactly their length, or of lengths down to the next shorter slot, the longest first.
+    Slots that stay free go to whatever fits, longest documents first. What is left goes into the room that packs still
+    have, or into new packs, best fit. A pack in which no slot was used is not made.
+
+    Args:
+        packs: int64 [columns]: how many packs to make after each column.
+        columns: integers [slots, columns]: slots of each length in a column.
+        slots: int64 [slots], tokens, ascending.
+        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
+        capacity: tokens that a pack holds.
+        max_documents: most segments in one pack; None for no limit.
+
+    Returns:
+        Patterns with exactly the counted segments.
+    """
+    used = np.flatnonzero(packs)
+    first = np.cumsum(packs[used]) - packs[used]
+    num_packs = int(packs[used].sum())
+    left = counts.copy()
+    runs: list[Run] = []
+
+    def give(free: _FreeSlots, lengths: IntArray) -> None:
+        for length in lengths.tolist():
+            if not free.intervals:
+                break
+            given, left[length] = free.give(length, int(left[length]))
+            runs.extend(given)
+
+    free_slots = []
+    lengths = np.flatnonzero(counts)
+    slot_of_length = np.searchsorted(slots, lengths)
+    for number in range(len(slots)):
+        having = np.flatnonzero(columns[number, used])
+        free = _FreeSlots(packs[used[having]], first[having], columns[number, used[having]])
+        give(free, lengths[slot_of_length == number][::-1])
+        free_slots.append(free)
+    for number in range(len(slots) - 1, -1, -1):
+        if free_slots[number].intervals:
+            give(free_slots[number], np.flatnonzero(left[: slots[number] + 1])[::-1])
+    return _fill_rest(runs, num_packs, left, capacity, max_documents)
+
+
+def _fill_rest(runs: list[Run], num_packs: int, left: IntArray, capacity: int, max_documents: int | None) -> Patterns:
+    """Pack what is left best fit into the room that the runs leave, then into new packs."""
+    made = patterns_from_runs(runs, num_packs, capacity)
+    open_packs = OpenPacks(capacity, max_documents)
+    open_packs.runs, open_packs.num_packs = runs, num_packs
+    room = made.capacity - made.tokens_per_pack()
+    documents, first = made.segments_per_pack(), np.cumsum(made.packs) - made.packs
+    useful = (documents > 0) & (documents < open_packs.limit) & (room > 0)
+    for number in np.flatnonzero(useful).tolist():
+        interval = Interval(int(first[number]), int(made.packs[number]), int(documents[number]))
+        open_packs.add(int(room[number]), interval)
+    fill_best_fit(open_packs, left)
+    return open_packs.patterns().without_empty()

@@ -1,0 +1,174 @@
+"""NonNegativeLeastSquares: non-negative least squares histogram packing (NNLSHP, arXiv 2107.02027).
+
+Every way to fill a pack exactly with few documents is a column; non-negative least squares finds how many packs of each
+come closest to the counts. Padding is allowed where it is cheap: the shortest lengths weigh less.
+
+The problem is convex, so it is solved on the columns that matter: those in use, and those that would improve on them.
+When none would, the solution is that of all columns.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray, check_whole_number
+from hf_packing.planning.patterns import Patterns
+from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
+from hf_packing.strategies.columns import fill_columns
+
+_SHORT, _WEIGHT_OF_SHORT = 8, 0.09
+"""Lengths up to 8 are cheap to pad, as in the paper's code."""
+_MAX_FULL_PACKS = 1 << 23
+_FEWEST_TRIED, _SHARE_TRIED = 256, 0.5
+"""How many columns are added at once: the larger of a number, and a share of the lengths."""
+_GAIN_TOLERANCE = 1e-9
+
+
+@register_strategy
+@dataclass(frozen=True)
+class NonNegativeLeastSquares(OneCapacity):
+    """Non-negative least squares over all ways to fill a pack exactly with few documents (NNLSHP, arXiv 2107.02027).
+
+    Good for large corpora with documents of every length and 2 or 3 of them in a pack. With few distinct lengths, few
+    packs can be filled exactly and BestFit is better; `Optimal` is always better and faster. Takes seconds at
+    max_length=512, minutes at 2048. Needs scipy: `pip install "hf-packing[optimal]"`.
+
+    Args:
+        max_length: tokens that a pack holds, at least 1.
+        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
+        max_documents: most segments in a pack, the paper's depth.
+        seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
+            them sorted.
+
+    Raises:
+        PackingError: an argument that is not as above; when planning, more than 2**23 ways to fill a pack.
+        MissingDependencyError: when planning, scipy is not installed.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> hfp.plan_packing([5, 3, 6, 2, 4, 4], hfp.NonNegativeLeastSquares(8))
+        PackingPlan(6 documents, 6 segments, 3 packs, efficiency 1.0000)
+    """
+
+    max_documents: int = field(default=3, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.set_fields(max_documents=check_whole_number("max_documents", self.max_documents))
+
+    def solve(self, counts: IntArray) -> Solution:
+        return Solution(_least_squares_patterns(counts, self.max_length, self.max_documents))
+
+
+def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int) -> Patterns:
+    """Pack counted segments by non-negative least squares.
+
+    Rounding leaves some documents without a slot, and some slots without a document. Such documents are packed best fit
+    into the room that is free and into new packs; in the paper each gets a pack of its own.
+
+    Args:
+        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
+        capacity: tokens that a pack holds.
+        max_documents: most segments in one pack.
+
+    Returns:
+        Patterns with exactly the counted segments.
+
+    Raises:
+        PackingError: more than 2**23 ways to fill a pack.
+        MissingDependencyError: scipy is not installed.
+    """
+    load_scipy_optimize("NonNegativeLeastSquares")
+    if capacity > _MAX_FULL_PACKS or _number_of_full_packs(capacity, max_documents, _MAX_FULL_PACKS) > _MAX_FULL_PACKS:
+        raise PackingError(
+            f"max_documents: expected at most 2**23 ways to fill a pack, {max_documents} documents of together "
+            f"max_length={capacity} tokens have more; Optimal makes only the ways it needs"
+        )
+    demand = np.zeros(capacity + 1)
+    demand[: len(counts)] = counts
+    used, packs = _least_squares(demand, _full_packs(capacity, max_documents))
+    slots = np.arange(1, capacity + 1)
+    columns = _number_of_each_length(used, capacity)
+    return fill_columns(np.rint(packs).astype(np.int64), columns[1:], slots, counts, capacity, max_documents)
+
+
+def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the ways to fill a pack that are used, and how many packs of each, not rounded.
+
+    Args:
+        demand: float64 [capacity + 1]: documents of each length.
+        ways: int32 [ways, documents]: lengths, filled up with zeros.
+
+    Returns:
+        int32 [used, documents] and float64 [used].
+    """
+    nnls = load_scipy_optimize("NonNegativeLeastSquares").nnls
+    weight = np.ones(len(demand))
+    weight[: _SHORT + 1] = _WEIGHT_OF_SHORT
+    weight[0] = 0
+    at_once = max(_FEWEST_TRIED, int(_SHARE_TRIED * len(demand)))
+    tolerance = _GAIN_TOLERANCE * max(demand.max(), 1)
+    chosen = np.zeros(0, dtype=np.int64)
+    packs = np.zeros(0)
+    short_of = demand
+    while True:
+        gain = (weight**2 * short_of)[ways].sum(axis=1)
+        gain[chosen] = 0
+        better = np.flatnonzero(gain > tolerance)
+        if not len(better):
+            return ways[chosen], packs
+        new = better[np.argsort(-gain[better], kind="stable")[:at_once]]
+        chosen = np.concatenate([chosen[packs > 0], new])
+        columns = _number_of_each_length(ways[chosen], len(demand) - 1)
+        packs, _ = nnls(columns * weight[:, None], demand * weight, maxiter=100 * len(chosen))
+        short_of = demand - columns @ packs
+
+
+def _number_of_each_length(ways: IntArray, capacity: int) -> IntArray:
+    """Return how often each length is in each way, int64 [capacity + 1, ways]."""
+    number = np.zeros((capacity + 1, len(ways)), dtype=np.int64)
+    np.add.at(number, (ways.T, np.arange(len(ways))), 1)
+    number[0] = 0
+    return number
+
+
+def _full_packs(capacity: int, max_documents: int) -> IntArray:
+    """Return every multiset of at most max_documents lengths whose sum is the capacity.
+
+    Args:
+        capacity: tokens, at least 1.
+        max_documents: most lengths in a multiset, at least 1.
+
+    Returns:
+        int32 [multisets, max_documents or the capacity if that is less]: lengths, descending, filled up with zeros.
+
+    Example:
+        >>> _full_packs(4, 3).tolist()
+        [[2, 1, 1], [2, 2, 0], [3, 1, 0], [4, 0, 0]]
+    """
+    chosen = np.zeros((1, 0), dtype=np.int32)
+    rest = np.array([capacity], dtype=np.int32)
+    largest = rest
+    for places in range(min(max_documents, capacity), 0, -1):
+        least = -(-rest // places)
+        choices = np.minimum(rest, largest) - least + 1
+        if places == 1:
+            choices = np.where(rest <= largest, 1, 0)
+            least = rest
+        of = np.repeat(np.arange(len(rest)), choices)
+        length = (least[of] + np.arange(len(of)) - np.repeat(np.cumsum(choices) - choices, choices)).astype(np.int32)
+        chosen = np.column_stack([chosen[of], length])
+        rest, largest = rest[of] - length, length
+    return chosen
+
+
+def _number_of_full_packs(capacity: int, max_documents: int, enough: int) -> int:
+    """Return how many rows `_full_packs` has: partitions of the capacity. Stop counting above `enough`."""
+    ways = [1] + [0] * capacity
+    for length in range(1, min(max_documents, capacity) + 1):  # as many with at most d parts as with parts of at most d
+        for tokens in range(length, capacity + 1):
+            ways[tokens] += ways[tokens - length]
+        if ways[capacity] > enough:
+            break
+    return ways[capacity]

@@ -1,0 +1,282 @@
+"""Strategies that take documents one after the other, in some order: FixedLength, FirstCome and Multipack."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from hf_packing.errors import PackingError
+from hf_packing.planning.assign import Slots
+from hf_packing.planning.first_fit import first_fit_patterns
+from hf_packing.planning.lengths import (
+    IntArray,
+    Overflow,
+    check_fitting,
+    check_num_pieces,
+    check_overflow,
+    check_whole_number,
+    cut_to_pieces,
+    smallest_index_type,
+    sort_by_length,
+)
+from hf_packing.planning.open_packs import best_fit_patterns
+from hf_packing.planning.permutation import check_seed, random_order, shuffle_packs
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.strategies.base import Strategy, check_max_documents, check_optional_seed, register_strategy
+
+_Order = Literal["random", "longest_first", "dataset"]
+
+_JUMPS_AT_ONCE = 1 << 20
+
+
+@register_strategy
+@dataclass(frozen=True)
+class FixedLength(Strategy):
+    """Concatenate all documents and cut every `max_length` tokens: the baseline, TRL's "wrapped".
+
+    Only the last pack is padded, and documents are cut wherever a pack ends.
+
+    Args:
+        max_length: tokens of every pack, at least 1.
+        seed: of the random order of packs and of the segments in them; None keeps the order of the dataset.
+
+    Raises:
+        PackingError: an argument that is not as above.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> hfp.FixedLength(4, seed=None)({"input_ids": [[1, 2, 3], [4, 5], [6]]})["input_ids"]
+        [[1, 2, 3, 4], [5, 6]]
+    """
+
+    max_length: int
+    seed: int | None = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.set_fields(
+            max_length=check_whole_number("max_length", self.max_length), seed=check_optional_seed(self.seed)
+        )
+
+    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
+        return concatenate_and_cut(lengths, (self.max_length,), self.seed)
+
+
+class _Concatenated(NamedTuple):
+    """Segments of documents that were concatenated and cut, and how many of them each pack has."""
+
+    document: IntArray
+    start: IntArray
+    length: IntArray
+    pack_sizes: IntArray
+
+
+def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int | None) -> PackingPlan:
+    """Plan for documents that are concatenated and cut, each in the smallest bucket that holds it, or in the largest.
+
+    Args:
+        lengths: integers [documents], tokens, checked.
+        capacities: tokens of the packs of each bucket, ascending.
+        seed: of the order of packs and of the segments in them; None keeps the buckets apart, the smallest first.
+    """
+    bucket = np.minimum(np.searchsorted(capacities, lengths), len(capacities) - 1)
+    buckets = []
+    for number, capacity in enumerate(capacities):
+        document = np.flatnonzero(bucket == number)
+        segments = _cut_every(lengths[document], capacity)
+        buckets.append(segments._replace(document=document[segments.document]))
+    document, start, length, pack_sizes = map(np.concatenate, zip(*buckets, strict=True))
+    pack_capacity = np.repeat(np.array(capacities, dtype=np.int32), [len(segments.pack_sizes) for segments in buckets])
+    pack_offsets = np.concatenate([[0], np.cumsum(pack_sizes)])
+    if seed is not None:
+        order, pack_offsets, packs = shuffle_packs(pack_offsets, seed)
+        document, start, length, pack_capacity = document[order], start[order], length[order], pack_capacity[packs]
+    return PackingPlan(
+        document_length=lengths,
+        segment_document=document.astype(smallest_index_type(len(lengths)), copy=False),
+        segment_start=start.astype(lengths.dtype, copy=False),
+        segment_length=length.astype(np.int32),
+        pack_offsets=pack_offsets,
+        pack_capacity=pack_capacity,
+    )
+
+
+def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
+    """Concatenate documents and cut every `capacity` tokens."""
+    end = np.cumsum(lengths, dtype=np.int64)
+    start = end - lengths
+    first_pack = start // capacity
+    packs_touched = np.where(lengths > 0, (end - 1) // capacity - first_pack + 1, 0)
+    check_num_pieces(float(packs_touched.sum()), capacity)
+    document = np.repeat(np.arange(len(lengths)), packs_touched)
+    nth_segment = np.arange(len(document)) - np.repeat(np.cumsum(packs_touched) - packs_touched, packs_touched)
+    pack = first_pack[document] + nth_segment
+    segment_begin = np.maximum(start[document], pack * capacity)
+    segment_end = np.minimum(end[document], (pack + 1) * capacity)
+    return _Concatenated(document, segment_begin - start[document], segment_end - segment_begin, np.bincount(pack))
+
+
+@register_strategy
+@dataclass(frozen=True)
+class FirstCome(Strategy):
+    """Fill one pack at a time with documents in order; one that does not fit closes the pack and opens the next.
+
+    Random order is RandomPacking, longest first is SortedPacking of arXiv 2407.09105.
+
+    Args:
+        max_length: tokens that a pack holds, at least 1.
+        order: in which documents come: "random", "longest_first" (equal lengths at random) or "dataset".
+        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
+        max_documents: most segments in a pack; None for no limit.
+        seed: of the random order in which documents come, of packs, and of the documents in them; None leaves packs as
+            they were filled, and is not allowed with order="random".
+
+    Raises:
+        PackingError: an argument that is not as above.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> first_come = hfp.FirstCome(4, order="dataset", seed=None)
+        >>> first_come({"input_ids": [[1, 2, 3], [4, 5], [6]]})["input_ids"]
+        [[1, 2, 3], [4, 5, 6]]
+    """
+
+    max_length: int
+    order: _Order = field(default="random", kw_only=True)
+    overflow: Overflow = field(default="split", kw_only=True)
+    max_documents: int | None = field(default=None, kw_only=True)
+    seed: int | None = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_overflow(self.overflow)
+        if self.order not in get_args(_Order):
+            raise PackingError(f"order: expected one of {', '.join(get_args(_Order))}, got {self.order!r}")
+        if self.seed is None and self.order == "random":
+            raise PackingError("seed: expected an integer with order='random', got None")
+        self.set_fields(
+            max_length=check_whole_number("max_length", self.max_length),
+            max_documents=check_max_documents(self.max_documents),
+            seed=check_optional_seed(self.seed),
+        )
+
+    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
+        pieces = cut_to_pieces(lengths, self.max_length, self.overflow)
+        pieces = pieces.take(_arrival(pieces.length, self.order, self.seed))
+        first = _first_of_each_pack(pieces.length, self.max_length, self.max_documents or len(pieces.length))
+        offsets = np.append(first, len(pieces.length))
+        if self.seed is not None:
+            segments, offsets, _ = shuffle_packs(offsets, self.seed)
+            pieces = pieces.take(segments)
+        return PackingPlan(
+            document_length=lengths,
+            segment_document=pieces.document,
+            segment_start=pieces.start,
+            segment_length=pieces.length,
+            pack_offsets=offsets,
+            pack_capacity=np.full(len(first), self.max_length, dtype=np.int32),
+            proven_lower_bound=-(-len(pieces.length) // self.max_documents) if self.max_documents else 0,
+        )
+
+
+def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
+    """Return the order in which pieces come."""
+    if order == "dataset":
+        return np.arange(len(length))
+    turn = np.arange(len(length)) if seed is None else random_order(len(length), seed, "documents")
+    return turn if order == "random" else turn[sort_by_length(length[turn])[::-1]]
+
+
+def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:
+    """Return which piece opens each pack.
+
+    If a piece opens a pack, a search finds the next piece that no longer fits, which opens the next pack.
+    """
+    end = np.cumsum(length, dtype=np.int64)
+    first, piece = [], 0
+    for begin in range(0, len(length), _JUMPS_AT_ONCE):
+        block = slice(begin, begin + _JUMPS_AT_ONCE)
+        number = np.arange(begin, begin + len(length[block]))
+        beyond = np.searchsorted(end, end[block] - length[block] + capacity, side="right")
+        jump = np.minimum(beyond, number + max_documents).tolist()
+        while piece < begin + len(jump):
+            first.append(piece)
+            piece = jump[piece - begin]
+    return np.array(first, dtype=np.int64)
+
+
+@register_strategy
+@dataclass(frozen=True)
+class Multipack(Strategy):
+    """Shuffle documents and pack them window by window, first-fit or best-fit decreasing, whichever has fewer packs.
+
+    The multipack sampler that the name comes from packs windows first-fit decreasing and drops the last documents of an
+    epoch (see arXiv 2407.09105). Here no document is dropped. Unlike in a plan over the whole dataset, which documents
+    can share a pack changes with the seed.
+
+    Args:
+        max_length: tokens that a pack holds, at least 1.
+        window: documents packed together, at least 1.
+        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
+        seed: of the random order of documents, of packs, and of the documents in them.
+
+    Raises:
+        PackingError: an argument that is not as above.
+
+    Example:
+        >>> import hf_packing as hfp
+        >>> hfp.plan_packing([3, 2, 1, 4, 2], hfp.Multipack(4, window=5))
+        PackingPlan(5 documents, 5 segments, 3 packs, efficiency 1.0000)
+        >>> hfp.plan_packing([3, 2, 1, 4, 2], hfp.Multipack(4, window=1))
+        PackingPlan(5 documents, 5 segments, 5 packs, efficiency 0.6000)
+    """
+
+    max_length: int
+    window: int = field(default=100_000, kw_only=True)
+    overflow: Overflow = field(default="split", kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_overflow(self.overflow)
+        self.set_fields(
+            max_length=check_whole_number("max_length", self.max_length),
+            window=check_whole_number("window", self.window),
+            seed=check_seed(self.seed),
+        )
+
+    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
+        check_fitting(lengths, self.max_length, self.overflow)
+        documents = len(lengths)
+        shuffled = random_order(documents, self.seed, "documents").astype(smallest_index_type(documents), copy=False)
+        pieces = cut_to_pieces(lengths[shuffled], self.max_length, self.overflow)
+        windows = np.searchsorted(pieces.document, np.arange(0, documents + self.window, self.window))
+        order, sizes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for begin, end in zip(windows[:-1].tolist(), windows[1:].tolist(), strict=True):
+            if begin == end:  # only empty documents
+                continue
+            window_order, window_sizes = _pack_window(pieces.length[begin:end], self.max_length)
+            order.append(begin + window_order)
+            sizes.append(window_sizes)
+        pack_offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+        segments, pack_offsets, _ = shuffle_packs(pack_offsets, self.seed)
+        pieces = pieces.take(np.concatenate(order)[segments])
+        return PackingPlan(
+            document_length=lengths,
+            segment_document=shuffled[pieces.document],
+            segment_start=pieces.start,
+            segment_length=pieces.length,
+            pack_offsets=pack_offsets,
+            pack_capacity=np.full(len(pack_offsets) - 1, self.max_length, dtype=np.int32),
+        )
+
+
+def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
+    """Return the pieces of a window in the order of its packs, and how many pieces each pack has."""
+    counts = np.bincount(lengths, minlength=1)
+    patterns = min(
+        best_fit_patterns(counts, capacity), first_fit_patterns(counts, capacity), key=lambda made: made.num_packs
+    )
+    sizes = np.repeat(patterns.segments_per_pack(), patterns.packs)
+    places, rank = Slots(patterns, seed=None).block(0, len(lengths))
+    order = np.empty(len(lengths), dtype=np.int64)
+    order[(np.cumsum(sizes) - sizes)[places.pack] + places.place] = sort_by_length(lengths)[rank]
+    return order, sizes

@@ -1,0 +1,159 @@
+"""The packed row: which segments share calls, and how its borders are read from the inputs of a model."""
+
+import pytest
+import torch
+
+import hf_packing as hfp
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.packed_row import (
+    CALL_OVERHEAD,
+    MAX_PADDING,
+    PackedRow,
+    borders_from_positions,
+    borders_from_seq_idx,
+    current_row,
+    group_equal_lengths,
+    group_similar_lengths,
+    read_row,
+    use_row,
+)
+from hf_packing.attention.route import InputFormat
+
+BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+
+
+class TestSharing:
+    def test_equal(self):
+        assert group_equal_lengths([3, 5, 3, 3, 2]) == [[0, 2, 3], [1], [4]]
+
+    def test_similar_segments_share_and_no_segment_is_lost(self):
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(200):
+            lengths = torch.randint(
+                1, 500, (int(torch.randint(1, 30, (), generator=generator)),), generator=generator
+            ).tolist()
+            calls = group_similar_lengths(lengths)
+            assert sorted(number for call in calls for number in call) == list(range(len(lengths)))
+            for call in calls:
+                assert max(lengths[i] for i in call) <= 4 * min(lengths[i] for i in call)
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_segments_of_similar_length_share_calls_at_the_least_cost(self, seed):
+        """Against all ways to cut up to seven sorted segments."""
+        generator = torch.Generator().manual_seed(seed)
+        number = int(torch.randint(1, 8, (), generator=generator))
+        lengths = torch.randint(1, 10 ** (1 + seed % 3), (number,), generator=generator).tolist()
+
+        def cost(calls):
+            if any(max(call) > MAX_PADDING * min(call) for call in calls):
+                return float("inf")
+            return sum(max(call) * (CALL_OVERHEAD + len(call)) for call in calls)
+
+        def cuts(rest):
+            yield [rest]
+            for end in range(1, len(rest)):
+                yield from ([rest[:end], *others] for others in cuts(rest[end:]))
+
+        found = [[lengths[segment] for segment in call] for call in group_similar_lengths(lengths)]
+        assert cost(found) == min(map(cost, cuts(sorted(lengths))))
+
+    def test_a_row_is_what_runs_inside(self):
+        row = PackedRow.from_lengths([2, 3])
+        assert row.position_ids.tolist() == [[0, 1, 0, 1, 2]]
+        assert row.seq_idx.tolist() == [[0, 0, 1, 1, 1]]
+        with use_row(row):
+            assert current_row.get() is row
+        assert current_row.get() is None
+
+
+class Anything(torch.nn.Module):
+    def forward(self, **inputs):
+        return inputs
+
+
+def told(**inputs):
+    """What a model that takes everything is given."""
+    return InputFormat().build(Signature(Anything()), *read_row(inputs))
+
+
+class TestBorders:
+    def test_three_ways_to_tell(self):
+        assert borders_from_positions(POSITIONS).tolist() == BORDERS.tolist()
+        assert borders_from_seq_idx(torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])).tolist() == BORDERS.tolist()
+
+    def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
+        assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
+
+    def test_rows_always_begin_a_segment(self):
+        assert borders_from_positions(torch.arange(6).view(2, 3)).tolist() == [0, 3, 6]
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"cu_seq_lens_q": BORDERS},
+            {"position_ids": POSITIONS},
+            {"seq_idx": torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])},
+        ],
+    )
+    def test_inputs_get_all_of_them(self, given):
+        inputs = told(input_ids=torch.zeros(1, 12, dtype=torch.long), **given)
+        assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == BORDERS.tolist()
+        assert inputs["max_length_q"] == inputs["max_length_k"] == 5
+        assert torch.equal(inputs["position_ids"], POSITIONS)
+        assert borders_from_seq_idx(inputs["seq_idx"]).tolist() == BORDERS.tolist()
+        assert inputs["use_cache"] is False
+
+    def test_plain_rows_are_one_segment_each(self):
+        inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4), use_cache=True)
+        assert inputs["cu_seq_lens_q"].tolist() == [0, 4, 8]
+        assert "attention_mask" not in inputs
+        assert inputs["use_cache"] is True
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (
+                {"attention_mask": torch.tensor([[1, 1, 0]])},
+                r"attention_mask: expected none, or all ones, .* got one of shape \[1, 3\] with padding",
+            ),
+            ({"attention_mask": torch.tensor([[1, 1, 2]])}, "attention_mask: expected none, or all ones"),
+            (
+                {"attention_mask": torch.ones(1, 1, 3, 3)},
+                r"attention_mask: expected none, or all ones, .* got one of shape \[1, 1, 3, 3\]",
+            ),
+            ({"attention_mask": {"full": None}}, "attention_mask: expected none, or all ones, .* got dict"),
+            ({"cu_seq_lens_q": torch.tensor([0, 4])}, "rise from 0 to 3 tokens, got \\[0, 4\\]"),
+            ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q: expected an int32 tensor, got list"),
+            ({"position_ids": torch.arange(3)}, r"position_ids: expected shape \[rows, tokens\], .* got \[3\]"),
+            (
+                {"position_ids": torch.tensor([[0, 1, 0]]), "cu_seq_lens_q": torch.tensor([0, 3])},
+                r"position_ids: expected the borders of cu_seq_lens_q, \[0, 3\], got \[0, 2, 3\]; positions restart",
+            ),
+            (
+                {"position_ids": torch.arange(3)[None], "seq_idx": torch.tensor([[0, 0, 1]])},
+                "seq_idx: expected the borders of position_ids",
+            ),
+            (
+                {"encoder_hidden_states": torch.zeros(1, 3, 4)},
+                "encoder_hidden_states: expected none on a patched model",
+            ),
+            (
+                {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 1, 3])},
+                "cu_seq_lens_k: expected the borders of cu_seq_lens_q",
+            ),
+        ],
+    )
+    def test_refused(self, given, message):
+        with pytest.raises(hfp.PackingError, match=message):
+            read_row({"input_ids": torch.zeros(1, 3, dtype=torch.long), **given})
+
+    def test_training_without_borders(self):
+        with pytest.raises(
+            hfp.PackingError, match="position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training"
+        ):
+            read_row({"input_ids": torch.zeros(1, 3, dtype=torch.long)}, training=True)
+
+    def test_no_tokens_at_all(self):
+        with pytest.raises(hfp.PackingError, match="input_ids: expected input_ids or inputs_embeds, got neither"):
+            read_row({})

@@ -1,0 +1,334 @@
+"""The search on small modules: which of them are segment-local, which run by segment and how, which cannot."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_packing.attention.packed_row import PackedRow, use_row
+from hf_packing.attention.search import Search
+
+LENGTHS = (5, 8, 4, 6)
+WIDTH = 6
+
+
+class Model(nn.Module):
+    """Token embeddings, and layers."""
+
+    def __init__(self, *inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(32, WIDTH)
+        self.inner = nn.ModuleList(each() for each in inner)
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def forward(self, ids):
+        hidden = self.words(ids)
+        for inner in self.inner:
+            hidden = inner(hidden)
+        return hidden
+
+
+def search(*inner, lengths=LENGTHS):
+    """The plans of modules that have to run by segment, and errors of those that cannot, both by name."""
+    model = Model(*inner).eval()
+    ids = torch.randint(32, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    searched = Search(model, PackedRow.from_lengths(lengths))
+    with torch.no_grad(), use_row(searched.row):
+        plans = searched.run(lambda **_: model(ids))
+    assert not any(vars(module).get("forward") for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return {plan.name: plan for plan in plans}, searched.unsliceable
+
+
+class Sum(nn.Module):
+    """Of a token and all before it."""
+
+    def forward(self, hidden):
+        return hidden.cumsum(1)
+
+
+class SumFromTheEnd(nn.Module):
+    def forward(self, hidden):
+        return hidden.flip(1).cumsum(1).flip(1)
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Conv1d(WIDTH, WIDTH, 3)
+
+    def forward(self, hidden):
+        return self.kernel(nn.functional.pad(hidden.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class Centered(nn.Module):
+    def forward(self, hidden):
+        return hidden - hidden.mean(1, keepdim=True)
+
+
+class CenteredOverRows(nn.Module):
+    """As in batch normalization."""
+
+    def forward(self, hidden):
+        return hidden - hidden.mean((0, 1), keepdim=True)
+
+
+class Best(nn.Module):
+    """Adds the token with the largest first entry to all, in the same order as they would be ranked alone."""
+
+    def forward(self, hidden):
+        best = hidden[..., 0].topk(1, dim=1).indices
+        return hidden + hidden.gather(1, best[..., None].expand(-1, 1, hidden.shape[2]))
+
+
+class Counted(nn.Module):
+    """Learned positions along the row."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, WIDTH)
+
+    def forward(self, hidden):
+        return hidden + self.table(torch.arange(hidden.shape[1]))
+
+
+class Attention(nn.Module):
+    """With projections before and after."""
+
+    is_causal = True
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden):
+        query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        return self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal))
+
+
+class AttentionInBothDirections(Attention):
+    is_causal = False
+
+
+class Remembering(nn.Module):
+    """Adds what it was given before."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = torch.zeros(WIDTH)
+
+    def forward(self, hidden):
+        hidden = hidden + self.before
+        self.before = self.before + hidden[0, -1]
+        return hidden
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        return hidden * self.weight(hidden).sigmoid()
+
+
+def norm():
+    return nn.LayerNorm(WIDTH)
+
+
+def layer():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def block():
+    return nn.Sequential(norm(), layer(), nn.GELU(), nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("inner", [layer, norm, Gate, block, nn.Identity])
+def test_segment_local_modules_stay_packed(inner):
+    assert search(inner, inner) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("inner", "sharing"),
+    [
+        (Sum, "ragged"),
+        (Convolution, "ragged"),
+        (Counted, "ragged"),
+        (SumFromTheEnd, "equal"),
+        (Centered, "equal"),
+        (Best, "equal"),
+        (CenteredOverRows, "none"),
+        (Attention, "ragged"),
+        (AttentionInBothDirections, "equal"),
+    ],
+)
+def test_others_run_by_segment_in_the_calls_that_change_nothing(inner, sharing):
+    plans, errors = search(layer, inner, layer)
+    assert errors == {}
+    assert {name: (plan.kind, plan.sharing) for name, plan in plans.items()} == {"inner.1": (inner.__name__, sharing)}
+
+
+def test_projections_stay_packed():
+    plans, _ = search(Attention)
+    assert plans["inner.0"].packed_modules() == ["query", "key", "value", "out"]
+    plans, _ = search(Sum)
+    assert plans["inner.0"].packed_modules() == []
+
+
+def test_a_projection_of_something_else_does_not():
+    class Shifted(Attention):
+        def forward(self, hidden):
+            return super().forward(hidden + hidden.roll(1, 1))
+
+    plans, _ = search(Shifted)
+    assert plans["inner.0"].packed_modules() == ["out"]
+
+
+def test_a_projection_that_is_called_twice_does_not():
+    class Twice(Attention):
+        def forward(self, hidden):
+            return self.query(super().forward(hidden))
+
+    plans, _ = search(Twice)
+    assert plans["inner.0"].packed_modules() == ["key", "value"]
+
+
+def test_a_module_that_changes_itself_is_noted():
+    plans, _ = search(Remembering, Sum)
+    assert {name: plan.is_stateful for name, plan in plans.items()} == {"inner.0": True, "inner.1": False}
+
+
+def test_every_module_is_tried_on_what_it_will_be_given():
+    """The second sum is segment-local only once the first one runs by segment."""
+
+    class Normed(nn.Module):
+        def forward(self, hidden):
+            return hidden / (1 + hidden.abs().amax())
+
+    assert set(search(Sum, layer, Sum, layer)[0]) == {"inner.0", "inner.2"}
+    assert set(search(Sum, Normed)[0]) == {"inner.0", "inner.1"}
+
+
+def test_the_smallest_module_that_does_it_runs_by_segment():
+    assert set(search(lambda: nn.Sequential(norm(), Sum()))[0]) == {"inner.0.1"}
+
+
+def test_a_module_around_another_takes_its_place():
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sum, self.layer = Sum(), layer()
+
+        def forward(self, hidden):
+            return self.sum(hidden) + self.layer(hidden).flip(1)
+
+    plans, _ = search(Around)
+    assert set(plans) == {"inner.0"}
+
+
+def test_a_module_that_cannot_be_cut_leaves_it_to_the_one_around_it():
+    class OfOneLength(nn.Module):
+        def forward(self, hidden):
+            if hidden.shape[1] != sum(LENGTHS):
+                raise ValueError("another length")
+            return hidden.cumsum(1)
+
+    plans, errors = search(OfOneLength)
+    assert plans == {}
+    assert errors["inner.0"] == "ValueError: another length"
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = Last()
+
+        def forward(self, hidden):
+            return hidden + self.last(hidden)[1]
+
+    class Last(nn.Module):
+        """Whose second output has an axis of something else."""
+
+        def forward(self, hidden):
+            return hidden, hidden.sum(1).unsqueeze(0).expand(3, -1, -1)[:1]
+
+    plans, errors = search(Around)
+    assert set(plans) == {"inner.0"}
+
+
+class Router(nn.Module):
+    """Returns a number made of all tokens beside its output."""
+
+    def forward(self, hidden):
+        return hidden, hidden.pow(2).mean()
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, hidden):
+        return self.router(hidden)[0]
+
+
+class Noting(nn.Module):
+    """Leaves such a number in an attribute."""
+
+    def forward(self, hidden):
+        self.loss = hidden.pow(2).mean()
+        return hidden
+
+
+class Narrow(nn.Module):
+    """Returns a tensor with as many entries as there were tokens, at least 8, in place of tokens."""
+
+    def forward(self, hidden):
+        return hidden, hidden[0, : hidden.shape[1] // 2, 0]
+
+
+class Halves(Routed):
+    def __init__(self):
+        super().__init__()
+        self.router = Narrow()
+
+
+@pytest.mark.parametrize(
+    ("inner", "name", "message"),
+    [
+        (
+            Routed,
+            "inner.0.router",
+            r"PackingError: Router \(inner.0.router\): it returns a number computed from all its tokens",
+        ),
+        (
+            Noting,
+            "inner.0",
+            r"PackingError: Noting \(inner.0\): it stores a number computed from all tokens .* in its loss",
+        ),
+        (Halves, "inner.0.router", r"PackingError: .*: it returns a tensor of shape \[11\] computed from all tokens"),
+    ],
+)
+def test_what_is_made_of_the_whole_row_is_refused(inner, name, message):
+    plans, errors = search(inner)
+    assert name not in plans
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(errors[name])
+
+
+def test_a_module_without_tokens_is_left_alone():
+    class Constant(nn.Module):
+        def forward(self, _):
+            return torch.ones(3)
+
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.constant = Constant()
+
+        def forward(self, hidden):
+            return hidden + self.constant(hidden.shape[-1]).sum()
+
+    assert search(Adding) == ({}, {})

@@ -1,0 +1,59 @@
+"""What a forward changes in a model is restored: attributes, buffers, modules and weights."""
+
+import pytest
+import torch
+
+from hf_packing.attention import snapshot
+from hf_packing.attention.patch import random_where_zero
+from hf_packing.attention.snapshot import restored
+
+
+class TestRestored:
+    def test_attributes_buffers_and_modules(self):
+        module = torch.nn.Module()
+        module.scale, module.inner = 1, torch.nn.Identity()
+        module.register_buffer("table", torch.zeros(2))
+        inner, table = module.inner, module.table
+        with restored(module):
+            module.scale, module.grown, module.inner = 2, 3, torch.nn.ReLU()
+            module.register_buffer("table", torch.ones(3))
+            module.register_buffer("more", torch.ones(3))
+        assert (module.scale, module.inner, module.table) == (1, inner, table)
+        assert not hasattr(module, "grown")
+        assert not hasattr(module, "more")
+
+    def test_weights_of_zero_are_zero_again(self):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        torch.nn.init.zeros_(model[0].weight)
+        known = model[1].weight.detach().clone()
+        with random_where_zero(model):
+            assert model[0].weight.all()
+        assert not model[0].weight.any()
+        assert torch.equal(model[1].weight, known)
+
+
+@pytest.mark.parametrize("write", ["div_", "__idiv__", "__itruediv__", "__setitem__", "__set__", "copy_", "mul_"])
+def test_names_of_functions_that_write(write):
+    assert snapshot.writes(write)
+    assert not snapshot.writes(write.strip("_").replace("set", "get"))
+    assert not snapshot.writes("__getitem__")
+
+
+def test_every_way_to_write_to_a_weight_is_seen():
+    ways = (
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.__setitem__(0, 0.0),
+        lambda weight: weight[0].fill_(0.0),
+        lambda weight: weight.detach().t().__imul__(2),
+        lambda weight: setattr(weight, "data", weight.data * 2),
+        lambda weight: torch.nn.init.zeros_(weight),
+    )
+    for write in ways:
+        module = torch.nn.Linear(3, 3)
+        before = module.weight.detach().clone()
+        with torch.no_grad(), snapshot.WeightSnapshot(module) as kept:
+            write(module.weight)
+        assert not torch.equal(module.weight, before)
+        kept.restore()
+        assert torch.equal(module.weight, before)

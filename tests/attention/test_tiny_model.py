@@ -1,0 +1,31 @@
+"""Tiny models: small, the same each time, and large enough inside that everything matters."""
+
+import json
+
+import pytest
+import torch
+
+from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, architectures, tiny_config, tiny_model
+
+
+def test_tiny_models():
+    assert {"llama", "mamba"} <= set(architectures("causal"))
+    assert "bert" in architectures("masked")
+    assert not set(SETTINGS) & set(THRESHOLDS)
+    assert tiny_config("bert", "causal").is_decoder
+    assert tiny_model("llama", "causal", torch.float64).dtype == torch.float64
+    with pytest.raises(ValueError, match="phi4_multimodal has .* parameters even when its sizes are made small"):
+        tiny_model("phi4_multimodal", "causal")
+
+
+def test_the_same_model_each_time():
+    one, other = (tiny_model("qwen2", "causal") for _ in range(2))
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    assert json.dumps(one.config.to_dict(), default=str) == json.dumps(other.config.to_dict(), default=str)
+
+
+def test_weights_are_large_where_their_values_are_free():
+    model = tiny_model("mamba2", "causal")
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert all(parameter.std() > 0.05 for parameter in parameters.values() if parameter.dim() >= 2)
+    assert all((parameter == 1).all() for name, parameter in parameters.items() if name.endswith("norm.weight"))

@@ -1,0 +1,262 @@
+"""Which axes of nested tensors are tokens, cutting segments out of them, and joining them again."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from hf_packing.attention.token_axes import (
+    TokenAxes,
+    counts_along,
+    cut_inputs,
+    detached_copy,
+    join_outputs,
+    leaves,
+    map_leaves,
+    split_outputs,
+    tensors_in,
+)
+from hf_packing.errors import PackingError
+
+TOKENS = 7
+SLICES = [(0, 3), (3, 5), (5, 7)]
+LENGTHS = [end - start for start, end in SLICES]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: object
+
+
+def recorded(value, tokens=TOKENS):
+    """The axes of what a row of so many tokens was given as, or has returned."""
+    axes = TokenAxes("Module (name)", tokens)
+    axes.record(value)
+    axes.freeze()
+    return axes
+
+
+def row(*shape):
+    """Numbers that are all different, and rise nowhere in equal steps."""
+    size = int(torch.tensor(shape).prod())
+    return (torch.arange(1, size + 1).float() ** 1.5).view(shape)
+
+
+def test_nests_keep_their_kind():
+    value = Pair(row(2), {"a": [row(3), None, 5], "b": (True, "text")})
+    doubled = map_leaves(value, lambda _, leaf: leaf * 2 if isinstance(leaf, torch.Tensor) else leaf)
+    assert isinstance(doubled, Pair)
+    assert torch.equal(doubled.second["a"][0], 2 * row(3))
+    assert doubled.second["a"][1:] == [None, 5]
+    assert doubled.second["b"] == (True, "text")
+    assert [path for path, _ in leaves(value)][:2] == [(0,), (1, "a", 0)]
+    assert len(tensors_in(value)) == 2
+
+
+def test_outputs_of_transformers_keep_their_class():
+    output = BaseModelOutput(last_hidden_state=row(1, TOKENS, 2))
+    changed = map_leaves(output, lambda _, leaf: leaf + 1)
+    assert isinstance(changed, BaseModelOutput)
+    assert torch.equal(changed.last_hidden_state, output.last_hidden_state + 1)
+    assert changed.hidden_states is None
+
+
+def test_copies_are_new_tensors():
+    value = {"hidden": row(3).requires_grad_()}
+    copy = detached_copy(value)
+    assert not copy["hidden"].requires_grad
+    assert copy["hidden"].data_ptr() != value["hidden"].data_ptr()
+
+
+def test_axes_are_known_by_their_place_once_they_were_seen():
+    value = {"hidden": row(1, TOKENS, 4), "scores": row(1, TOKENS, TOKENS), "width": row(4), "number": TOKENS}
+    axes = recorded(value)
+    assert {path[0]: axes.of(path, leaf) for path, leaf in leaves(value)} == {
+        "hidden": (1,),
+        "scores": (1, 2),
+        "width": (),
+        "number": (0,),
+    }
+    assert axes.most_in_one_tensor(value) == 2
+    assert axes.has_count(value)
+    assert axes.of(("hidden",), row(1, 4, 4)) == (1,)
+    assert axes.of(("width",), row(TOKENS)) == ()
+    message = r"Module \(name\): other.0 of shape \[7, 2\] was not seen when the model was patched"
+    with pytest.raises(PackingError, match=message):
+        axes.of(("other", 0), row(TOKENS, 2))
+
+
+def test_what_has_no_tokens():
+    axes = recorded({"width": row(4), "flag": True, "text": "7"})
+    assert not axes.any_in({"width": row(4), "flag": True, "text": "7"})
+    assert not axes.has_count({"flag": True})
+
+
+def test_a_row_of_another_length_is_refused():
+    axes = recorded({"hidden": row(1, TOKENS, 4)})
+    axes.check_row({"hidden": row(1, 9, 4)}, 9)
+    message = r"expected 9 tokens along axis 1 of hidden, got shape \[1, 7, 4\]"
+    with pytest.raises(PackingError, match=message):
+        axes.check_row({"hidden": row(1, TOKENS, 4)}, 9)
+
+
+def test_positions_that_no_longer_count():
+    axes = recorded({"positions": torch.arange(TOKENS)[None]})
+    axes.check_row({"positions": torch.arange(2, 11)[None]}, 9)
+    with pytest.raises(PackingError, match="count the tokens of a row in positions; is there a padding token"):
+        axes.check_row({"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, 9)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "along", "expected"),
+    [
+        (torch.arange(5), (0,), True),
+        (torch.arange(5)[None] + 3, (1,), True),
+        (torch.stack([torch.arange(5), torch.arange(1, 6)]), (1,), False),
+        (torch.arange(5) * 2, (0,), False),
+        (torch.arange(5) * 0.5, (0,), True),
+        (torch.zeros(5), (0,), False),
+        (torch.tensor([True, False]), (0,), False),
+        (torch.arange(1), (0,), False),
+        (torch.arange(5), (), False),
+        (torch.arange(4.0) - torch.arange(4.0)[:, None], (0, 1), False),
+        (torch.arange(4.0).expand(4, 4), (0, 1), True),
+    ],
+)
+def test_what_counts_along_a_row(tensor, along, expected):
+    assert counts_along(tensor, along) == expected
+
+
+def test_segments_are_cut_out_one_by_one():
+    value = (row(1, TOKENS, 4), {"mask": row(1, TOKENS, TOKENS), "number": TOKENS, "width": row(4)})
+    axes = recorded(value)
+    for start, end in SLICES:
+        hidden, more = cut_inputs(value, axes, [(start, end)])
+        assert torch.equal(hidden, value[0][:, start:end])
+        assert torch.equal(more["mask"], value[1]["mask"][:, start:end, start:end])
+        assert (more["number"], more["width"].tolist()) == (end - start, row(4).tolist())
+
+
+def test_positions_begin_anew_in_every_segment():
+    value = {"positions": torch.arange(TOKENS)[None] + 2}
+    for start, end in SLICES:
+        assert cut_inputs(value, recorded(value), [(start, end)])["positions"].tolist() == [
+            [*range(2, 2 + end - start)]
+        ]
+
+
+def test_segments_that_share_a_call_are_padded_on_the_right():
+    value = {"hidden": row(1, TOKENS, 2), "number": TOKENS}
+    batch = cut_inputs(value, recorded(value), SLICES)
+    assert (batch["hidden"].shape, batch["number"]) == ((3, 3, 2), 3)
+    assert torch.equal(batch["hidden"][0], value["hidden"][0, :3])
+    assert torch.equal(batch["hidden"][1, :2], value["hidden"][0, 3:5])
+    assert not batch["hidden"][1, 2].any()
+    filled = cut_inputs(value, recorded(value), SLICES, lambda tensor, shape: torch.full(shape, -1.0).to(tensor))
+    assert filled["hidden"][1, 2].tolist() == [-1, -1]
+
+
+def test_segments_cannot_share_a_call_without_an_axis_for_rows():
+    value = {"hidden": row(TOKENS, 2)}
+    assert cut_inputs(value, recorded(value), SLICES[:1])["hidden"].shape == (3, 2)
+    with pytest.raises(PackingError, match=re.escape("Module (name): its hidden has no axis for rows")):
+        cut_inputs(value, recorded(value), SLICES)
+
+
+def run(value, slices_of_calls):
+    """What a module returns that returns what it is given, in calls with these slices."""
+    axes, parts, output = recorded(value), [], None
+    for slices in slices_of_calls:
+        output = cut_inputs(value, axes, slices)
+        parts += split_outputs(output, axes, [end - start for start, end in slices])
+    return join_outputs(output, axes, parts)
+
+
+@pytest.mark.parametrize("calls", [[[each] for each in SLICES], [SLICES], [SLICES[:2], SLICES[2:]]])
+def test_what_was_cut_is_joined_again(calls):
+    value = (row(1, TOKENS, 4), {"heads": row(1, 2, TOKENS, 3)})
+    hidden, more = run(value, calls)
+    assert torch.equal(hidden, value[0])
+    assert torch.equal(more["heads"], value[1]["heads"])
+
+
+def test_counts_of_tokens_are_summed():
+    assert run({"number": TOKENS}, [[each] for each in SLICES]) == {"number": TOKENS}
+    assert run({"number": TOKENS}, [SLICES[:1], SLICES[1:]]) == {"number": TOKENS}  # the second and third are as long
+
+
+def test_two_token_axes_are_joined_along_the_diagonal():
+    scores = row(1, TOKENS, TOKENS)
+    same = torch.block_diag(*(torch.ones(length, length) for length in LENGTHS)).bool()
+    assert torch.equal(run({"scores": scores}, [SLICES])["scores"], scores.where(same, 0))
+
+
+def test_three_token_axes_are_refused():
+    with pytest.raises(PackingError, match="it returns a tensor with 3 axes of tokens"):
+        run({"scores": row(TOKENS, TOKENS, TOKENS)}, [[each] for each in SLICES])
+
+
+def test_of_what_has_no_tokens_the_last_is_taken():
+    axes = recorded({"hidden": row(1, TOKENS, 2), "state": row(1, 4), "text": "a", "flag": True})
+    outputs = [
+        {"hidden": row(1, length, 2), "state": torch.full((1, 4), float(length)), "text": text, "flag": True}
+        for length, text in zip(LENGTHS, "abc", strict=True)
+    ]
+    parts = [split_outputs(output, axes, [length])[0] for output, length in zip(outputs, LENGTHS, strict=True)]
+    found = join_outputs(outputs[-1], axes, parts)
+    assert (found["state"].tolist(), found["text"], found["flag"]) == ([[2.0] * 4], "c", True)
+
+
+def test_single_numbers_that_differ_are_refused():
+    axes = recorded({"hidden": row(1, TOKENS, 2), "loss": torch.tensor(1.0)})
+
+    def join(*losses):
+        outputs = [
+            {"hidden": row(1, length, 2), "loss": torch.tensor(loss)}
+            for length, loss in zip(LENGTHS, losses, strict=True)
+        ]
+        parts = [split_outputs(output, axes, [length])[0] for output, length in zip(outputs, LENGTHS, strict=True)]
+        return join_outputs(outputs[-1], axes, parts)["loss"].item()
+
+    assert join(3.0, 3.0, 3.0) == 3
+    with pytest.raises(PackingError, match="it returns a number computed from all its tokens"):
+        join(3.0, 3.0, 4.0)
+
+
+def test_a_shared_call_whose_output_has_no_axis_for_rows():
+    axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
+    with pytest.raises(PackingError, match="it returns a tensor without an axis for rows"):
+        split_outputs({"flat": row(6, 2)}, axes, [3, 2])
+    with pytest.raises(PackingError, match="it returns a tensor without an axis for rows"):
+        split_outputs({"hidden": row(3, 3, 2)}, axes, [3, 2])
+
+
+def test_positions_and_biases_that_count():
+    positions, slopes = torch.arange(41), torch.tensor([0.7, 0.1])[:, None, None]
+    causal = torch.full((41, 41), -torch.inf).triu(1)
+    assert counts_along(positions, (0,))
+    assert counts_along(positions[None].expand(3, -1) + 2, (1,))
+    assert counts_along((slopes * positions).to(torch.bfloat16), (2,))
+    assert counts_along((causal + slopes * positions).to(torch.bfloat16), (1, 2))
+    assert not counts_along(torch.zeros(41), (0,))
+    assert not counts_along(torch.cat([positions[:20], positions[:21]]), (0,))
+    assert not counts_along(torch.randn(2, 41), (1,))
+    assert not counts_along(causal, (0, 1))
+    assert not counts_along(torch.randn(41, 41), (0, 1))
+
+
+def test_axes_of_tokens_are_not_guessed():
+    axes = TokenAxes("Module (name)", 41)
+    axes.record({"hidden": torch.zeros(1, 41, 8)})
+    assert axes.of(("hidden",), torch.zeros(1, 41, 8)) == (1,)
+    axes.freeze()
+    assert axes.of(("hidden",), torch.zeros(1, 8, 8)) == (1,)
+    counted = TokenAxes("Module (name)", 41)
+    counted.record({"positions": torch.arange(41)})
+    assert counted.of(("positions",), torch.arange(41)) == (0,)
+    with pytest.raises(PackingError, match="is there a padding token in a document"):
+        counted.check_row({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
+    with pytest.raises(PackingError, match=r"Module \(name\): other of shape \[1, 41\] was not seen when"):
+        axes.of(("other",), torch.zeros(1, 41))

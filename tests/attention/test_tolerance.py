@@ -1,0 +1,167 @@
+"""What rounding explains is measured on the model in hand; a fault in its attention is found beside it."""
+
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+from tiny_models import build
+
+import hf_packing as hfp
+from hf_packing.attention import probe, varlen
+from hf_packing.attention.probe import Probe
+from hf_packing.attention.route import InputFormat
+from hf_packing.attention.tolerance import ALWAYS_ALLOWED, NEVER_ALLOWED, ROUNDING_FACTOR, Tolerance, measure_rounding
+
+
+def model_in_which_roundings_grow(**changes):
+    """Rounding moves its logits further than what is always allowed between packed and alone."""
+    model = build("Mistral", num_hidden_layers=4, **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(8)
+    return model
+
+
+def rounding_of(model):
+    run = Probe(model)
+    with run.undisturbed():
+        run.measure_rounding(run.alone(use_cache=False), use_cache=False)
+    return run.rounding
+
+
+def test_rounding_is_measured_on_the_model():
+    assert 0 < rounding_of(build("Mistral")) < ALWAYS_ALLOWED[torch.float32] / ROUNDING_FACTOR
+    assert ALWAYS_ALLOWED[torch.float32] / ROUNDING_FACTOR < rounding_of(model_in_which_roundings_grow())
+    assert rounding_of(model_in_which_roundings_grow().double()) < 1e-10
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_other_roundings_are_no_fault(monkeypatch, measured):
+    """As on another processor: scores off by one rounding, and nothing allowed but what is measured. Where nothing is,
+    kernels of some processors leave no route at all."""
+    exact = varlen.attend_by_segment
+
+    def rounded(query, *args, **options):
+        ups = torch.randint(2, query.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        return exact(query * (1 + ups * torch.finfo(query.dtype).eps), *args, **options)
+
+    monkeypatch.setattr(varlen, "attend_by_segment", rounded)
+    monkeypatch.setitem(ALWAYS_ALLOWED, torch.float32, 1e-7)
+    if not measured:
+        monkeypatch.setattr(probe, "measure_rounding", lambda *_: 0.0)
+    taken = ""
+    with nullcontext() if measured else suppress(hfp.ModelNotSupportedError):
+        taken = hfp.check_isolation(hfp.patch_model(build("Mistral"))).route.name
+    assert (taken == "varlen") == measured
+
+
+def sees_the_end_of_the_previous_document(exact):
+    def attend(query, key, value, lengths, **options):
+        key, value = key.clone(), value.clone()
+        for start in torch.tensor(lengths).cumsum(0)[:-1]:
+            key[:, :, start], value[:, :, start] = key[:, :, start - 1], value[:, :, start - 1]
+        return exact(query, key, value, lengths, **options)
+
+    return attend
+
+
+def has_another_first_key(exact):
+    def attend(query, key, value, lengths, **options):
+        key = key.clone()
+        key[:, :, torch.tensor([0, *lengths[:-1]]).cumsum(0)] *= 0.9
+        return exact(query, key, value, lengths, **options)
+
+    return attend
+
+
+def has_a_window_one_wider(exact):
+    def attend(*args, window, **options):
+        return exact(*args, window=None if window is None else window + 1, **options)
+
+    return attend
+
+
+in_both = pytest.mark.parametrize(
+    "build_model", [lambda: build("Mistral"), model_in_which_roundings_grow], ids=["usual", "noisy"]
+)
+
+FAULTS = (sees_the_end_of_the_previous_document, has_another_first_key, has_a_window_one_wider)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@in_both
+def test_a_fault_in_the_attention_is_found_in_float32(monkeypatch, build_model, fault):
+    monkeypatch.setattr(varlen, "attend_by_segment", fault(varlen.attend_by_segment))
+    model = hfp.patch_model(build_model())
+    route = hfp.check_isolation(model).route
+    assert route.modules == {"MistralAttention": model.config.num_hidden_layers}
+
+
+@in_both
+def test_one_wrong_position_is_found_in_float32(monkeypatch, build_model):
+    exact = InputFormat.build
+
+    def one_off(*args):
+        inputs = exact(*args)
+        if inputs.get("position_ids") is not None:
+            inputs["position_ids"] = inputs["position_ids"].clone()
+            inputs["position_ids"][0, -1] += 1
+        return inputs
+
+    monkeypatch.setattr(InputFormat, "build", one_off)
+    route = hfp.check_isolation(hfp.patch_model(build_model())).route
+    assert not route.method.inputs.positions
+    assert "a document's logits differ by" in route.tried[0]
+
+
+def test_what_is_allowed():
+    usual = Tolerance(torch.float32, False, 1e-6)
+    assert (usual.difference, usual.leak) == (ALWAYS_ALLOWED[torch.float32], ROUNDING_FACTOR * 1e-6)
+    assert Tolerance(torch.float32, False, 1e-4).difference == ROUNDING_FACTOR * 1e-4
+    chaos = Tolerance(torch.float32, False, 0.1)
+    assert (chaos.difference, chaos.leak) == (NEVER_ALLOWED[torch.float32], ALWAYS_ALLOWED[torch.float32])
+    assert Tolerance(torch.float32, True, 0.1).leak == NEVER_ALLOWED[torch.float32]
+    assert "load the model in float64" in chaos.note()
+    assert not usual.note()
+    assert Tolerance(torch.float32, False, None).leak == ALWAYS_ALLOWED[torch.float32]
+    logits = torch.randn(5, 7)
+    assert usual.unexplained([logits, logits + 5e-5], [logits, logits]) == 0
+    assert usual.unexplained([logits, logits + 5e-4], [logits, logits]) == pytest.approx(5e-4, rel=0.01)
+    assert usual.unexplained([logits * torch.nan], [logits]) == torch.inf
+
+
+def test_a_model_that_takes_no_batch_of_two():
+    def refuse(_):
+        raise RuntimeError
+
+    assert measure_rounding(build("Llama"), refuse, [[5, 6]], [torch.randn(2, 128)]) is None
+
+
+class Quantised(torch.nn.Module):
+    """As layers of QLoRA: given and giving float32, computing in half precision."""
+
+    def __init__(self, linear, dtype):
+        super().__init__()
+        self.register_buffer("weight", linear.weight.detach().to(dtype))
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_that_compute_in_half_precision_in_a_model_that_does_not(dtype):
+    model = build("Llama")
+    for layer in model.model.layers:
+        for part in (layer.mlp, layer.self_attn):
+            for name, linear in list(part.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(part, name, Quantised(linear, dtype))
+    run = Probe(model)
+    with run.undisturbed():
+        run.alone(use_cache=False)
+    assert run.tolerance == Tolerance(dtype, False)
+    assert hfp.check_isolation(hfp.patch_model(model)).isolated
+    usual = Probe(build("Llama"))
+    with usual.undisturbed():
+        usual.alone(use_cache=False)
+    assert usual.tolerance.dtype == torch.float32

@@ -1,0 +1,178 @@
+"""A patch that is taken off, and models that are refused: they are as they were before."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiers import fast_only
+from tiny_models import SIZES, build
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_packing as hfp
+from hf_packing.attention.patched_forward import attention_of
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.varlen import NAME
+
+
+class TestUndone:
+    def test_completely(self):
+        model, ids = build("Llama").eval(), torch.tensor([[5, 6, 7, 8]])
+        before, hooks = model.generate(ids, max_new_tokens=5, do_sample=False), dict(model._forward_pre_hooks)
+        attention = model.config._attn_implementation
+        attributes = set(vars(model))
+        hfp.patch_model(model)
+        assert model.config._attn_implementation == NAME
+        hfp.unpatch_model(model)
+        assert model.config._attn_implementation == attention
+        assert dict(model._forward_pre_hooks) == hooks
+        assert set(vars(model)) == attributes
+        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), before)
+
+    def test_for_a_block(self):
+        model, ids = hfp.patch_model(build("Llama").eval()), torch.tensor([[5, 6, 7, 8]])
+        with pytest.raises(
+            hfp.PackingError, match=r"past_key_values: expected no cache .* with hf_packing.unpatch_model\(model\)"
+        ):
+            model.generate(ids, max_new_tokens=5, do_sample=False)
+        with hfp.unpatch_model(model) as stock:
+            assert stock.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 9)
+        assert hfp.check_isolation(model).isolated
+
+    def test_patched_for_a_block(self):
+        model = build("Llama")
+        with hfp.patched(model) as same:
+            assert same is model
+            assert hfp.check_isolation(model).isolated
+            with hfp.patched(model):
+                pass
+            assert model.config._attn_implementation == NAME
+        assert model.config._attn_implementation != NAME
+
+    def test_what_is_not_patched(self):
+        with pytest.raises(
+            hfp.PackingError, match="model: expected one that patch_model has patched, LlamaForCausalLM is not"
+        ):
+            hfp.unpatch_model(build("Llama"))
+
+    def test_patching_twice_is_patching_once(self):
+        model = hfp.patch_model(hfp.patch_model(build("Llama")))
+        hfp.unpatch_model(model)
+        assert model.config._attn_implementation != NAME
+
+    def test_a_copy_is_patched_on_its_own(self):
+        model = hfp.patch_model(build("Llama"))
+        other = copy.deepcopy(model)
+        hfp.unpatch_model(other)
+        assert not other._forward_pre_hooks
+        assert hfp.check_isolation(model).isolated
+
+    def test_a_pickled_model_stays_patched(self):
+        model = pickle.loads(pickle.dumps(hfp.patch_model(build("Llama"))))
+        assert hfp.check_isolation(model).isolated
+        hfp.unpatch_model(model)
+        assert model.config._attn_implementation == "sdpa"
+
+    @pytest.mark.slow
+    def test_pickled_models_work_in_another_process(self, tmp_path):
+        torch.save(hfp.patch_model(build("Llama")), tmp_path / "model.pt")
+        code = (
+            "import sys, torch, hf_packing as hfp\n"
+            "model = torch.load(sys.argv[1], weights_only=False)\n"
+            "assert hfp.check_isolation(model).isolated\n"
+            "hfp.unpatch_model(model)\n"
+            "print(model.config._attn_implementation)\n"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "sdpa"
+
+    def test_inner_configurations_without_an_attention(self):
+        """DBRX has one whose attention is None, which transformers itself would refuse to set."""
+        sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 128}
+        experts = {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}
+        model = build(
+            "Dbrx", **sizes, attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, ffn_config=experts
+        )
+        before = attention_of(model)
+        hfp.unpatch_model(hfp.patch_model(model))
+        assert attention_of(model) == before
+        assert None in [attention for _, attention in before]
+
+    def test_saved_models_know_nothing_of_it(self, tmp_path):
+        hfp.patch_model(build("Llama")).save_pretrained(tmp_path)
+        assert NAME not in (tmp_path / "config.json").read_text()
+
+
+REFUSED = {
+    "hashing that is random": (
+        ("reformer", "causal"),
+        "ReformerModelWithLMHead: .* expected the same logits for the same tokens, .* is nondeterministic",
+    ),
+    "streams of the row's length": (
+        ("prophetnet", "causal"),
+        "ProphetNetForCausalLM: .* changes the logits of another .* ProphetNetNgramSelfAttention .* cannot run on a "
+        "segment alone",
+    ),
+    "an attention whose kernel is absent": (
+        ("mra", "masked"),
+        "MraForMaskedLM: .* no leak can be detected even without borders, so nothing is proven",
+    ),
+}
+
+
+@pytest.mark.parametrize("trait", REFUSED)
+def test_refused_and_left_as_it_was(trait):
+    architecture, message = REFUSED[trait]
+    model = tiny_model(*architecture)
+    before, attributes = model.config._attn_implementation, set(vars(model))
+    inner = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(hfp.ModelNotSupportedError, match=message):
+        hfp.patch_model(model)
+    assert model.config._attn_implementation == before
+    assert set(vars(model)) == attributes
+    assert not model._forward_pre_hooks
+    assert [set(vars(module)) for module in model.modules()] == inner
+
+
+def test_a_forward_that_takes_no_borders():
+    class Narrow(LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None):
+            return super().forward(input_ids=input_ids, position_ids=position_ids)
+
+    torch.manual_seed(0)
+    model = hfp.patch_model(Narrow(LlamaConfig(**SIZES)))
+    assert hfp.check_isolation(model).isolated
+    assert not hfp.check_isolation(model).route.method.inputs.borders
+
+
+def test_a_model_that_fails_without_a_mask():
+    model = build("Llama")
+    model.register_forward_pre_hook(lambda _, __, kwargs: kwargs["attention_mask"].sum() and None, with_kwargs=True)
+    with pytest.raises(
+        hfp.ModelNotSupportedError, match="LlamaForCausalLM: it cannot be called with input_ids alone: 'attention_mask'"
+    ):
+        hfp.patch_model(model)
+
+
+def test_not_a_model():
+    for check in (hfp.patch_model, hfp.check_isolation):
+        with pytest.raises(hfp.PackingError, match="model: expected a transformers PreTrainedModel, got Linear"):
+            check(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("rescale_every", fast_only([1, 2, 0], 2))
+@pytest.mark.parametrize("training", fast_only([True, False], True))
+def test_weights_that_a_forward_rescales_are_put_back(rescale_every, training):
+    model = tiny_model("rwkv", "causal", rescale_every=rescale_every).train(training)
+    before = copy.deepcopy(model.state_dict())
+    hfp.patch_model(model)
+    assert hfp.check_isolation(model).isolated
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    assert model.training is training
+    model.eval()(torch.tensor([[5, 6, 7]]))
+    rescaled = any(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert rescaled is (rescale_every > 0)

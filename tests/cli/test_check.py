@@ -1,0 +1,192 @@
+"""hf-packing check: which model is looked at, what is found, and the exit code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import BertForSequenceClassification, BertForTokenClassification
+
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.cli import main
+from hf_packing.cli.screen import WIDE
+
+
+def one_line(printed):
+    """Lines are wrapped."""
+    return " ".join(printed.split())
+
+
+def test_a_configuration_that_makes_no_model(capsys, tmp_path):
+    config = tiny_model("llama", "causal").config
+    config.hidden_act = "nosuch"
+    config.save_pretrained(tmp_path / "model")
+    assert main(["check", str(tmp_path / "model")]) == 2
+    said = capsys.readouterr().err
+    assert "MODEL: expected a configuration that makes a model" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("model", "code", "route"),
+    [
+        ("llama", 0, "varlen"),
+        pytest.param("jamba", 0, "varlen + segments", marks=pytest.mark.slow),
+        pytest.param("mra", 1, None, marks=pytest.mark.slow),
+    ],
+)
+def test_check_of_an_architecture(capsys, model, code, route):
+    assert main(["check", model, "--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["isolated"], found["route"]) == (code == 0, route)
+    assert bool(found["refusal"]) == (code == 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_line_runs_over_the_screen(capsys):
+    """But for the first, which may have a path."""
+    main(["check", "llama"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "llama: a small causal model of this architecture, with random weights"
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= WIDE + 2
+    assert "patch_model(model)" not in " ".join(lines), "which is what comes next"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [[], ["--weights"]])
+def test_check_of_a_folder(capsys, tmp_path, options):
+    tiny_model("bert", "masked").save_pretrained(tmp_path / "model")
+    assert main(["check", str(tmp_path / "model"), *options]) == 0
+    printed = one_line(capsys.readouterr().out)
+    assert ("the model itself" if options else "a small BertForMaskedLM of this configuration") in printed
+    assert "stock: isolated: no" in printed
+    assert "after patch_model: isolated: yes" in printed
+    assert "route: varlen" in printed
+
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class BorrowedConfig(LlamaConfig):
+    model_type = "borrowed"
+"""
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_borrowed import BorrowedConfig
+
+class BorrowedForCausalLM(LlamaForCausalLM):
+    config_class = BorrowedConfig
+
+class BorrowedForSequenceClassification(BorrowedForCausalLM):
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits = output.logits[:, -1, :2]
+        return output
+"""
+
+
+@pytest.fixture
+def model_with_code(tmp_path):
+    """A folder as those of models on the hub that bring their own code."""
+    folder = tmp_path / "borrowed"
+    folder.mkdir()
+    (folder / "configuration_borrowed.py").write_text(CONFIGURATION)
+    (folder / "modeling_borrowed.py").write_text(MODELING)
+    code = {
+        "AutoConfig": "configuration_borrowed.BorrowedConfig",
+        "AutoModelForCausalLM": "modeling_borrowed.BorrowedForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_borrowed.BorrowedForSequenceClassification",
+    }
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    facts = {"model_type": "borrowed", "architectures": ["BorrowedForCausalLM"], "auto_map": code, "vocab_size": 99}
+    (folder / "config.json").write_text(json.dumps(facts | sizes))
+    return str(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_comes_with_a_model_is_run_only_when_asked(capsys, model_with_code, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    assert main(["check", model_with_code, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "trust_remote_code" in captured.err
+    assert captured.err.count("\n") == 1
+    assert main(["check", model_with_code, "--trust-remote-code"]) == 0
+    assert "a small BorrowedForCausalLM of this configuration" in capsys.readouterr().out
+    config = Path(model_with_code, "config.json")
+    config.write_text(config.read_text().replace('["BorrowedForCausalLM"]', '["BorrowedForSequenceClassification"]'))
+    assert main(["check", model_with_code, "--trust-remote-code"]) == 1
+    assert "BorrowedForSequenceClassification has those of shape [1, 2]" in one_line(capsys.readouterr().out)
+
+
+def saved(folder, config, architectures, **facts):
+    """A folder with this configuration, which names these classes."""
+    config = {**config.to_dict(), "architectures": architectures, **facts}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("base", "kind", "name", "words"),
+    [
+        ("bert", "masked", "BertForSequenceClassification", "BertForSequenceClassification has those of shape [1, 2]"),
+        ("llama", "causal", "LlamaForQuestionAnswering", "LlamaForQuestionAnswering has none"),
+        ("bert", "masked", "BertModel", "BertModel has none"),
+        ("bert", "masked", "BertForMultipleChoice", "BertForMultipleChoice has no head for a vocabulary"),
+        ("bart", "causal", "BartForSequenceClassification", "BartForSequenceClassification"),
+    ],
+)
+def test_the_class_that_a_configuration_names(capsys, tmp_path, base, kind, name, words):
+    folder = saved(tmp_path / "model", tiny_model(base, kind).config, [name])
+    assert main(["check", folder]) == 1
+    printed = one_line(capsys.readouterr().out)
+    assert f"a small {name} of this configuration" in printed
+    assert words in printed
+    assert "patch_model refuses it" in printed
+    assert main(["check", folder, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["isolated"], found["stock_isolated"]) == (False, False)
+    assert words in found["refusal"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
+    model, missing = tiny_model("llama", "causal"), "model.layers.0.mlp.down_proj.weight"
+    weights = {name: value for name, value in model.state_dict().items() if name != missing}
+    model.save_pretrained(tmp_path / "model", state_dict=weights)
+    assert main(["check", str(tmp_path / "model"), "--weights"]) == 0
+    expected = f"the model itself, but for what its files do not have and is random: 1 weights, the first {missing}"
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
+    config = tiny_model("bert", "masked").config
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    assert main(["check", str(tmp_path / "model"), "--weights"]) == 1
+    printed = one_line(capsys.readouterr().out)
+    assert "BertForSequenceClassification has those of shape [1, 2]; causal and masked language models" in printed
+    BertForTokenClassification(config).save_pretrained(tmp_path / "tokens")
+    assert main(["check", str(tmp_path / "tokens")]) == 0
+    assert "a small BertForTokenClassification of this configuration" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("architectures", "note"),
+    [
+        (None, "the configuration names no class"),
+        pytest.param([], "the configuration names no class", marks=pytest.mark.slow),
+        (["LLaMAForCausalLM"], "the configuration names LLaMAForCausalLM, which transformers "),
+    ],
+)
+def test_what_is_looked_at_where_no_class_is_known(capsys, tmp_path, architectures, note):
+    folder = saved(tmp_path / "model", tiny_model("llama", "causal").config, architectures)
+    assert main(["check", folder]) == 0
+    first = capsys.readouterr().out.split("\n")[0]
+    assert "a small LlamaForCausalLM of this configuration" in first
+    assert note in first

@@ -1,0 +1,226 @@
+"""The command as a user meets it: what it prints, its exit codes, and what it says of bad input."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hf_packing.cli import main
+from hf_packing.cli.screen import print_json
+
+
+def test_report(capsys, tmp_path, data, tokenizer):
+    page = tmp_path / "out" / "report.html"
+    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16", "32", "--output", str(page)]
+    assert main(given) == 0
+    printed = capsys.readouterr().out
+    assert "300 documents, 2,0" in printed
+    assert "take BestFit(16)" in printed
+    assert f"written: {page}" in printed
+    assert page.is_file()
+    assert all((page.parent / "report-pictures" / f"{name}.png").is_file() for name in ("lengths", "fill", "ranks"))
+
+
+def test_report_as_json(capsys, data, tokenizer):
+    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16", "32", "--json"]
+    assert main([*given, "--strategy", "multipack", "bucket"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [row["strategy"] for row in found["strategies"]]
+    assert names == ["Multipack(16)", "Multipack(32)", "Bucket((16, 32))"]
+    assert found["lengths"]["documents"] == 300
+
+
+@pytest.mark.slow
+def test_warnings_are_one_line_on_the_error_stream(tmp_path, data, tokenizer):
+    with open(data, "a") as file:
+        file.write('{"text": ""}\n')
+    given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
+    command = [sys.executable, "-m", "hf_packing.cli", *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "warning: pack skips 1 document without a token\n" in done.stderr
+    assert "pack.py" not in done.stderr
+    assert json.loads(done.stdout)["num_documents"] == 301
+
+
+def in_shell(command, **variables):
+    """bash, in which $HF_PACKING is the command."""
+    env = os.environ | {"HF_PACKING": f"{sys.executable} -m hf_packing.cli"} | variables
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_who_reads_the_output_may_go_away(data, tokenizer, options):
+    """Without a word, and with another exit code than a model that is not isolated or bad input."""
+    given = f"report {data} --tokenizer {tokenizer} --no-eos --max-length 16 {options}"
+    done = in_shell(f"$HF_PACKING {given} | true; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+@pytest.mark.slow
+def test_streams_that_are_closed(data, tokenizer):
+    given = f"report {data} --tokenizer {tokenizer} --max-length 16"
+    done = in_shell(f"$HF_PACKING {given} >&-; echo $?; $HF_PACKING {given} --json 2>&- >/dev/null; echo $?")
+    assert done.stdout == "0\n0\n"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_letters_that_the_terminal_does_not_know(tmp_path, data, tokenizer):
+    file = tmp_path / "雪:100:.jsonl"
+    os.rename(data, file)
+    given = f"report '{file}' --tokenizer {tokenizer} --max-length 16"
+    done = in_shell(f"$HF_PACKING {given}; echo $?", PYTHONIOENCODING="ascii")
+    assert f"{tmp_path}/\\u96ea:100:.jsonl: 300 documents" in done.stdout
+    assert done.stdout.endswith("\n0\n")
+
+
+def test_names_with_words_between_colons_are_printed_as_they_are(capsys, tmp_path):
+    assert main(["report", str(tmp_path / "a:100:.jsonl")]) == 2
+    assert "a:100:.jsonl" in capsys.readouterr().err
+
+
+def test_json_has_no_numbers_that_json_does_not_know(capsys):
+    print_json({"leak": float("nan"), "rows": [{"gap": float("inf")}, 1.5]})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "leak": None,
+        "rows": [{"gap": None}, 1.5],
+    }
+
+
+def test_a_missing_package_is_said_before_documents_are_read(capsys, tmp_path, data, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr("hf_packing.data.corpus.Corpus.blocks", lambda _: pytest.fail("documents are read"))
+    for given in (["report", data], ["pack", data, "--output", str(tmp_path / "packed")]):
+        assert main([*given, "--tokenizer", tokenizer, "--strategy", "optimal"]) == 2
+        assert "needs scipy" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["data.jsonl", "tokenizer.json"]
+
+
+def test_a_tokenizer_without_an_end_is_said(capsys, data, tokenizer):
+    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16"]
+    assert main(given) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == f"warning: {tokenizer} names no end-of-sequence token: documents end without one"
+    assert main([*given, "--no-eos"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_files_that_cannot_be_read_or_written(capsys, tmp_path, data, tokenizer):
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00")
+    (tmp_path / "file").write_text("no folder")
+    for given in (
+        ["report", str(tmp_path / "cut.jsonl.gz"), "--tokenizer", tokenizer],
+        ["report", data, "--tokenizer", tokenizer, "--max-length", "16", "--output", str(tmp_path / "file" / "a.html")],
+        ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "file" / "packed")],
+    ):
+        assert main(given) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+
+
+def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "one"}\n{"text": \n{"text": "two"}\n')
+    given = ["report", str(file), "--tokenizer", tokenizer, "--max-length", "8"]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "bad.jsonl, line 2: expected JSON" in said
+    assert main([*given, "--skip-bad"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 documents" in printed
+    assert "left out: 1, the first: " in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "{folder}/none.jsonl"], "DATA: expected a file, a folder or a dataset's name"),
+        (["report", "{data}"], "--tokenizer: expected one for documents with text, got none"),
+        (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
+        (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "expected body, the fields are text"),
+        (["report", "{data}", "--max-length", "0"], "argument --max-length: expected an integer from 1, got '0'"),
+        (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer from 1, got 'some'"),
+        (["report", "{data}", "--output", "{folder}"], "--output: expected a file for the page, such as report.html"),
+        (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a folder to write to"),
+        (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows what there is"),
+        (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
+        ([], "the following arguments are required: report | pack | check"),
+        (
+            ["report", "{data}", "--tokenizer", "{tokenizer}", "--strategy", "best"],
+            "--strategy: expected one of best_fit",
+        ),
+        (
+            ["pack", "{data}", "--tokenizer", "{tokenizer}", "--output", "{folder}/out", "--max-length", "8", "16"],
+            "--max-length: expected one with best_fit, got 8, 16",
+        ),
+        (["check", "nobody/nothing"], "MODEL: expected a name on the hub, a folder, or an architecture such as llama"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(capsys, tmp_path, data, tokenizer, arguments, message):
+    known = {"folder": tmp_path, "data": data, "tokenizer": tokenizer}
+    assert main([argument.format(**known) for argument in arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [["report", "{data}", "--tokenizer", "nobody/nothing"], ["report", "nobody/data"], ["check", "nobody/x"]],
+)
+def test_a_hub_out_of_reach_is_said_once(data, arguments):
+    known = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    command = [sys.executable, "-m", "hf_packing.cli", *(argument.format(data=data) for argument in arguments)]
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run(command, env=known | nowhere, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_lengths_may_be_given_twice_and_in_any_order(capsys, data, tokenizer):
+    given = ["report", data, "--tokenizer", tokenizer, "--max-length", "32", "16", "32", "--json"]
+    assert main([*given, "--strategy", "bucket", "best_fit"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["strategy"] for row in found["strategies"]] == ["Bucket((16, 32))", "BestFit(16)", "BestFit(32)"]
+
+
+def test_the_command_is_installed():
+    (script,) = [each for each in importlib.metadata.entry_points(group="console_scripts") if each.name == "hf-packing"]
+    assert script.load() is main
+
+
+@pytest.mark.parametrize(
+    ("command", "defaults"),
+    [
+        ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "a line break"]),
+        ("pack", ["4096", "best_fit", "stop at the first", "put one", "the first there is of text, prompt and"]),
+        ("check", ["make a small one of the same configuration", "refuse it"]),
+    ],
+)
+def test_help_shows_what_is_done_by_default(capsys, command, defaults):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(f"usage: hf-packing {command}")
+    for default in defaults:
+        assert f"(default: {default}" in shown
+
+
+@pytest.mark.slow
+def test_no_torch_is_loaded_to_report_with_a_tokenizer_file(data, tokenizer):
+    code = (
+        "import sys; from hf_packing.cli import main; "
+        f"main(['report', {data!r}, '--tokenizer', {tokenizer!r}, '--max-length', '16', '--json']); "
+        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().endswith("[]")

@@ -1,0 +1,158 @@
+"""Strategies under `map`, in every format: what it hands over, what it keeps, and what it was not asked for."""
+
+import functools
+import warnings
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, DatasetDict
+
+import hf_packing as hfp
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:To copy construct from a tensor:UserWarning",  # of datasets
+    "ignore:map leaves out columns without one number for each token. 'text':UserWarning",
+)
+
+STRATEGY = hfp.BestFit(4, seed=None)
+DOCUMENTS = {"input_ids": [[1, 2, 3], [4, 5], [6]], "labels": [[-100, 2, 3], [4, -100], [6]]}
+PACKED = {"input_ids": [[1, 2, 3, 6], [4, 5]], "labels": [[-100, 2, 3, -100], [-100, -100]]}
+FORMATS = [None, "numpy", "torch", "arrow", "pandas"]
+
+
+@pytest.fixture
+def documents():
+    return Dataset.from_dict({**DOCUMENTS, "attention_mask": [[1] * 3, [1] * 2, [1]], "text": list("abc")})
+
+
+def rows_of(packed):
+    rows = list(packed.with_format(None))
+    return {name: [np.asarray(row[name]).tolist() for row in rows] for name in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+class TestFormats:
+    def test_a_map_that_is_not_batched(self, documents, form):
+        source = documents.with_format(form)
+        for mapped in (source, source.to_iterable_dataset().with_format(form), DatasetDict(train=source)):
+            with pytest.raises(hfp.PackingError, match="expected rows of lists, got a single row; .*batched=True"):
+                list(mapped.map(STRATEGY))
+        with pytest.raises(hfp.PackingError, match="got a single row; .*batched=True"):
+            source.map(functools.partial(STRATEGY), remove_columns=source.column_names)
+
+    @pytest.mark.parametrize("remove", [False, True])
+    def test_columns_that_are_not_packed_are_left_out(self, documents, form, remove):
+        source = documents.with_format(form)
+        packed = source.map(STRATEGY, batched=True, remove_columns=source.column_names if remove else None)
+        assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+        assert {feature.feature.dtype for feature in packed.features.values()} == {"int32"}
+        assert rows_of(packed) == PACKED
+
+    @pytest.mark.parametrize("batch_size", [1, 2])
+    def test_a_batch_of_one_row(self, documents, form, batch_size):
+        packed = documents.with_format(form).map(STRATEGY, batched=True, batch_size=batch_size)
+        assert rows_of(packed) == DOCUMENTS | {"labels": [[-100, 2, 3], [-100, -100], [-100]]}
+
+    def test_streams(self, documents, form):
+        stream = documents.to_iterable_dataset().with_format(form)
+        tables = form in ("arrow", "pandas")
+        packed = stream.map(STRATEGY, batched=True, remove_columns=None if tables else ["attention_mask", "text"])
+        assert rows_of(packed) == PACKED
+
+    def test_streams_that_would_keep_or_lose_columns(self, documents, form):
+        stream = documents.to_iterable_dataset().with_format(form)
+        tables = form in ("arrow", "pandas")
+        packed = stream.map(STRATEGY, batched=True, remove_columns=documents.column_names if tables else ["text"])
+        expected = (
+            r"expected none of the packed rows' columns, got \['input_ids', 'labels'\]"
+            if tables
+            else r"expected \['attention_mask'\] among them, .* map\(strategy, batched=True, remove_columns="
+        )
+        with pytest.raises(hfp.PackingError, match=f"remove_columns: {expected}"):
+            next(iter(packed))
+
+
+def test_columns_that_are_left_out_unasked_are_named(documents):
+    with pytest.warns(UserWarning, match=r"map leaves out columns without one number for each token: 'text' \(string"):
+        documents.map(STRATEGY, batched=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        documents.map(STRATEGY, batched=True, remove_columns=["text"])
+
+
+@pytest.mark.parametrize("form", [None, "arrow"])
+def test_processes(documents, form):
+    joined = datasets.concatenate_datasets([documents] * 2).with_format(form)
+    assert rows_of(joined.map(STRATEGY, batched=True, num_proc=2)) == {name: PACKED[name] * 2 for name in PACKED}
+    with pytest.raises(hfp.PackingError, match="batched=True"):
+        joined.map(STRATEGY, num_proc=2)
+
+
+def test_columns_that_would_stand_beside_the_wrong_rows_of_a_stream():
+    stream = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "text": ["a", "b"]}).to_iterable_dataset()
+    with pytest.raises(hfp.PackingError, match=r"remove_columns=\['text'\]"):
+        list(stream.map(hfp.BestFit(2), batched=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({"with_indices": True}, "list"),
+        ({"input_columns": ["input_ids", "labels"]}, "list"),
+        ({"fn_kwargs": {"max_length": 8}}, "max_length"),
+    ],
+)
+def test_arguments_of_map_that_a_strategy_does_not_take(documents, options, given):
+    with pytest.raises(hfp.PackingError, match=f"batch: expected no other arguments, got {given}; call map without"):
+        documents.map(STRATEGY, batched=True, **options)
+
+
+def test_a_single_input_column(documents):
+    with pytest.raises(hfp.PackingError, match="expected a mapping of columns .* got list; .* leave input_columns out"):
+        documents.map(STRATEGY, batched=True, input_columns="input_ids")
+
+
+@pytest.mark.parametrize("form", [None, "numpy", "torch"])
+def test_single_rows_through_a_function_of_ones_own(documents, form):
+    with pytest.raises(hfp.PackingError, match="got a single row"):
+        documents.with_format(form).map(lambda row: STRATEGY(row))
+
+
+@pytest.mark.parametrize("row", [np.array([1, 2]), np.zeros(0), np.int64(3), 3, [1, 2]])
+def test_single_rows_by_hand(row):
+    with pytest.raises(hfp.PackingError, match="got a single row"):
+        STRATEGY({"input_ids": row})
+
+
+def test_a_batch_that_was_changed_before_it_is_packed(documents):
+    def without_labels(batch):
+        batch["labels"] = [[-100] * len(row) for row in batch["input_ids"]]
+        return STRATEGY(batch)
+
+    packed = documents.map(without_labels, batched=True, remove_columns=documents.column_names)
+    assert packed["labels"][:] == [[-100] * 4, [-100] * 2]
+
+
+def test_batches_by_hand():
+    table = pa.table({"input_ids": [[1, 2, 3]]})
+    assert STRATEGY(table).num_rows == 1
+    assert STRATEGY(table.to_pandas()).to_pydict() == STRATEGY(table).to_pydict()
+
+
+class TestTransforms:
+    def test_a_strategy_as_the_transform(self, documents):
+        transformed = documents.select_columns("input_ids").with_transform(STRATEGY)
+        assert transformed[:]["input_ids"] == PACKED["input_ids"]
+        with pytest.raises(hfp.PackingError, match="got a single row"):
+            transformed[0]
+
+    def test_of_the_documents_are_kept(self, documents):
+        def nothing_to_train_on(batch):
+            return {"input_ids": batch["input_ids"], "labels": [[-100] * len(row) for row in batch["input_ids"]]}
+
+        transformed = documents.with_transform(nothing_to_train_on)
+        with pytest.warns(UserWarning, match=r"map keeps the transform of a dataset.*with_format\(None\)"):
+            packed = transformed.map(STRATEGY, batched=True, remove_columns=documents.column_names)
+        assert packed.with_format(None)["labels"][:] == [[-100] * 4, [-100] * 2]

@@ -1,0 +1,144 @@
+"""Columns that a format hides are not there, for packing as for a stock trainer."""
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset, DatasetDict
+
+import hf_packing as hfp
+from hf_packing.sampling.row_sizes import sizes_of
+
+IDS, LABELS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [[-100, -100, 3], [-100, 5], [-100, -100, -100, 9]]
+HIDING = [{"columns": ["input_ids"]}, {"type": "numpy", "columns": ["input_ids", "attention_mask"]}]
+SHOWING = [{}, {"type": "torch", "columns": ["labels", "input_ids"]}]
+SHOWING += [{"type": "numpy", "columns": ["input_ids"], "output_all_columns": True}]
+
+
+@pytest.fixture
+def documents():
+    mask = [[1] * len(row) for row in IDS]
+    return Dataset.from_dict({"input_ids": IDS, "labels": LABELS, "attention_mask": mask, "text": list("abc")})
+
+
+def packed_labels(documents, how):
+    strategy = hfp.BestFit(8, seed=None)
+    if how == "pack":
+        packed = hfp.pack(documents.remove_columns("text"), strategy)
+    elif how == "pack a DatasetDict":
+        packed = hfp.pack(DatasetDict(train=documents.remove_columns("text")), strategy)["train"]
+    elif how == "map":
+        packed = documents.map(strategy, batched=True, remove_columns=documents.column_names)
+    else:
+        packed = hfp.prepare_dataloader(Accelerator(cpu=True), documents, hfp.TokenBudget(16))
+        return sorted(np.concatenate([batch["labels"][0].numpy() for batch in packed]).tolist())
+    rows = torch.utils.data.DataLoader(packed, collate_fn=hfp.PackingCollator())
+    return sorted(np.concatenate([batch["labels"][0].numpy() for batch in rows]).tolist())
+
+
+@pytest.mark.parametrize("how", ["pack", "pack a DatasetDict", "map", "prepare_dataloader"])
+@pytest.mark.parametrize("form", [*HIDING, *SHOWING], ids=str)
+def test_labels_are_those_of_a_stock_loader(documents, how, form):
+    formatted = documents.with_format(**form)
+    stock = torch.utils.data.DataLoader(formatted, collate_fn=hfp.PackingCollator())
+    expected = sorted(label for batch in stock for label in batch["labels"][0].tolist())
+    assert (expected.count(-100) == 3) == (form in HIDING)
+    assert packed_labels(formatted, how) == expected
+
+
+def test_a_hidden_loss_mask_is_not_there(documents):
+    masked = documents.remove_columns("labels").add_column("completion_mask", [[0] * len(row) for row in IDS])
+    hidden = masked.with_format(columns=["input_ids"])
+    packed = hidden.map(hfp.BestFit(8, seed=None), batched=True)
+    assert packed.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+    assert sum(row.count(-100) for row in packed.with_format(None)["labels"]) == 3
+    (batch,) = hfp.prepare_dataloader(Accelerator(cpu=True), hidden, hfp.TokenBudget(16))
+    assert int((batch["labels"] == -100).sum()) == 3
+
+
+def test_hidden_input_ids_are_missing(documents):
+    hidden = documents.with_format(columns=["labels"])
+    for call in (
+        lambda: hfp.pack(hidden, hfp.BestFit(8)),
+        lambda: hidden.map(hfp.BestFit(8), batched=True),
+        lambda: sizes_of(hidden),
+    ):
+        with pytest.raises(hfp.PackingError, match="'input_ids'"):
+            call()
+
+
+def test_padding_is_found_under_a_hidden_mask():
+    padded = Dataset.from_dict({"input_ids": [[1, 2, 0]], "attention_mask": [[1, 1, 0]]})
+    hidden = padded.with_format(columns=["input_ids"])
+    for call in (
+        lambda: hfp.pack(hidden, hfp.BestFit(8)),
+        lambda: hidden.map(hfp.BestFit(8), batched=True),
+        lambda: list(hfp.prepare_dataloader(Accelerator(cpu=True), hidden, hfp.TokenBudget(8))),
+    ):
+        with pytest.raises(hfp.PackingError, match="expected documents without padding, row 0 has a 0"):
+            call()
+
+
+def test_hidden_borders_of_packed_rows(documents):
+    packed = hfp.pack(documents.remove_columns("text"), hfp.BestFit(8))
+    assert sizes_of(packed.with_format(columns=["input_ids", "seq_lengths"])).packed
+    with pytest.raises(hfp.PackingError, match="'seq_lengths' beside 'position_ids'"):
+        sizes_of(packed.with_format(columns=["input_ids", "position_ids"]))
+    bare = packed.with_format(columns=["input_ids", "labels"])
+    for hidden in (bare, bare.remove_columns("seq_lengths"), bare.remove_columns("position_ids")):
+        for call in (
+            lambda: sizes_of(hidden),  # noqa: B023
+            lambda: hfp.pack(hidden, hfp.BestFit(8)),  # noqa: B023
+            lambda: hidden.map(hfp.BestFit(8), batched=True),  # noqa: B023
+        ):
+            with pytest.raises(hfp.PackingError, match="hides where the documents of packed rows begin"):
+                call()
+
+
+def test_the_cache_knows_what_is_hidden(documents):
+    source = documents.remove_columns("text")
+    all_columns, hidden = (hfp.pack(each, hfp.BestFit(8)) for each in (source, source.with_format(**HIDING[0])))
+    assert all_columns.cache_files != hidden.cache_files
+    again = hfp.pack(source.with_format(**HIDING[0]), hfp.BestFit(8))
+    assert again.cache_files == hidden.cache_files
+    changed_in_place = source.with_format(None)
+    changed_in_place._format_columns = ["input_ids"]  # as datasets itself sets it after map, without a new fingerprint
+    assert changed_in_place._fingerprint == source.with_format(None)._fingerprint
+    assert "-100, -100" not in str(hfp.pack(changed_in_place, hfp.BestFit(8))["labels"][:])
+
+
+class TestTransforms:
+    def test_pack_refuses(self, documents):
+        transformed = documents.with_transform(lambda batch: batch)
+        for dataset in (transformed, DatasetDict(train=transformed)):
+            with pytest.raises(hfp.PackingError, match="dataset: expected one without a transform.* attach .* map"):
+                hfp.pack(dataset, hfp.BestFit(8))
+
+    def test_one_that_map_has_kept_hides_no_borders(self, documents):
+        transformed = documents.with_transform(lambda batch: {"input_ids": batch["input_ids"]})
+        with pytest.warns(UserWarning, match="map keeps the transform"):
+            packed = transformed.map(hfp.BestFit(8), batched=True, remove_columns=documents.column_names)
+        with pytest.raises(hfp.PackingError, match="column 'seq_lengths': expected in the rows .*with_format"):
+            sizes_of(packed)
+        assert sizes_of(packed.with_format(None)).packed
+
+
+@pytest.mark.filterwarnings("ignore:(pack|packing) applies completion_mask:UserWarning")
+def test_what_map_would_hide_of_packed_rows(documents):
+    masked = documents.add_column("completion_mask", [[0] * len(row) for row in IDS]).remove_columns("text")
+    hidden = masked.with_format("torch", columns=["input_ids", "completion_mask"])
+    with pytest.raises(hfp.PackingError, match="column 'labels': expected none of that name, or one that the format"):
+        hidden.map(hfp.BestFit(8), batched=True)
+    shown = masked.with_format("torch", columns=["input_ids", "completion_mask"], output_all_columns=True)
+    removed = hidden.remove_columns("labels")
+    strategy = hfp.BestFit(8)
+    for packed in (hfp.pack(hidden, strategy), shown.map(strategy, batched=True), removed.map(strategy, batched=True)):
+        labels = np.concatenate([np.asarray(row["labels"]) for row in packed])
+        assert len(labels) == 9
+        assert (labels == -100).all()
+
+
+def test_buckets_that_map_would_hide(documents):
+    hidden = documents.add_column("bucket", [1, 2, 3]).with_format(columns=["input_ids"])
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected none of that name"):
+        hidden.map(hfp.Bucket((4, 8)), batched=True)

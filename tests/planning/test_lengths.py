@@ -1,0 +1,137 @@
+"""Lengths that are checked, sorted and cut: what is accepted, and what happens to documents longer than a pack."""
+
+import numpy as np
+import pytest
+from any_strategy import strategy_classes
+
+import hf_packing as hfp
+from hf_packing.planning.lengths import check_lengths, sort_by_length
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, -1, 2], "lengths: expected no negative length, got -1 at index 1"),
+        ([1.0, 2.0], "lengths: expected integers, got float64"),
+        (np.ones((2, 2), dtype=int), r"lengths: expected one dimension, got shape \(2, 2\)"),
+        (7, r"lengths: expected one dimension, got shape \(\)"),
+        ([True, False], "lengths: expected integers, got bool"),
+        (["a"], "lengths: expected integers, got <U1"),
+        ([[1], [2, 3]], "lengths: expected 1-d integers, got list"),
+        (np.ma.array([1, 2], mask=[0, 1]), "lengths: expected an array without a mask"),
+        ([2**62] * 4, r"lengths: expected fewer than 2\*\*63 tokens in all"),
+        (np.array([2**63], dtype=np.uint64), r"lengths: expected fewer than 2\*\*63 tokens in all"),
+    ],
+)
+def test_bad_lengths(lengths, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.plan_packing(lengths, hfp.BestFit(8))
+
+
+@pytest.mark.parametrize("strategy", strategy_classes(having="max_length"))
+@pytest.mark.parametrize("value", [0, -3, 2.5, "8", True, None, 2**31])
+def test_bad_max_length(strategy, value):
+    with pytest.raises(hfp.PackingError, match=f"max_length: expected an integer from 1 to 2147483647, got {value!r}"):
+        strategy(value)
+
+
+@pytest.mark.parametrize("strategy", strategy_classes(having="max_documents"))
+def test_bad_max_documents_and_seed(strategy):
+    with pytest.raises(hfp.PackingError, match="max_documents: expected an integer from 1 .* got 0"):
+        strategy(8, max_documents=0)
+    with pytest.raises(hfp.PackingError, match="seed: expected an integer from 0 .* got -1"):
+        strategy(8, seed=-1)
+
+
+def test_not_a_strategy():
+    with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as BestFit\\(2048\\), got 'bfd'"):
+        hfp.plan_packing([1], "bfd")
+    with pytest.raises(hfp.PackingError, match=r"did you forget its arguments, as in BestFit\(2048\)"):
+        hfp.plan_packing([1], hfp.BestFit)
+
+
+def test_a_plan_of_too_many_pieces():
+    for strategy in (hfp.BestFit(1), hfp.Bucket((1,)), hfp.FirstCome(1)):
+        with pytest.raises(
+            hfp.PackingError, match=r"max_length: expected one that cuts documents into at most 2\*\*40 pieces"
+        ):
+            hfp.plan_packing([2**62], strategy)
+
+
+def test_huge_packs_have_metrics():
+    assert hfp.plan_packing([5, 3], hfp.FirstCome(2**31 - 1)).metrics().lower_bound == 1
+
+
+def test_any_integer_type_is_taken():
+    plans = [
+        hfp.plan_packing(np.array([5, 0, 3], dtype=kind), hfp.BestFit(8)) for kind in ("u1", "i2", "u4", "i8", "u8")
+    ]
+    assert len({plan.fingerprint for plan in plans}) == 1
+    assert check_lengths([2**40]).dtype == np.int64
+
+
+def test_numpy_arguments_are_the_same_strategy():
+    assert hfp.BestFit(np.int64(8), seed=np.int32(1)) == hfp.BestFit(8, seed=1)
+
+
+def test_sorting_of_wide_lengths(rng):
+    lengths = rng.integers(0, 2**40, 1000)
+    lengths[::7] = lengths[0]
+    assert sort_by_length(lengths).tolist() == np.argsort(lengths, kind="stable").tolist()
+
+
+def test_a_document_of_billions_of_tokens_is_cut():
+    plan = hfp.plan_packing([2**31 + 5, 3], hfp.FixedLength(2**30))
+    assert plan.num_segments == 4
+    assert plan.segment_start.max() == 2**31
+
+
+def plan(lengths, overflow):
+    return hfp.plan_packing(lengths, hfp.BestFit(10, overflow=overflow))
+
+
+def test_split_cuts_into_full_chunks_and_a_remainder():
+    metrics = plan([25, 3], "split").metrics()
+    assert sorted(plan([25, 3], "split").segment_length.tolist()) == [3, 5, 10, 10]
+    assert (metrics.num_cut_documents, metrics.num_dropped_tokens, metrics.num_packs) == (1, 0, 3)
+
+
+def test_truncate_keeps_the_beginning():
+    truncated = plan([25, 3], "truncate")
+    assert sorted(
+        zip(
+            truncated.segment_document.tolist(),
+            truncated.segment_start.tolist(),
+            truncated.segment_length.tolist(),
+            strict=True,
+        )
+    ) == [
+        (0, 0, 10),
+        (1, 0, 3),
+    ]
+    assert (truncated.metrics().num_cut_documents, truncated.metrics().num_dropped_tokens) == (1, 15)
+
+
+def test_drop_leaves_the_document_out_and_counts_it():
+    metrics = plan([25, 3, 0], "drop").metrics()
+    assert (metrics.num_dropped_documents, metrics.num_dropped_tokens, metrics.num_empty_documents) == (1, 25, 1)
+    assert (metrics.num_cut_documents, metrics.num_packs) == (0, 1)
+    assert metrics.dropped_token_ratio == 25 / 28
+
+
+def test_error_names_the_document():
+    with pytest.raises(hfp.PackingError, match="document 1 has 25 tokens, more than max_length=10"):
+        plan([3, 25], "error")
+    assert plan([3, 10], "error").num_packs == 2
+
+
+def test_unknown_overflow():
+    with pytest.raises(hfp.PackingError, match="overflow: expected one of split, truncate, drop, error, got 'cut'"):
+        hfp.BestFit(10, overflow="cut")
+
+
+def test_no_document_that_fits_is_cut(rng):
+    lengths = rng.integers(1, 40, 2000)
+    split = plan(lengths, "split")
+    cut = set(split.segment_document[split.segment_length < lengths[split.segment_document]].tolist())
+    assert cut == set((lengths > 10).nonzero()[0].tolist())

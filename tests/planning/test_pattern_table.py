@@ -1,0 +1,163 @@
+"""Plans from a histogram: dealing shard by shard gives the packs of the plan over all documents at once."""
+
+import pickle
+
+import numpy as np
+import pytest
+from any_strategy import any_strategy, made_for, many_examples, strategy_classes
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.planning.lengths import LengthCounts, count_lengths, cut_to_pieces
+from hf_packing.planning.patterns import cut_by_overflow
+from hf_packing.strategies.base import CountingStrategy
+
+counting_strategies = any_strategy(CountingStrategy)
+
+
+def deal_in_shards(table, lengths, borders):
+    """Segments of all shards as (pack, place, document, start, length), with documents numbered through all shards."""
+    segments, begin = [], 0
+    for shard in np.split(np.array(lengths, dtype=int), sorted(borders)):
+        dealt = table.deal(shard, np.bincount(lengths[:begin], minlength=1))
+        assert (np.diff(dealt.document) >= 0).all()
+        segments += zip(dealt.pack, dealt.place, dealt.document + begin, dealt.start, dealt.length, strict=True)
+        begin += len(shard)
+    return sorted(tuple(map(int, segment)) for segment in segments)
+
+
+def segments_of(plan):
+    place = np.arange(plan.num_segments) - plan.pack_offsets[plan.pack_of_segment()]
+    columns = plan.pack_of_segment(), place, plan.segment_document, plan.segment_start, plan.segment_length
+    return [tuple(map(int, segment)) for segment in zip(*columns, strict=True)]
+
+
+cases = st.lists(st.integers(0, 40), min_size=1, max_size=60).flatmap(
+    lambda lengths: st.tuples(st.just(lengths), st.lists(st.integers(0, len(lengths)), max_size=4))
+)
+
+
+@many_examples
+@given(cases, counting_strategies)
+def test_shards_are_dealt_as_all_documents_at_once(case, strategy):
+    lengths, borders = case
+    table = hfp.plan_counts(np.bincount(lengths), strategy)
+    assert deal_in_shards(table, lengths, borders) == segments_of(hfp.plan_packing(lengths, strategy))
+
+
+@given(cases, counting_strategies)
+def test_a_table_has_the_metrics_of_its_plan(case, strategy):
+    lengths, _ = case
+    table, plan = hfp.plan_counts(np.bincount(lengths), strategy), hfp.plan_packing(lengths, strategy)
+    assert table.num_packs == plan.num_packs
+    assert table.num_documents == plan.num_documents
+    ours, theirs = table.metrics(), plan.metrics()
+    assert vars(ours) == pytest.approx(vars(theirs))
+
+
+@many_examples
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 20), st.sampled_from(["split", "truncate", "drop"]))
+def test_cuts_are_the_pieces_of_each_document(lengths, capacity, overflow):
+    pieces = cut_to_pieces(np.array(lengths, dtype=np.int32), capacity, overflow)
+    cuts = cut_by_overflow(count_lengths(np.array(lengths, dtype=np.int32)), capacity, overflow)
+    assert cuts.counts().tolist() == np.bincount(pieces.length, minlength=len(cuts.counts())).tolist()
+    assert cuts.num_documents == len(lengths)
+    assert cuts.documents @ cuts.tokens_kept == pieces.length.sum()
+
+
+def test_ranks_count_through_pieces_of_equal_length():
+    cuts = cut_by_overflow(LengthCounts(np.array([3, 10, 23]), np.array([2, 3, 2])), 10, "split")
+    assert cuts.piece_length.tolist() == [3, 10, 10, 10, 3]
+    first, stride = cuts.ranks()
+    assert first.tolist() == [0, 4, 7, 8, 2]
+    assert stride.tolist() == [1, 1, 2, 2, 1]
+
+
+def test_a_table_travels_to_workers(rng):
+    lengths = rng.integers(1, 90, 500)
+    table = hfp.plan_counts(np.bincount(lengths), hfp.BestFit(64))
+    table.deal(lengths[:10])
+    copy = pickle.loads(pickle.dumps(table))
+    assert "_assignment" not in vars(copy)
+    assert deal_in_shards(copy, lengths, [100, 400]) == segments_of(hfp.plan_packing(lengths, hfp.BestFit(64)))
+    assert repr(copy) == repr(table)
+
+
+def test_more_documents_than_fit_anywhere():
+    table = hfp.plan_counts([0] * 30 + [10**15], hfp.BestFit(100))
+    assert table.num_packs == -(-(10**15) // 3)
+    last = table.deal([30, 30], [0] * 30 + [10**15 - 2])
+    assert last.pack.max() < table.num_packs
+    lonely = hfp.plan_counts([0, 10**11], hfp.BestFit(2**31 - 1, max_documents=1))
+    assert lonely.metrics().num_padding_slots == 10**11 * (2**31 - 2)
+
+
+def test_a_histogram_with_no_documents():
+    for counts in ([], [0, 0], [3]):
+        table = hfp.plan_counts(counts, hfp.BestFit(8))
+        assert table.num_packs == len(table.deal([]).pack) == 0
+        assert table.num_documents == sum(counts)
+    assert len(hfp.plan_counts([3], hfp.BestFit(8)).deal([0, 0]).pack) == 0
+
+
+def test_documents_of_billions_of_tokens_in_a_plan():
+    plan = hfp.plan_packing([2**31 + 5, 3], hfp.BestFit(2**20))
+    assert sorted(plan.segment_length.tolist()) == [3, 5] + [2**20] * 2**11
+    assert plan.segment_start.max() == 2**31
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([0, 2, -1], "counts: expected no negative count, got -1 documents of length 2"),
+        ([0.0, 2.0], "counts: expected integers, got float64"),
+        ([[1, 2]], r"counts: expected one dimension, got shape \(1, 2\)"),
+        ([True], "counts: expected integers, got bool"),
+        ([[1], [2, 3]], "counts: expected 1-d integers, got list"),
+        (np.ma.array([1, 2], mask=[0, 1]), "counts: expected an array without a mask"),
+        ([0, 2**62, 2**62], r"counts: expected fewer than 2\*\*63 documents and tokens"),
+    ],
+)
+def test_bad_counts(counts, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.plan_counts(counts, hfp.BestFit(8))
+
+
+def test_a_strategy_that_needs_the_order_of_documents():
+    in_order = set(strategy_classes()) - set(strategy_classes(CountingStrategy))
+    assert len(in_order) >= 4
+    for strategy in in_order:
+        with pytest.raises(hfp.PackingError, match=r"strategy: expected one that needs only counts \(BestFit, .* got "):
+            hfp.plan_counts([0, 1], made_for(8, strategy))
+    with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
+        hfp.plan_counts([0, 1], "best fit")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "already", "message"),
+    [
+        ([3], None, "lengths: expected only lengths that were counted, got 3"),
+        ([5, 90], None, "lengths: expected only lengths that were counted, got 90"),
+        ([5, 5, 5], None, "expected at most 2 documents of length 5 .* 0 were already dealt and this shard has 3"),
+        ([5], [0, 0, 0, 0, 0, 2], "expected at most 2 documents of length 5 .* 2 were already dealt and this shard"),
+        (
+            [5],
+            np.array([0, 0, 0, 0, 0, 2**63 + 5], dtype=np.uint64),
+            "already_dealt: expected at most 2 documents of length 5, as counted, got 9223372036854775813",
+        ),
+        ([5], [0, 9], "already_dealt: expected none of length 1, as counted, got 9"),
+        ([5], [0, -1], "already_dealt: expected no negative count, got -1 documents of length 1"),
+        ([5], [0.5], "already_dealt: expected integers, got float64"),
+        ([-5], None, "lengths: expected no negative length"),
+    ],
+)
+def test_shards_that_were_not_counted(lengths, already, message):
+    table = hfp.plan_counts(np.bincount([5, 5, 2]), hfp.BestFit(8))
+    with pytest.raises(hfp.PackingError, match=message):
+        table.deal(lengths, already)
+
+
+def test_overflow_error_from_counts():
+    with pytest.raises(hfp.PackingError, match="counts: 3 documents have more tokens than max_length=4, the longest 9"):
+        hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))

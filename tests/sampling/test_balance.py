@@ -1,0 +1,113 @@
+"""Which micro-batches run together and on which rank, against slow literal versions of the same."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_packing.sampling.balance import balance, redistribute_rows
+from hf_packing.sampling.fill import fewest_micro_batches, fill
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.integers(1, 99), min_size=1, max_size=20),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 9),
+)
+def test_neighbors_by_cost_run_together_the_costliest_where_least_was_done(costs, world_size, accumulation, seed):
+    cost = np.resize(np.array(costs, dtype=np.float64), len(costs) * world_size)
+    rounds = balance(cost, world_size, accumulation, seed)
+    assert sorted(rounds.ravel().tolist()) == list(range(len(cost)))
+    neighbors = np.sort(cost).reshape(-1, world_size)
+    assert sorted(map(tuple, np.sort(cost[rounds], axis=1))) == sorted(map(tuple, neighbors))
+    for first in range(0, len(rounds), accumulation):
+        worked = np.zeros(world_size)
+        for of_round in cost[rounds[first : first + accumulation]]:
+            order = np.argsort(worked, kind="stable")
+            ties = len(set(worked.tolist())) < world_size
+            assert ties or (np.diff(of_round[order]) <= 0).all()
+            worked += of_round
+
+
+def test_rounds_come_in_random_order():
+    cost = np.arange(400, dtype=np.float64)
+    mean = cost[balance(cost, 4, 1, seed=0)].mean(axis=1)
+    assert abs(np.corrcoef(np.arange(100), mean)[0, 1]) < 0.3
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 500)), min_size=1, max_size=60)
+"""Tokens and cost."""
+
+
+def total(rows, of_row):
+    return sum(of_row[row] for row in rows)
+
+
+def cheapest_with_room_first(rows, cost, tokens, max_tokens, number):
+    dealt = [[] for _ in range(number)]
+    for row in sorted(rows, key=lambda row: -cost[row]):
+        fitting = [n for n in range(number) if total(dealt[n], tokens) + tokens[row] <= max_tokens]
+        if not fitting:
+            return None
+        dealt[min(fitting, key=lambda n: (total(dealt[n], cost), n))].append(row)
+    return dealt
+
+
+def slow_redistribute(groups, rounds, cost, tokens, max_tokens):
+    """The micro-batches, and what was done to the rounds."""
+    groups, done = list(groups), set()
+    for of_round in rounds.tolist():
+        rows = [row for number in of_round for row in groups[number]]
+        costs = [total(groups[number], cost) for number in of_round]
+        if np.mean(costs) >= 0.99 * max(costs):
+            done.add("even")
+            continue
+        dealt = None
+        if len(rows) > len(of_round) and max(cost[row] for row in rows) < max(costs):
+            dealt = cheapest_with_room_first(rows, cost, tokens, max_tokens, len(of_round))
+            done.add("no room" if dealt is None else "dealt anew")
+        if dealt is not None and max(total(group, cost) for group in dealt) < max(costs):
+            done.add("cheaper")
+            for number, group in zip(of_round, dealt, strict=True):
+                groups[number] = group
+    return groups, done
+
+
+def check_redistribute(rows, max_tokens, world_size, seed):
+    tokens, cost = np.array(rows).T
+    wanted = -(-fewest_micro_batches(tokens, max_tokens) // world_size) * world_size
+    if wanted > len(rows):
+        return set()
+    groups = fill(tokens, max_tokens, wanted, world_size, seed)
+    rounds = np.random.default_rng(seed).permutation(wanted).reshape(-1, world_size)
+    evened = redistribute_rows(groups, rounds, cost.astype(float), tokens, max_tokens)
+    expected, done = slow_redistribute(groups, rounds, cost.tolist(), tokens.tolist(), max_tokens)
+    assert evened == expected
+    for of_round in rounds.tolist():
+        before, after = ([each[number] for number in of_round] for each in (groups, evened))
+        assert sorted(np.concatenate(before)) == sorted(np.concatenate(after))
+        assert all(after)
+        assert max(tokens[group].sum() for group in after) <= max_tokens
+        assert max(cost[group].sum() for group in after) <= max(cost[group].sum() for group in before)
+    return done
+
+
+@settings(max_examples=200)
+@given(ROWS, st.integers(30, 90), st.integers(1, 4), st.integers(0, 9))
+def test_rounds_keep_their_rows_and_their_largest_cost_never_grows(rows, max_tokens, world_size, seed):
+    check_redistribute(rows, max_tokens, world_size, seed)
+
+
+def test_equal_to_the_slow_version_whatever_is_done(rng):
+    done = set()
+    for seed in range(100):
+        rows = np.stack([rng.integers(1, 31, 40), rng.choice([1, 100, 500], 40)], axis=1)
+        done |= check_redistribute(rows, int(rng.integers(30, 60)), int(rng.integers(1, 5)), seed)
+    assert done == {"even", "no room", "dealt anew", "cheaper"}
+
+
+def test_one_costly_micro_batch_is_shared_out():
+    tokens, cost = np.full(8, 4), np.array([9.0, 9, 9, 9, 1, 1, 1, 1])
+    evened = redistribute_rows([[0, 1, 2, 3], [4, 5, 6, 7]], np.array([[0, 1]]), cost, tokens, 16)
+    assert [cost[group].sum() for group in evened] == [20, 20]

@@ -1,0 +1,117 @@
+"""The micro-batches of one rank: epochs, skipping, resuming; and rows in order, for evaluation."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.sampling.epoch_plan import Epoch
+from hf_packing.sampling.row_sizes import sizes_of, sizes_of_documents
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+
+
+class Plain(torch.utils.data.Dataset):
+    """Map-style, with nothing but what torch asks for."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def test_the_first_micro_batches_are_skipped_without_being_read():
+    class Unreadable(Plain):
+        def __getitem__(self, index):
+            raise AssertionError(f"row {index} was read")
+
+    sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 1000))
+    sampler = RankBatchSampler(hfp.TokenBudget(4), sizes)
+    everything = list(sampler)
+    sampler.first_micro_batch = 400
+    assert list(sampler) == everything[400:]
+    sampler.set_epoch(1)
+    sampler.first_micro_batch = 0
+    assert list(sampler) != everything
+
+
+def test_what_decides_the_micro_batches_is_compared():
+    sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 10))
+    sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
+    sampler.check_can_resume(sampler.plan_inputs())
+    sampler.check_can_resume(sampler.plan_inputs() | {"world_size": 3}, whole_epochs=True)
+    for name, value in {
+        "plans": 0,
+        "world_size": 3,
+        "accumulation": 2,
+        "dataset": "other",
+        "batching": "other",
+    }.items():
+        with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
+            sampler.check_can_resume(sampler.plan_inputs() | {name: value})
+
+
+def test_a_rank_has_its_micro_batches_of_the_plan_in_every_epoch():
+    sizes = sizes_of_documents(np.arange(1, 60))
+    samplers = [RankBatchSampler(hfp.TokenBudget(100), sizes, 3, rank, accumulation=2) for rank in range(3)]
+    for number in (0, 4, 1):
+        plan = hfp.TokenBudget(100).plan(sizes, Epoch(number, 3, 2))
+        for rank, sampler in enumerate(samplers):
+            sampler.set_epoch(number)
+            assert len(sampler) == plan.num_micro_batches
+            assert list(sampler) == [plan.micro_batch(number, rank) for number in range(len(sampler))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size: expected an integer from 1 to 1048576, got 0"),
+        ({"rank": 2, "world_size": 2}, "rank: expected an integer from 0 to 1, got 2"),
+        ({"accumulation": 0}, "accumulation: expected an integer from 1"),
+        ({"world_size": 4}, "at least one row for each of 4 ranks, got 3 rows; 1 are empty or dropped"),
+        ({"batching": hfp.TokenBudget(2)}, "max_tokens: row 0 has 3 tokens, more than the 2 of a micro-batch"),
+        ({"batching": hfp.TokenBudget}, r"did you forget its arguments, as in TokenBudget\(16384\)"),
+        ({"batching": 64}, "batching: expected TokenBudget.* got 64"),
+        ({"sizes": np.array([3, 2])}, "sizes: expected RowSizes, as sizes_of"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    good = {"batching": hfp.TokenBudget(8), "sizes": sizes_of_documents(np.array([3, 2, 1, 0]))}
+    with pytest.raises(PackingError, match=message):
+        RankBatchSampler(**(good | arguments))
+
+
+def test_an_epoch_below_zero():
+    sampler = RankBatchSampler(hfp.TokenBudget(8), sizes_of_documents(np.array([3, 2])))
+    with pytest.raises(PackingError, match="epoch: expected an integer from 0"):
+        sampler.set_epoch(-1)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 8), st.integers(0, 3))
+def test_in_order(lengths, rows_per_batch, world_size, number):
+    sizes, batching = sizes_of_documents(np.array(lengths)), InOrder(rows_per_batch)
+    if not any(lengths):
+        with pytest.raises(PackingError, match="at least one row for each of 1 ranks, got 0 rows"):
+            batching.plan(sizes, Epoch(number, world_size))
+        return
+    plan = batching.plan(sizes, Epoch(number, world_size))
+    in_turn = [
+        row
+        for number in range(plan.num_micro_batches)
+        for rank in range(world_size)
+        for row in plan.micro_batch(number, rank)
+    ]
+    wanted = np.flatnonzero(lengths).tolist()
+    assert in_turn[: len(wanted)] == [(row, False) for row in wanted]
+    copies = in_turn[len(wanted) :]
+    assert copies == [(wanted[place % len(wanted)], True) for place in range(len(copies))]
+    assert len(copies) == plan.num_copies < rows_per_batch * world_size
+    assert set(np.diff(plan.offsets).tolist()) == {rows_per_batch}
+    assert plan.left_out.tolist() == [row for row, length in enumerate(lengths) if not length]

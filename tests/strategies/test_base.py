@@ -1,0 +1,265 @@
+"""Strategies as objects and as transforms of `datasets.map`."""
+
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from any_strategy import made_for, strategy_classes
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.masking_utils import find_packed_sequence_indices
+
+import hf_packing as hfp
+from hf_packing.strategies import base
+
+BATCH = {
+    "input_ids": [[1, 2, 3], [], [4, 5], [6], [7, 8, 9, 10, 11]],
+    "labels": [[-100, 2, 3], [], [4, 5], [6], [7, 8, -100, 10, 11]],
+    "attention_mask": [[1, 1, 1], [], [1, 1], [1], [1] * 5],
+    "weights": [[0.5, 0.5, 1.0], [], [1.0, 1.0], [1.0], [2.0] * 5],
+    "text": ["a", "b", "c", "d", "e"],
+}
+COLUMNS = ["input_ids", "labels", "weights", "position_ids", "seq_lengths"]
+STRATEGIES = [made_for(4, each) for each in strategy_classes()] + [hfp.BestFit(4, overflow="truncate")]
+BUCKETS = [strategy for strategy in STRATEGIES if strategy.has_buckets]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:packing drops 1 of the 11 tokens of a batch")
+
+
+def test_what_is_dropped_is_said():
+    with pytest.warns(UserWarning, match="packing drops 1 of the 11 tokens of a batch, as configured by overflow"):
+        hfp.BestFit(4, overflow="truncate")(BATCH)
+    with pytest.warns(UserWarning, match="drops 5 of the 11 tokens of a batch"):
+        hfp.BestFit(4, overflow="drop")(BATCH)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_comparable_picklable(strategy):
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+    assert hash(strategy) == hash(pickle.loads(pickle.dumps(strategy)))
+    with pytest.raises(AttributeError):
+        strategy.seed = 5
+    assert strategy != hfp.BestFit(5)
+
+
+def test_lists_in_lists_out():
+    packed = hfp.BestFit(4, seed=None)(BATCH)
+    assert sorted(packed) == sorted(COLUMNS)
+    assert packed == {
+        "input_ids": [[7, 8, 9, 10], [1, 2, 3, 6], [4, 5, 11]],
+        "labels": [[-100, 8, -100, 10], [-100, 2, 3, -100], [-100, 5, -100]],
+        "weights": [[2.0] * 4, [0.5, 0.5, 1.0, 1.0], [1.0, 1.0, 2.0]],
+        "position_ids": [[0, 1, 2, 3], [0, 1, 2, 0], [0, 1, 0]],
+        "seq_lengths": [[4], [3, 1], [2, 1]],
+    }
+
+
+def test_numpy_in_numpy_out():
+    packed = hfp.BestFit(4)({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
+    assert {array.dtype for column in packed.values() for array in column} == {np.dtype("int32")}
+    square = hfp.BestFit(4)({"input_ids": np.arange(6).reshape(3, 2)})
+    assert sorted(np.concatenate(square["input_ids"]).tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_rows_in_every_form(strategy):
+    lists = strategy(BATCH)
+    table = strategy(pa.table(BATCH))
+    assert isinstance(table, pa.Table)
+    assert table.to_pydict() == lists
+    assert all(table.schema.field(name).type == pa.list_(pa.int32()) for name in COLUMNS if name != "weights")
+    if strategy in BUCKETS:
+        assert table.schema.field("bucket").type == pa.int32()
+    arrays = strategy({name: [np.array(row) for row in BATCH[name]] for name in ("input_ids", "labels")})
+    assert [array.tolist() for array in arrays["labels"]] == lists["labels"]
+
+
+@pytest.mark.parametrize("form", [None, "arrow"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_map_stores_int32(strategy, form):
+    documents = Dataset.from_dict(BATCH)
+    packed = documents.with_format(form).map(strategy, batched=True, remove_columns=documents.column_names)
+    assert sorted(packed.column_names) == sorted(COLUMNS + ["bucket"] * (strategy in BUCKETS))
+    assert {str(packed.features[name].feature.dtype) for name in COLUMNS if name != "weights"} == {"int32"}
+    assert packed.with_format(None)[:] == strategy(BATCH)
+
+
+def test_map_over_numpy_torch_and_streams():
+    documents = Dataset.from_dict(BATCH).select_columns(["input_ids", "labels"])
+    expected = hfp.BestFit(4)(BATCH)["labels"]
+    for form in ("numpy", "torch"):
+        packed = documents.with_format(form).map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
+        assert packed.with_format(None)["labels"][:] == expected
+    stream = documents.to_iterable_dataset().map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names)
+    assert [row["labels"] for row in stream] == expected
+
+
+def test_map_over_a_first_batch_without_tokens():
+    documents = Dataset.from_dict({"input_ids": [[], [], [1, 2]], "weights": [[], [], [0.5, 1.0]]})
+    packed = documents.map(hfp.BestFit(32), batched=True, batch_size=2, remove_columns=documents.column_names)
+    assert packed["weights"][:] == [[0.5, 1.0]]
+
+
+def test_map_is_cached_by_version(tmp_path, monkeypatch):
+    Dataset.from_dict(BATCH).save_to_disk(tmp_path / "documents")
+    documents = Dataset.load_from_disk(tmp_path / "documents")
+
+    def cache_file():
+        return documents.map(hfp.BestFit(4), batched=True, remove_columns=documents.column_names).cache_files
+
+    first = cache_file()
+    assert cache_file() == first
+    monkeypatch.setattr(hfp, "__version__", "999")
+    assert cache_file() != first
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=15), st.integers(1, 9), st.integers(0, 5))
+def test_transformers_finds_exactly_our_segments(rows, max_length, seed):
+    import torch
+
+    packed = hfp.BestFit(max_length, seed=seed)({"input_ids": rows})
+    for positions, lengths in zip(packed["position_ids"], packed["seq_lengths"], strict=True):
+        found = find_packed_sequence_indices(torch.tensor([positions]))
+        expected = [segment for segment, length in enumerate(lengths) for _ in range(length)]
+        assert (found[0].tolist() if found is not None else [0] * len(positions)) == expected
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=15), st.integers(1, 9))
+def test_metrics_are_those_of_the_rows(rows, max_length):
+    strategy = hfp.BestFit(max_length)
+    packed, metrics = strategy({"input_ids": rows}), hfp.plan_packing([len(row) for row in rows], strategy).metrics()
+    assert metrics.num_packs == len(packed["input_ids"])
+    assert metrics.num_segments == sum(map(len, packed["seq_lengths"]))
+    assert metrics.num_padding_slots == max_length * metrics.num_packs - sum(map(len, packed["input_ids"]))
+
+
+def test_a_batch_without_documents():
+    assert hfp.BestFit(4)({"input_ids": []}) == {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
+    assert hfp.BestFit(4)({"input_ids": [[], []]})["input_ids"] == []
+    with pytest.warns(UserWarning, match="pack skips 2 documents without a token"):
+        packed = hfp.pack(Dataset.from_dict({"input_ids": [[], []]}), hfp.BestFit(4))
+    assert len(packed) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": [[1]], "text": ["a"]}, "column 'input_ids': expected in the dataset, got columns tokens, text"),
+        (
+            {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]},
+            "column 'labels': expected as many values as input_ids in every row, row 1 has 1 for 2",
+        ),
+        (
+            {"input_ids": [[1, 2]], "seq_lengths": [[2]]},
+            "column 'seq_lengths': expected documents that are not packed yet",
+        ),
+        (
+            {"input_ids": [[1, 2]], "position_ids": [[0, 1]]},
+            "column 'position_ids': expected documents that are not packed yet",
+        ),
+        (
+            {"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]},
+            "column 'attention_mask': expected documents without padding, row 1 has a 0",
+        ),
+        (
+            {"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 2]]},
+            "column 'attention_mask': expected documents without padding, row 1 has a 2; it seems to be packed",
+        ),
+        ({"input_ids": [[1, 2]], "seq_idx": [[0, 1]]}, "column 'seq_idx': expected documents that are not packed yet"),
+        ({"input_ids": ["ab", "c"]}, "column 'input_ids': expected lists of integers, got string"),
+        ({"input_ids": [[1.5, 2.0]]}, "column 'input_ids': expected integers, got float"),
+        (
+            {"input_ids": [[1, 2**40]]},
+            "column 'input_ids': expected 32-bit integers, got values from 1 to 1099511627776",
+        ),
+        ({"input_ids": [[1, "a"]]}, "column 'input_ids': expected lists of integers"),
+        ({"input_ids": [[1], None]}, "column 'input_ids': expected a list in every row, row 1 has none"),
+        ({"input_ids": [1, 2, 3]}, "batch: expected rows of lists, got a single row; call map with batched=True"),
+        ([[1, 2]], "batch: expected a mapping of columns or a pyarrow Table, got list"),
+    ],
+)
+def test_bad_batches(batch, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.BestFit(4)(batch)
+
+
+def test_a_column_of_lengths_is_read_at_once(monkeypatch):
+    column = Dataset.from_dict({"length": [5, 3, 6, 2]})["length"]
+    monkeypatch.setattr(type(column), "__iter__", lambda _: pytest.fail("read row by row"))
+    assert hfp.plan_packing(column, hfp.BestFit(8)) == hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
+
+
+def test_overflow_error_in_a_batch():
+    with pytest.raises(hfp.PackingError, match="document 4 has 5 tokens, more than max_length=4"):
+        hfp.BestFit(4, overflow="error")(BATCH)
+
+
+@pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
+def test_rows_of_buckets_carry_their_capacity(strategy, monkeypatch):
+    monkeypatch.setattr("hf_packing.data.pack.TOKENS_AT_ONCE", 4)  # so that rows are written in several blocks
+    lists = strategy(BATCH)
+    assert set(lists["bucket"]) == set(strategy.bucket_lengths)
+    assert all(len(row) <= bucket for row, bucket in zip(lists["input_ids"], lists["bucket"], strict=True))
+    arrays = strategy({"input_ids": [np.array(row, dtype=int) for row in BATCH["input_ids"]]})
+    assert isinstance(arrays["bucket"], np.ndarray)
+    assert arrays["bucket"].dtype == np.int32
+    documents = Dataset.from_dict({"input_ids": BATCH["input_ids"]})
+    with pytest.warns(UserWarning, match="skips 1 document "):
+        packed = hfp.pack(documents, strategy)
+    plan = hfp.plan_packing([len(row) for row in BATCH["input_ids"]], strategy)
+    assert packed["bucket"][:] == plan.pack_capacity.tolist()
+    assert packed.features["bucket"].dtype == "int32"
+    assert hfp.unpack(packed)["input_ids"][:] == BATCH["input_ids"]
+    batch = hfp.PackingCollator()([packed[row] for row in range(len(packed))])
+    assert "bucket" not in batch
+    assert batch["input_ids"].numel() == sum(map(len, BATCH["input_ids"]))
+
+
+@pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
+@pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [[1], [2, 3]]])
+def test_documents_with_a_column_bucket_of_their_own(strategy, column):
+    documents = Dataset.from_dict({"input_ids": [[1], [2, 3]], "bucket": column})
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column among the documents"):
+        hfp.pack(documents, strategy)
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column among the documents"):
+        strategy(documents[:])
+
+
+def test_a_token_column_bucket_is_a_column_like_any_other():
+    documents = Dataset.from_dict({"input_ids": [[1], [2, 3]], "bucket": [[7], [8, 9]]})
+    arrays = {name: [np.array(row) for row in documents[name]] for name in documents.column_names}
+    assert sorted(len(row) for row in hfp.BestFit(2)(arrays)["bucket"]) == [1, 2]
+    assert hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["bucket"][:] == [[7], [8, 9]]
+
+
+@pytest.mark.parametrize("strategy", BUCKETS, ids=repr)
+def test_a_batch_of_buckets_without_documents(strategy):
+    assert strategy({"input_ids": []})["bucket"] == []
+
+
+def test_rows_without_buckets_have_no_such_column():
+    assert "bucket" not in hfp.BestFit(4)(BATCH)
+
+
+def test_every_registered_strategy_is_public():
+    assert len(base.registered_strategies()) >= 9
+    assert all(getattr(hfp, each.__name__) is each for each in base.registered_strategies().values())
+
+
+def test_a_strategy_of_ones_own_is_found_by_its_name(monkeypatch):
+    monkeypatch.setattr(base, "_REGISTERED", dict(base._REGISTERED))
+
+    @base.register_strategy
+    @dataclass(frozen=True)
+    class OneEach(base.Strategy):
+        max_length: int
+
+        def plan_lengths(self, lengths):
+            return hfp.plan_packing(lengths, hfp.BestFit(self.max_length, max_documents=1))
+
+    assert base.registered_strategies()["one_each"] is OneEach
+    assert hfp.plan_packing([3, 2], OneEach(8)).num_packs == len(OneEach(8)(BATCH)["input_ids"]) - 2 == 2

@@ -1,0 +1,209 @@
+"""Best fit by counts against best fit one by one, shortest pack first against the paper, and random order."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from any_strategy import many_examples
+from hypothesis import given
+from hypothesis import strategies as st
+from lengths import refinedweb_like
+
+import hf_packing as hfp
+from hf_packing.planning.open_packs import best_fit_patterns
+
+
+def best_fit_one_by_one(lengths: list[int], capacity: int) -> list[int]:
+    """Fill of every pack: each document, longest first, into the pack with the least room that holds it."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms[rooms.index(min(fitting))] -= length
+        else:
+            rooms.append(capacity - length)
+    return sorted(capacity - room for room in rooms)
+
+
+def longest_pack_first(counts: list[int], capacity: int, limit: int) -> int:
+    """Packs of LPFHP (arXiv 2107.02027) as its authors wrote it down: move after move, on lists of packs."""
+    waiting: dict[int, list[tuple[int, int]]] = {}  # room -> (packs, documents in each), the newest last
+    packs = 0
+    for length in range(capacity, 0, -1):
+        left = counts[length]
+        while left:
+            room = next((r for r in range(length, capacity + 1) if waiting.get(r)), None)
+            if room is None:
+                repeat = min(capacity // length, limit)
+                while left // repeat == 0:
+                    repeat -= 1
+                made, documents, room = left // repeat, repeat, capacity
+                packs += made
+            else:
+                there, documents = waiting[room].pop()
+                repeat = min(1 + (room - length) // length, limit - documents)
+                while left // repeat == 0:
+                    repeat -= 1
+                made = min(there, left // repeat)
+                if there > made:
+                    waiting[room].append((there - made, documents))
+                documents += repeat
+            left -= made * repeat
+            room -= repeat * length
+            if room and documents < limit:
+                waiting.setdefault(room, []).append((made, documents))
+    return packs
+
+
+def fills(plan: hfp.PackingPlan) -> list[int]:
+    return sorted(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]).tolist()) if plan.num_packs else []
+
+
+@many_examples
+@given(
+    st.integers(1, 30).flatmap(
+        lambda capacity: st.tuples(st.lists(st.integers(1, capacity), max_size=80), st.just(capacity))
+    )
+)
+def test_same_fills_as_one_by_one(case):
+    lengths, capacity = case
+    assert fills(hfp.plan_packing(lengths, hfp.BestFit(capacity))) == best_fit_one_by_one(lengths, capacity)
+
+
+@many_examples
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=24), st.integers(1, 6))
+def test_same_packs_as_longest_pack_first(counts, limit):
+    capacity = len(counts)
+    table = best_fit_patterns(np.array([0, *counts]), capacity, limit)
+    assert table.num_packs == longest_pack_first([0, *counts], capacity, limit)
+    assert table.counts()[1:].tolist() == counts[: len(table.counts()) - 1]
+
+
+def test_golden_example_of_fewer_truncations():
+    lengths = [14, 7, 5, 2, 3]
+    best, fixed = (
+        hfp.plan_packing(lengths, hfp.BestFit(8)).metrics(),
+        hfp.plan_packing(lengths, hfp.FixedLength(8)).metrics(),
+    )
+    assert (best.num_packs, best.num_cut_documents) == (4, 1)
+    assert (fixed.num_packs, fixed.num_cut_documents) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "packs"),
+    [
+        (2, 10_099_081),
+        (3, 9_090_154),
+        (4, 8_657_119),
+        (8, 8_207_569),
+        (12, 8_149_619),
+        (16, 8_140_006),
+        (None, 8_138_483),
+    ],
+)
+def test_published_pack_counts_of_bert_wikipedia(bert_wikipedia, limit, packs):
+    assert hfp.plan_counts(bert_wikipedia, hfp.BestFit(512, max_documents=limit)).num_packs == packs
+
+
+def test_within_a_hundredth_percent_of_the_lower_bound(rng):
+    lengths = np.clip(rng.lognormal(6, 1.2, 200_000), 1, 2048).astype(int)
+    metrics = hfp.plan_packing(lengths, hfp.BestFit(2048)).metrics()
+    assert metrics.num_packs <= 1.0001 * metrics.lower_bound
+
+
+@pytest.mark.parametrize("max_length", [2048, 8192])
+def test_hardly_more_rows_than_concatenation(max_length):
+    """And no document is cut that fits in a row."""
+    lengths = refinedweb_like(1_000_000)
+    metrics = hfp.plan_packing(lengths, hfp.BestFit(max_length)).metrics()
+    assert metrics.num_packs <= 1.00003 * -(-int(lengths.sum()) // max_length)
+    assert metrics.num_cut_documents == (lengths > max_length).sum()
+
+
+def test_limit_gives_a_bound_of_its_own():
+    metrics = hfp.plan_packing([1] * 10, hfp.BestFit(100, max_documents=2)).metrics()
+    assert metrics.num_packs == metrics.lower_bound == 5
+
+
+def test_documents_of_equal_length_are_dealt_at_random():
+    """Neighbours in the dataset do not become neighbours in packs."""
+    plan = hfp.plan_packing([10] * 4000, hfp.BestFit(20))
+    pairs = plan.segment_document.reshape(-1, 2).astype(int)
+    assert (abs(pairs[:, 0] - pairs[:, 1]) == 1).mean() < 0.01
+    assert len(np.unique(pairs)) == 4000
+    other = hfp.plan_packing([10] * 4000, hfp.BestFit(20, seed=1))
+    assert (other.segment_document != plan.segment_document).mean() > 0.99
+
+
+def test_neither_rows_nor_neighbours_are_sorted(rng):
+    lengths = np.clip(rng.lognormal(4, 1, 20_000), 1, 1000).astype(int)
+    plan = hfp.plan_packing(lengths, hfp.BestFit(1000))
+    segments = np.diff(plan.pack_offsets)
+    halves = segments[: len(segments) // 2].mean(), segments[len(segments) // 2 :].mean()
+    assert halves[0] == pytest.approx(halves[1], rel=0.1)
+    assert 0.45 < share_rising(plan) < 0.55
+    assert share_rising(hfp.plan_packing(lengths, hfp.BestFit(1000, seed=None))) == 0
+
+
+def share_rising(plan: hfp.PackingPlan) -> float:
+    """Of neighbours inside a pack that differ in length, how many have the longer one second."""
+    steps = np.diff(plan.segment_length)
+    steps[plan.pack_offsets[1:-1] - 1] = 0
+    return float((steps > 0).sum() / (steps != 0).sum())
+
+
+def test_any_seed_makes_the_same_packs(rng):
+    lengths = rng.integers(1, 50, 500)
+    by_pack = [
+        Counter(tuple(sorted(pack)) for pack in np.split(plan.segment_length.tolist(), plan.pack_offsets[1:-1]))
+        for plan in (hfp.plan_packing(lengths, hfp.BestFit(64, seed=seed)) for seed in (None, 0, 1, 2**63 - 1))
+    ]
+    assert all(packs == by_pack[0] for packs in by_pack)
+
+
+def shortest_pack_first(counts: list[int], capacity: int, limit: int) -> list[int]:
+    """Fill of every pack, as the paper says it: one copy a move, into the classes of packs with the most room."""
+    waiting: dict[int, list[tuple[int, int]]] = {}  # room -> (packs, documents in each), the newest last
+    fills: list[int] = []
+    for length in range(capacity, 0, -1):
+        left = counts[length]
+        while left:
+            room = next((r for r in range(capacity, length - 1, -1) if waiting.get(r)), capacity)
+            there, documents = waiting[room].pop() if waiting.get(room) else (left, 0)
+            moved = min(left, there)
+            if there > moved:
+                waiting[room].append((there - moved, documents))
+            left -= moved
+            if room > length and documents + 1 < limit:
+                waiting.setdefault(room - length, []).append((moved, documents + 1))
+            else:
+                fills += [capacity - room + length] * moved
+    for room, classes in waiting.items():
+        fills += [capacity - room] * sum(packs for packs, _ in classes)
+    return sorted(fills)
+
+
+def fills_of_patterns(patterns) -> list[int]:
+    return sorted(np.repeat(patterns.tokens_per_pack(), patterns.packs).tolist())
+
+
+@many_examples
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=24), st.one_of(st.none(), st.integers(1, 6)))
+def test_same_fills_as_move_by_move(counts, limit):
+    capacity = len(counts)
+    patterns = hfp.plan_counts([0, *counts], hfp.ShortestPackFirst(capacity, max_documents=limit)).patterns
+    assert fills_of_patterns(patterns) == shortest_pack_first([0, *counts], capacity, limit or capacity)
+    assert patterns.segments_per_pack().max(initial=0) <= (limit or capacity)
+
+
+@pytest.mark.parametrize(
+    ("limit", "packs"),
+    [(2, 10_101_683), (3, 9_094_695), (4, 8_658_996), (8, 8_224_673), (16, 8_166_708), (None, 8_166_708)],
+)
+def test_published_pack_counts_of_bert_wikipedia_shortest_pack_first(bert_wikipedia, limit, packs):
+    assert hfp.plan_counts(bert_wikipedia, hfp.ShortestPackFirst(512, max_documents=limit)).num_packs == packs
+
+
+def test_documents_go_where_the_most_room_is():
+    assert fills_of_patterns(hfp.plan_counts(np.bincount([5, 4, 1, 1]), hfp.ShortestPackFirst(8)).patterns) == [5, 6]
+    assert fills_of_patterns(hfp.plan_counts(np.bincount([5, 4, 1, 1]), hfp.BestFit(8)).patterns) == [4, 7]

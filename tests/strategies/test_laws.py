@@ -1,0 +1,117 @@
+"""The laws of a plan, for every registered strategy, on lengths that hypothesis makes up."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from any_strategy import any_strategy, capacities, strategy_classes
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+
+lengths_lists = st.lists(st.integers(0, 40), max_size=60)
+
+
+def tokens_of_segments(plan):
+    """(document, token) of every token in every segment."""
+    return [
+        (document, token)
+        for document, start, length in zip(plan.segment_document, plan.segment_start, plan.segment_length, strict=True)
+        for token in range(start, start + length)
+    ]
+
+
+@given(lengths_lists, any_strategy())
+@example([14, 7, 5, 2, 3], hfp.BestFit(8))
+def test_every_token_is_in_one_segment_or_counted_as_dropped(lengths, strategy):
+    plan = hfp.plan_packing(lengths, strategy)
+    tokens = tokens_of_segments(plan)
+    assert len(tokens) == len(set(tokens))
+    everything = {(document, token) for document, length in enumerate(lengths) for token in range(length)}
+    assert set(tokens) <= everything
+    assert plan.metrics().num_dropped_tokens == len(everything) - len(tokens)
+    if getattr(strategy, "overflow", "split") == "split":
+        assert set(tokens) == everything
+
+
+@given(lengths_lists, any_strategy())
+def test_no_pack_is_overfull_and_no_segment_empty(lengths, strategy):
+    plan = hfp.plan_packing(lengths, strategy)
+    fills = [plan.segment_length[a:b].sum() for a, b in zip(plan.pack_offsets, plan.pack_offsets[1:], strict=False)]
+    assert all(0 < fill <= capacity for fill, capacity in zip(fills, plan.pack_capacity, strict=True))
+    allowed = getattr(strategy, "bucket_lengths", None) or [strategy.max_length]
+    assert set(plan.pack_capacity.tolist()) <= set(allowed)
+    assert all(length > 0 for length in plan.segment_length)
+    limit = getattr(strategy, "max_documents", None)
+    assert limit is None or np.diff(plan.pack_offsets).max(initial=0) <= limit
+
+
+@given(lengths_lists, any_strategy())
+def test_same_input_same_fingerprint(lengths, strategy):
+    assert hfp.plan_packing(lengths, strategy) == hfp.plan_packing(np.array(lengths, dtype=np.int64), strategy)
+
+
+def test_same_fingerprint_in_another_process():
+    lengths, code = (
+        [9, 3, 3, 7, 12, 1, 1, 5],
+        "import hf_packing as hfp; print(hfp.plan_packing({}, hfp.BestFit(10, seed=3)).fingerprint)",
+    )
+    other = subprocess.run([sys.executable, "-c", code.format(lengths)], capture_output=True, text=True, check=True)
+    plan = hfp.plan_packing(lengths, hfp.BestFit(10, seed=3))
+    assert other.stdout.strip() == plan.fingerprint
+    assert plan.fingerprint != hfp.plan_packing(lengths, hfp.BestFit(10, seed=4)).fingerprint
+
+
+@given(lengths_lists, any_strategy())
+def test_never_fewer_packs_than_the_lower_bound(lengths, strategy):
+    plan = hfp.plan_packing(lengths, strategy)
+    assert plan.num_packs >= plan.metrics().lower_bound
+
+
+@given(lengths_lists, any_strategy())
+def test_metric_identities(lengths, strategy):
+    plan = hfp.plan_packing(lengths, strategy)
+    m, slots = plan.metrics(), int(plan.pack_capacity.sum())
+    packed = int(plan.segment_length.sum())
+    segments_of = np.bincount(plan.segment_document, minlength=len(lengths))
+    kept = np.bincount(plan.segment_document, plan.segment_length, minlength=len(lengths))
+    cut = sum(
+        1 for n, k, count in zip(lengths, kept, segments_of, strict=True) if count and not (count == 1 and k == n)
+    )
+    assert (m.num_documents, m.num_segments, m.num_packs) == (len(lengths), plan.num_segments, plan.num_packs)
+    assert m.num_tokens == sum(lengths) == packed + m.num_dropped_tokens
+    assert m.num_empty_documents == lengths.count(0)
+    assert m.num_dropped_documents == sum(1 for n, k in zip(lengths, kept, strict=True) if n and not k)
+    assert m.num_cut_documents == cut
+    assert m.num_padding_slots == slots - packed
+    if not slots:
+        assert m.padding_ratio == m.packing_efficiency == m.concatenation_ratio == m.attention_cost == 0
+        return
+    assert m.padding_ratio == pytest.approx(1 - packed / slots, abs=1e-12)
+    assert m.packing_efficiency == pytest.approx(packed / slots)
+    assert m.truncation_ratio == cut / len(lengths)
+    assert m.concatenation_ratio == len(lengths) / plan.num_packs
+    assert m.packing_factor == plan.num_segments / plan.num_packs
+    assert m.dropped_token_ratio == m.num_dropped_tokens / sum(lengths)
+    assert m.attention_cost == pytest.approx(
+        (plan.segment_length.astype(float) ** 2).sum() / (plan.pack_capacity.astype(float) ** 2).sum()
+    )
+
+
+def test_the_laws_were_tried_on_packs_of_several_segments():
+    plan = hfp.plan_packing([14, 7, 5, 2, 3], hfp.BestFit(8))
+    assert np.diff(plan.pack_offsets).max() > 1
+    assert plan.metrics().num_cut_documents == 1
+
+
+@pytest.mark.parametrize("strategy", strategy_classes(having="max_documents"))
+@given(lengths=st.lists(st.integers(0, 40), max_size=30), capacity=capacities, limit=st.integers(1, 3))
+def test_no_limit_on_documents_is_too_small_to_place_one(strategy, lengths, capacity, limit):
+    """Any piece fits in a pack of its own."""
+    plan = hfp.plan_packing(lengths, strategy(capacity, max_documents=limit))
+    assert plan.segment_length.sum() == sum(lengths)
+    assert np.diff(plan.pack_offsets).max(initial=0) <= limit
+    if limit == 1:
+        assert plan.num_packs == plan.num_segments == plan.metrics().lower_bound

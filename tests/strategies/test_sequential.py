@@ -1,0 +1,184 @@
+"""FixedLength, FirstCome and Multipack against literal loops."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from any_strategy import many_examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.planning.permutation import random_order
+
+lengths_lists = st.lists(st.integers(0, 30), max_size=50)
+
+Segment = tuple[int, int, int]
+
+
+def packs_of(plan: hfp.PackingPlan) -> list[list[Segment]]:
+    segments = list(
+        zip(plan.segment_document.tolist(), plan.segment_start.tolist(), plan.segment_length.tolist(), strict=True)
+    )
+    return [segments[a:b] for a, b in pairwise(plan.pack_offsets.tolist())]
+
+
+def concatenate_and_cut(lengths: list[int], capacity: int) -> list[list[Segment]]:
+    """Token by token."""
+    packs: list[list[list[int]]] = []
+    tokens = 0
+    for document, length in enumerate(lengths):
+        for token in range(length):
+            if tokens % capacity == 0:
+                packs.append([])
+            if packs[-1] and packs[-1][-1][0] == document:
+                packs[-1][-1][2] += 1
+            else:
+                packs[-1].append([document, token, 1])
+            tokens += 1
+    return [[tuple(segment) for segment in pack] for pack in packs]
+
+
+def next_fit(segments: list[Segment], capacity: int, limit: int | None) -> list[list[Segment]]:
+    packs: list[list[Segment]] = []
+    for segment in segments:
+        fits = packs and sum(s[2] for s in packs[-1]) + segment[2] <= capacity
+        if not fits or (limit and len(packs[-1]) == limit):
+            packs.append([])
+        packs[-1].append(segment)
+    return packs
+
+
+def split(lengths: list[int], capacity: int) -> list[Segment]:
+    return [(d, a, min(capacity, n - a)) for d, n in enumerate(lengths) for a in range(0, n, capacity)]
+
+
+def as_sets(packs: list[list[Segment]]) -> list[list[Segment]]:
+    return sorted(sorted(pack) for pack in packs)
+
+
+@many_examples
+@given(lengths_lists, st.integers(1, 20))
+def test_fixed_length(lengths, capacity):
+    assert packs_of(hfp.plan_packing(lengths, hfp.FixedLength(capacity, seed=None))) == concatenate_and_cut(
+        lengths, capacity
+    )
+
+
+@many_examples
+@given(lengths_lists, st.integers(1, 20), st.one_of(st.none(), st.integers(1, 4)))
+def test_first_come_in_the_order_of_the_dataset(lengths, capacity, limit):
+    strategy = hfp.FirstCome(capacity, order="dataset", max_documents=limit, seed=None)
+    assert packs_of(hfp.plan_packing(lengths, strategy)) == next_fit(split(lengths, capacity), capacity, limit)
+
+
+@many_examples
+@given(lengths_lists, st.integers(1, 20), st.integers(0, 99), st.sampled_from(["random", "longest_first"]))
+def test_first_come_in_other_orders(lengths, capacity, seed, order):
+    """Next fit over the segments as they arrive; then the packs are shuffled."""
+    segments = split(lengths, capacity)
+    coming = [segments[i] for i in random_order(len(segments), seed, "documents")]
+    if order == "longest_first":
+        coming = sorted(coming, key=lambda segment: segment[2])[::-1]
+    plan = hfp.plan_packing(lengths, hfp.FirstCome(capacity, order=order, seed=seed))
+    assert as_sets(packs_of(plan)) == as_sets(next_fit(coming, capacity, None))
+
+
+def test_random_order_and_shuffled_packs(rng):
+    lengths = rng.integers(1, 100, 5000)
+    plan = hfp.plan_packing(lengths, hfp.FirstCome(500))
+    steps = np.diff(plan.segment_document.astype(int))
+    assert 0.45 < (steps > 0).mean() < 0.55
+    longest = hfp.plan_packing(lengths, hfp.FirstCome(500, order="longest_first"))
+    first = longest.segment_length[longest.pack_offsets[:-1]]
+    assert 0.4 < (np.diff(first) > 0).sum() / max((np.diff(first) != 0).sum(), 1) < 0.6
+
+
+def test_first_come_has_more_packs_than_best_fit(rng):
+    lengths = rng.integers(1, 100, 5000)
+    assert (
+        hfp.plan_packing(lengths, hfp.FirstCome(128)).num_packs > hfp.plan_packing(lengths, hfp.BestFit(128)).num_packs
+    )
+
+
+def test_unknown_order():
+    with pytest.raises(hfp.PackingError, match="order: expected one of random, longest_first, dataset, got 'shortest'"):
+        hfp.FirstCome(8, order="shortest")
+
+
+def test_random_order_needs_a_seed():
+    with pytest.raises(hfp.PackingError, match="seed: expected an integer with order='random', got None"):
+        hfp.FirstCome(8, seed=None)
+
+
+def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        pack = next((pack for pack in packs if sum(pack) + length <= capacity), None)
+        if pack is None:
+            packs.append([length])
+        else:
+            pack.append(length)
+    return packs
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        pack = max((pack for pack in packs if sum(pack) + length <= capacity), key=sum, default=None)
+        if pack is None:
+            packs.append([length])
+        else:
+            pack.append(length)
+    return packs
+
+
+@many_examples
+@given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 20), st.integers(1, 70), st.integers(0, 99))
+def test_same_fills_as_window_by_window(lengths, capacity, window, seed):
+    plan = hfp.plan_packing(lengths, hfp.Multipack(capacity, window=window, seed=seed))
+    coming = [lengths[i] for i in random_order(len(lengths), seed, "documents")]
+    expected = []
+    for begin in range(0, len(coming), window):
+        pieces = [min(capacity, n - a) for n in coming[begin : begin + window] for a in range(0, n, capacity)]
+        expected += min(best_fit(pieces, capacity), first_fit(pieces, capacity), key=len)
+    made = np.split(plan.segment_length, plan.pack_offsets[1:-1]) if plan.num_packs else []
+    assert sorted(sum(pack.tolist()) for pack in made) == sorted(map(sum, expected))
+
+
+def test_first_fit_is_taken_where_it_has_fewer_packs():
+    lengths = [14, 14, 14, 9, 8, 8, 8, 4, 3, 3, 3, 2]
+    assert (len(first_fit(lengths, 30)), len(best_fit(lengths, 30))) == (3, 4)
+    assert hfp.plan_packing(lengths, hfp.BestFit(30)).num_packs == 4
+    assert hfp.plan_packing(lengths, hfp.Multipack(30)).num_packs == 3
+
+
+def test_a_pack_holds_documents_of_one_window_and_the_tail_is_kept(rng):
+    lengths = rng.integers(1, 40, 1050)
+    plan = hfp.plan_packing(lengths, hfp.Multipack(64, window=100, seed=3))
+    window = np.empty(1050, dtype=int)
+    window[random_order(1050, 3, "documents")] = np.arange(1050) // 100
+    windows = [np.unique(window[pack]) for pack in np.split(plan.segment_document, plan.pack_offsets[1:-1])]
+    assert all(len(pack) == 1 for pack in windows)
+    assert len(np.unique(plan.segment_document)) == 1050
+    assert (np.diff(np.concatenate(windows)) != 0).mean() > 0.5
+
+
+def test_another_seed_brings_other_documents_together(rng):
+    lengths = rng.integers(1, 40, 1000)
+    pairs = []
+    for seed in (0, 1):
+        plan = hfp.plan_packing(lengths, hfp.Multipack(64, window=100, seed=seed))
+        pairs.append({frozenset(pack.tolist()) for pack in np.split(plan.segment_document, plan.pack_offsets[1:-1])})
+    assert len(pairs[0] & pairs[1]) < 0.02 * len(pairs[0])
+
+
+def test_bad_arguments_of_multipack():
+    with pytest.raises(hfp.PackingError, match="window: expected an integer from 1 .* got 0"):
+        hfp.Multipack(8, window=0)
+    with pytest.raises(hfp.PackingError, match="seed: expected an integer from 0 .* got None"):
+        hfp.Multipack(8, seed=None)
+    with pytest.raises(hfp.PackingError, match="overflow: expected one of"):
+        hfp.Multipack(8, overflow="cut")
+    with pytest.raises(hfp.PackingError, match="lengths: document 1 has 9 tokens, more than max_length=8"):
+        hfp.plan_packing([3, 9], hfp.Multipack(8, overflow="error"))

@@ -1,0 +1,208 @@
+"""The survey: its page says what is measured, and the tests notice a page that says anything else."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from hf_packing.attention.find_route import known_routes
+from hf_packing.attention.tiny_model import THRESHOLDS
+from tools.survey.measure import EXACT, KINDS, Measured, all_jobs, feedings, make_documents, measure, measure_all
+from tools.survey.page import TITLES, page
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "SUPPORTED_MODELS.md").read_text()
+IS_CURRENT = f"transformers {transformers.__version__} " in PAGE
+
+Rows = dict[tuple[str, str], list[str]]
+"""The cells of a page by section and architecture."""
+
+SAMPLE = [("causal", "bloom"), ("causal", "llama"), ("causal", "mamba2"), ("causal", "musicgen"), ("masked", "bert")]
+SLOW_SAMPLE = [
+    *(("causal", name) for name in ("bart", "falcon_h1", "gemma3_text", "gpt_oss", "jamba", "glm_moe_dsa")),
+    *(("causal", name) for name in ("prophetnet", "qwen3_next", "xlnet", "llama with dynamic rope")),
+    *(("masked", name) for name in ("deberta-v2", "fnet", "modernbert", "mra", "roberta")),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_known_routes():
+    """Each model finds its own route."""
+    known_routes.clear()
+
+
+def read(text: str) -> Rows:
+    rows: Rows = {}
+    section = ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| ") and not line.startswith(("| ---", "| architecture |")):
+            name, *cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+            rows[section, name] = cells
+    return rows
+
+
+def masked(reason: str) -> str:
+    """A reason without its numbers, which processors round differently, and without what follows from a set's order."""
+    return re.sub(r"KeyError: '\w+'", "KeyError", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", reason))
+
+
+def same_reason(one: str, other: str) -> bool:
+    """Whether two reasons are the same but for numbers, which may shift where a long one is cut."""
+    if one.endswith("...") and other.endswith("..."):
+        one, other = masked(one[:-10]), masked(other[:-10])
+        shorter = min(len(one), len(other))
+        return one[:shorter] == other[:shorter]
+    return masked(one) == masked(other)
+
+
+def same_figure(one: str, other: str) -> bool:
+    """Whether two figures are of about the same size, as far as processors round alike."""
+    sizes = [max(float(each), 1e-6) for each in (one, other)]
+    return max(sizes) <= 100 * min(sizes) and (sizes[0] > EXACT) == (sizes[1] > EXACT)
+
+
+def disagreement(measured: Measured, text: str) -> str:
+    """What a page says otherwise than what was measured; empty if nothing."""
+    ((section, name), found) = next(iter(read(page([measured], "")).items()))
+    said = read(text).get((section, name))
+    if said is None:
+        return f"no row for {name} in {section}"
+    if len(said) != len(found):
+        return f"{name}: {found}, the page has {said}"
+    *cells, reason = found
+    *cells_said, reason_said = said
+    if len(cells) > 4:
+        figures, cells = cells[-2:], cells[:-2]
+        figures_said, cells_said = cells_said[-2:], cells_said[:-2]
+        if not all(map(same_figure, figures, figures_said)):
+            return f"{name}: {figures}, the page has {figures_said}"
+    if cells != cells_said or not same_reason(reason, reason_said):
+        return f"{name}: {[*cells, reason]}, the page has {[*cells_said, reason_said]}"
+    return ""
+
+
+def assert_agrees(measured: Measured) -> None:
+    assert not measured.route or measured.exact, measured
+    if IS_CURRENT:
+        assert not disagreement(measured, PAGE)
+
+
+@pytest.mark.parametrize(("kind", "name"), SAMPLE)
+def test_a_sample_of_the_page(kind, name):
+    assert_agrees(measure(kind, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), SLOW_SAMPLE)
+def test_a_larger_sample_of_the_page(kind, name):
+    assert_agrees(measure(kind, name))
+
+
+@pytest.mark.survey
+def test_all_of_the_page():
+    for measured in measure_all(all_jobs(), os.cpu_count() or 1):
+        assert_agrees(measured)
+
+
+LLAMA = Measured(
+    kind="causal",
+    name="llama",
+    stock="leaks unless use_cache=False",
+    route="varlen",
+    packed_share=1.0,
+    change=0.0,
+    difference=2e-6,
+    gradient=3e-7,
+)
+BLOOM = replace(LLAMA, name="bloom", stock="leaks", route="segments", modules={"BloomAttention": 4}, packed_share=0.92)
+REFUSED = Measured("masked", "two", stock="leaks", reason="no route: the logits differ by 1.8, and more")
+NOT_BUILT = Measured("masked", "three", False, reason="too large")
+FOUR = [LLAMA, BLOOM, REFUSED, NOT_BUILT]
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        ("| llama |", "| lama |"),
+        ("leaks unless use_cache=False", "isolated"),
+        ("| varlen |", "| segments |"),
+        ("4 BloomAttention", "3 BloomAttention"),
+        ("92%", "93%"),
+        ("2e-06", "2e-04"),
+        ("3e-07", "3e-03"),
+        ("Causal language models", "Masked language models"),
+        ("Refused: masked", "Masked"),
+        ("no route", "no way"),
+        ("Not measured: masked", "Refused: masked"),
+        ("too large", "too small"),
+        ("| three | too large |", ""),
+    ],
+)
+def test_a_changed_page_is_noticed(was, becomes):
+    text = page(FOUR, "transformers 0")
+    assert not any(disagreement(each, text) for each in FOUR)
+    assert was in text
+    assert any(disagreement(each, text.replace(was, becomes)) for each in FOUR)
+
+
+def test_other_numbers_in_a_reason_are_not():
+    text = page(FOUR, "transformers 0").replace("1.8", "17")
+    assert not any(disagreement(each, text) for each in FOUR)
+
+
+def test_the_page_is_of_the_versions_that_are_installed_for_the_tests():
+    pinned = dict(re.findall(r"(?m)^(transformers|torch)==([\d.]+)", (ROOT / "constraints.txt").read_text()))
+    assert f"transformers {pinned['transformers']} and torch {pinned['torch']}, on CPU" in PAGE
+
+
+def test_the_summary_of_the_page_counts_its_rows():
+    rows = read(PAGE)
+    taken = {kind: [cells for (section, _), cells in rows.items() if section == TITLES[kind]] for kind in KINDS}
+    refused = {kind: sum(section == f"Refused: {TITLES[kind].lower()}" for section, _ in rows) for kind in KINDS}
+    both = [cells for kind in KINDS for cells in taken[kind]]
+    parts = [f"{len(taken[kind])} of {len(taken[kind]) + refused[kind]} {kind}" for kind in KINDS]
+    assert f"Exact when patched, however fed: {parts[0]} and {parts[1]}." in PAGE
+    varlen = sum(route == "varlen" for _, route, *_ in both)
+    assert f"{varlen} take the `varlen` route alone." in PAGE
+    assert f"Of the other {len(both) - varlen}, " in PAGE
+    isolated = sum(cells[0] == "isolated" for (section, _), cells in rows.items() if "Not measured" not in section)
+    assert f"{isolated} of {len(both) + sum(refused.values())} keep documents apart." in PAGE
+    assert all(float(figure) <= EXACT for *_, logits, gradients, _ in both for figure in (logits, gradients))
+
+
+@pytest.mark.skipif(not IS_CURRENT, reason="the page is of another version of transformers")
+def test_the_page_has_every_architecture():
+    rows = read(PAGE)
+    titles = {title.lower(): kind for kind, title in TITLES.items()}
+    found = sorted((titles[section.lower().rpartition(": ")[2]], name) for section, name in rows)
+    assert found == sorted(all_jobs())
+
+
+def test_a_page_of_few():
+    text = page([*FOUR, replace(LLAMA, name="one", reason="a | b", route="segments")], "transformers 0")
+    assert "2 of 3 causal" not in text
+    assert "3 of 3 causal and 0 of 1 masked" in text
+    assert "| 2e-06 | 3e-07 | a \\| b |" in text
+    assert "| three | too large |" in text
+
+
+def test_a_figure_that_is_missing_is_not_exact():
+    assert not Measured("causal", "one").exact
+    assert Measured("causal", "one", change=0.0, difference=EXACT, gradient=0.0).exact
+    assert not Measured("causal", "one", change=0.0, difference=0.0, gradient=2 * EXACT).exact
+    beyond = Measured("causal", "one", route="varlen", change=0.0, difference=2 * EXACT, gradient=0.0)
+    assert not beyond.exact
+    assert replace(beyond, explained=3 * EXACT).exact
+    assert "(one 2e-04)" in page([replace(beyond, explained=3 * EXACT)], "transformers 0")
+    assert "(nowhere)" in page([beyond], "transformers 0")
+    assert "all but one (noise)." in page([replace(beyond, unproven="noise")], "transformers 0")
+
+
+def test_documents_are_longer_than_what_models_look_at():
+    assert max(map(len, make_documents(0, (5, 19)))) > max(THRESHOLDS.values())
+    assert len(list(feedings(make_documents(0, (5, 6, 3, 8)), labels=True))) == 7

@@ -1,0 +1,68 @@
+"""Hooks of the documentation site: pages from outside docs/, links that fit both GitHub and the site, docstrings.
+
+`make docs` runs them. The pages of docs/ are written for GitHub; the site is built from the same files.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from griffe import Extension
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "recipes/README.md",
+    "recipes/reproduce/README.md",
+    "recipes/reproduce/results",
+)
+"""Files and folders that become part of the site, under the path that they have in the repository."""
+
+HOME = "README.md"
+"""Of the site. That of the repository says the same in fewer words, so links to it lead here."""
+
+LINK = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
+API = re.compile(r"^<!-- api: (\w+) -->$", re.MULTILINE)
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages and pictures from outside docs/."""
+    for name in OUTSIDE:
+        path = ROOT / name
+        for file in [path] if path.is_file() else sorted(path.iterdir()):
+            files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links into the repository into links within the site, and names of the API into their docstrings."""
+    here = Path(page.file.src_uri).parent
+    source = path_in_repository(page.file, config)
+    pages = {path_in_repository(file, config): file.src_uri for file in files} | {ROOT / HOME: HOME}
+
+    def rewritten(link: re.Match[str]) -> str:
+        text, target, fragment = link.groups()
+        path = Path(os.path.normpath(source.parent / target))
+        if path in pages:
+            return f"{text}({Path(os.path.relpath(pages[path], here)).as_posix()}{fragment or ''})"
+        return text[1:-1] if path.exists() else link[0]  # a file that is no page has no address yet
+
+    return API.sub(r"\n::: hf_packing.\1\n", LINK.sub(rewritten, markdown))
+
+
+def path_in_repository(file: File, config: MkDocsConfig) -> Path:
+    return Path(file.abs_src_path or Path(config.docs_dir) / file.src_uri)
+
+
+class ExampleSections(Extension):  # type: ignore[misc]  # the site is built where griffe is installed
+    """Show `Example:` sections as code: griffe knows `Examples:` alone."""
+
+    def on_instance(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

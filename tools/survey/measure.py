@@ -1,0 +1,269 @@
+"""Measure architectures: what the stock model does to packed documents, and what the patched one does."""
+
+import copy
+import inspect
+import logging
+import multiprocessing
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_packing.attention.isolation import check_isolation
+from hf_packing.attention.patch import patch_model, unpatch_model
+from hf_packing.attention.probe import Probe
+from hf_packing.attention.tiny_model import VOCABULARY, architectures, tiny_model
+from hf_packing.attention.tolerance import comparable, logits_of, spread
+from hf_packing.collate import PackingCollator
+from hf_packing.errors import ModelNotSupportedError
+
+KINDS = ("causal", "masked")
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon with alibi": ("falcon", {"alibi": True, "multi_query": True}),
+    "granitemoehybrid of attention": ("granitemoehybrid", {"layer_types": ["attention"] * 4}),
+    "llama with dynamic rope": (
+        "llama",
+        {
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        },
+    ),
+    "nemotron_h of attention": ("nemotron_h", {"layers_block_type": ["attention", "moe"] * 2}),
+    "phi3 with longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+            },
+        },
+    ),
+}
+"""Model types with settings that take them through other code, by the name they have on the page."""
+
+EXACT = 1e-4
+"""The largest difference in a logit, and in a gradient relative to the largest gradient, that counts as exact, unless
+rounding alone was measured to cause more."""
+
+_LENGTHS = (5, 19, 2, 15, 19, 22)
+"""Tokens of the documents. Not those of the proof; the first half is as long as the second."""
+
+_LONGER = (18, 14, 21, 16, 37)
+"""For models that cannot be called with very short documents."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The results for one architecture."""
+
+    kind: str
+    name: str
+    built: bool = True
+    stock: str = ""
+    """What the stock model does to packed documents."""
+    route: str = ""
+    """The route of the patched model; empty if `patch_model` refuses it."""
+    modules: dict[str, int] = field(default_factory=dict)
+    """Modules that run by segment: how many of each class."""
+    packed_share: float = 0.0
+    """The share of the parameters that work on the packed row."""
+    change: float = float("nan")
+    """Largest change of a logit of one document when another document changes, patched, for all ways of calling."""
+    difference: float = float("nan")
+    """Largest difference of a logit between packed and alone, for all ways of calling."""
+    gradient: float = float("nan")
+    """Largest difference of a gradient between packed and alone, relative to the largest gradient."""
+    reason: str = ""
+    """Why no model was built, why it is refused, or why it takes no faster route."""
+    explained: float = EXACT
+    """The difference that rounding explains: EXACT, or more where more was measured."""
+    unproven: str = ""
+    """Why isolation was verified in evaluation mode only, or not for everything in training mode."""
+
+    @property
+    def exact(self) -> bool:
+        return self.change <= EXACT and all(each <= self.explained for each in (self.difference, self.gradient))
+
+
+def all_jobs() -> list[tuple[str, str]]:
+    """Return (kind, name) of every architecture and variant."""
+    jobs = [(kind, name) for kind in KINDS for name in architectures(kind)]
+    return jobs + [("causal", name) for name in sorted(VARIANTS)]
+
+
+def measure_all(jobs: list[tuple[str, str]], processes: int) -> list[Measured]:
+    """Measure architectures in several processes; return the results in the order of the jobs."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, _silence, maxtasksperchild=16) as pool:
+        return list(tqdm(pool.imap(_measure_job, jobs), total=len(jobs), unit=" architectures"))
+
+
+def _measure_job(job: tuple[str, str]) -> Measured:
+    return measure(*job)
+
+
+def _silence() -> None:
+    """Silence warnings of models about their own defaults."""
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+
+
+def measure(kind: str, name: str) -> Measured:
+    """Build a tiny model, measure it, patch it, and measure it again.
+
+    Args:
+        kind: "causal" or "masked".
+        name: a model type of transformers, or a variant.
+    """
+    model_type, changes = VARIANTS.get(name, (name, {}))
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = tiny_model(model_type, kind, **changes)
+        except Exception as error:  # any class of configuration or model
+            return Measured(kind, name, built=False, reason=f"{type(error).__name__}: {error}")
+        return _measure_model(kind, name, model)
+
+
+def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
+    stock, untouched = _stock_result(model), copy.deepcopy(model)
+    try:
+        patch_model(model)
+    except ModelNotSupportedError as error:
+        return Measured(kind, name, stock=stock, reason=str(error))
+    except Exception as error:  # patch_model promises not to
+        return Measured(kind, name, stock=stock, reason=f"patch_model failed, {type(error).__name__}: {error}")
+    route = check_isolation(model).route
+    assert route is not None
+    known = Measured(kind, name, True, stock, route.name, route.modules, route.packed_share, unproven=route.unproven)
+    try:
+        try:
+            documents, (alone, gradients) = make_documents(0, _LENGTHS), _documents_alone(untouched, _LENGTHS)
+        except RuntimeError:
+            documents, (alone, gradients) = make_documents(0, _LONGER), _documents_alone(untouched, _LONGER)
+        change, difference, gradient = _differences(model, documents, alone, gradients)
+        explained = max(EXACT, _explained_by_rounding(untouched, documents, alone))
+    except Exception as error:  # a model that raises is not exact
+        return replace(known, reason=f"{type(error).__name__}: {error}")
+    reason = "; ".join(route.tried)
+    return replace(known, change=change, difference=difference, gradient=gradient, explained=explained, reason=reason)
+
+
+def _explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
+    """Return the difference of a logit that rounding explains."""
+    probe = Probe(model)
+    probe.documents = documents
+    with probe.undisturbed():
+        probe.measure_rounding(list(torch.split(alone, [len(each) for each in documents])), use_cache=False)
+    return probe.tolerance.difference * spread(alone)
+
+
+def _differences(
+    model: PreTrainedModel, documents: list[list[int]], alone: Tensor, gradients: dict[str, Tensor]
+) -> tuple[float, float, float]:
+    """Return the change, difference and gradient of a patched model; see `Measured`."""
+    change = difference = 0.0
+    other, first = make_documents(1, [len(documents[0])]), len(documents[0])
+    labels = _ignores_labels(model, documents[-1])
+    with torch.no_grad():
+        for before, after in zip(feedings(documents, labels), feedings([*other, *documents[1:]], labels), strict=True):
+            packed = logits_of(model, model(**before)).flatten(0, 1)
+            difference = max(difference, _largest(packed, alone))
+            changed = logits_of(model, model(**after)).flatten(0, 1)
+            change = max(change, _largest(changed[first:], packed[first:]))
+    model.zero_grad()
+    torch.autograd.backward(_loss(logits_of(model, model(**next(feedings(documents, False))))[0], documents))
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    scale = max(float(each.abs().max()) for each in gradients.values())
+    gradient = max(float((found[name] - each).abs().max()) for name, each in gradients.items()) / scale
+    return change, difference, gradient
+
+
+def make_documents(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Draw token ids [documents][tokens]."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(8, VOCABULARY - 8, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _stock_result(model: PreTrainedModel) -> str:
+    """Describe what the model does when called as a training loop would call it, and without a cache."""
+    model = copy.deepcopy(model)
+    try:
+        report = check_isolation(model)
+        if report.isolated:
+            return "isolated"
+        if "with use_cache=False it does not" in report.reason:
+            return "leaks unless use_cache=False"
+        return "cannot be called on a packed row" if report.max_leak != report.max_leak else "leaks"
+    except Exception as error:  # any model
+        return f"not measured: {error}"
+
+
+def _ignores_labels(model: PreTrainedModel, tokens: list[int]) -> bool:
+    """Return whether labels change the loss only. Some decoders make their inputs from labels, or expect an image."""
+    model, ids = copy.deepcopy(model), torch.tensor([tokens])  # rotary scales remember long documents
+    unpatch_model(model)
+    masked = ids.masked_fill(torch.arange(len(tokens)) < 2, -100)
+    try:
+        with torch.no_grad():
+            logits = [logits_of(model, model(ids, **labels)) for labels in ({}, {"labels": masked})]
+    except Exception:  # any model
+        return False
+    return torch.equal(*logits)
+
+
+def feedings(documents: list[list[int]], labels: bool) -> Iterator[dict[str, Any]]:
+    """Yield the inputs for every way to call a model on packed documents.
+
+    All of them in one row, and in two rows if a document ends in the middle.
+    """
+    batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
+    given = {"labels": batch.pop("labels")}
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    yield batch
+    if labels:  # as a trainer does
+        yield {**batch, **given, "num_items_in_batch": torch.tensor(len(documents))}
+    for name in ("position_ids", "cu_seq_lens_q", "seq_idx"):
+        yield {"input_ids": ids, name: batch[name]}
+    yield {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    if positions[0, ids.shape[1] // 2] == 0:
+        yield {"input_ids": ids.view(2, -1), "position_ids": positions.view(2, -1)}
+
+
+def _documents_alone(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits [tokens, vocabulary] and the gradient of every parameter, each document alone in its own copy."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    logits: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
+    for tokens in make_documents(0, lengths):
+        own = copy.deepcopy(model)
+        logits.append(logits_of(own, own(torch.tensor([tokens]), **options))[0])
+        torch.autograd.backward(_loss(logits[-1], [tokens]))
+        for name, parameter in own.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, torch.zeros_like(parameter)) + parameter.grad
+    return torch.cat(logits).detach(), gradients
+
+
+def _loss(logits: Tensor, documents: list[list[int]]) -> Tensor:
+    """Return the cross-entropy of next tokens inside each document, summed."""
+    losses = []
+    for own, tokens in zip(torch.split(logits, [len(each) for each in documents]), documents, strict=True):
+        losses.append(torch.nn.functional.cross_entropy(own[:-1], torch.tensor(tokens)[1:], reduction="sum"))
+    return torch.stack(losses).sum()
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    return float((one - other)[comparable(one) & comparable(other)].abs().max())
