@@ -248,7 +248,7 @@ def test_sft_from_a_yaml_file(tiny_model, tmp_path, strategy):
     (tmp_path / "sft.yaml").write_text("\n".join(f"{name}: {value}" for name, value in settings.items()))
     said = run("sft.py", "--config", tmp_path / "sft.yaml")
     assert "60 documents in" in said
-    assert "the largest of 128 tokens" in said or "the largest of 12" in said
+    assert "the largest with 12" in said
 
 
 def run_sft(data, model, folder, pack_length):
@@ -257,7 +257,7 @@ def run_sft(data, model, folder, pack_length):
         *("--max_steps", 2, "--logging_steps", 1, "--report_to", "none"),
     )
     assert "'loss'" in said
-    assert "ranks busy while the busiest works" in said
+    assert "utilization of the ranks" in said
     assert (folder / "output" / "model.safetensors").is_file()
     return said
 
@@ -387,4 +387,4 @@ def test_the_notebook(tmp_path, monkeypatch):
     printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
     assert "isolated: no" in printed
     assert "isolated: yes" in printed
-    assert "ranks busy while the busiest works" in printed
+    assert "utilization of the ranks" in printed
