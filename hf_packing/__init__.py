@@ -17,7 +17,7 @@ _HOME_OF = {
     "Comparison": "strategies.compare",
     "DealtShard": "planning.assign",
     "EpochPlan": "sampling.epoch_plan",
-    "EpochSummary": "training.summary",
+    "EpochSummary": "sampling.sampler",
     "FirstCome": "strategies.sequential",
     "FixedLength": "strategies.sequential",
     "IsolationReport": "attention",
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from hf_packing.report.report import PackingReport, packing_report
     from hf_packing.sampling.bucket_batches import BucketBatches
     from hf_packing.sampling.epoch_plan import EpochPlan
+    from hf_packing.sampling.sampler import EpochSummary
     from hf_packing.sampling.token_budget import TokenBudget
     from hf_packing.strategies.base import plan_counts, plan_packing
     from hf_packing.strategies.bucket import Bucket, BucketByLength
@@ -74,7 +75,6 @@ if TYPE_CHECKING:
     from hf_packing.training.attach import attach
     from hf_packing.training.loader import PackedLoader
     from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
-    from hf_packing.training.summary import EpochSummary
 
 __all__ = [
     "BestFit",

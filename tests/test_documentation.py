@@ -26,7 +26,7 @@ from training_process import documents
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
-from hf_packing.training.summary import StepCounts
+from hf_packing.training.ranks import StepCounts
 
 pytestmark = pytest.mark.filterwarnings(
     "default::FutureWarning",  # TRL uses names that transformers has renamed

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ FLOORS = [
 
 THIRD_PARTY = {
     "errors": set(),
-    "columns": set(),
+    "columns": {"numpy"},
     "planning": {"numpy"},
     "data": {"numpy", "pyarrow", "datasets", "filelock", "huggingface_hub", "tokenizers", "transformers"},
     "strategies": {"numpy", "scipy", "tqdm"},
@@ -38,7 +39,7 @@ THIRD_PARTY = {
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
     "report": {"numpy", "jinja2", "markupsafe", "matplotlib"},
     "cli": {"pyarrow", "rich", "datasets", "filelock", "torch", "transformers"},
-    "attention": {"numpy", "torch", "transformers", "flash_attn", "flash_attn_interface", "tqdm"},
+    "attention": {"numpy", "torch", "transformers", "accelerate", "flash_attn", "flash_attn_interface", "tqdm"},
 }
 
 
@@ -96,6 +97,52 @@ def test_imports_only_go_down(file):
 
 def test_the_floor_test_sees_imports():
     assert "hf_packing.planning.plan" in imports_of(PACKAGE / "planning" / "assign.py")
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of the package by the names they are imported under."""
+    dotted = {file: ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in PACKAGE.rglob("*.py")}
+    return {name.removesuffix(".__init__"): file for file, name in dotted.items()}
+
+
+def circles(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other in a circle."""
+    sorter, found, left = TopologicalSorter(imported), [], dict(imported)
+    while True:
+        try:
+            sorter.prepare()
+        except CycleError as error:  # noqa: PERF203
+            circle = error.args[1]
+            found.append(circle)
+            left = {name: others - set(circle) for name, others in left.items() if name not in circle}
+            sorter = TopologicalSorter(left)
+        else:
+            return found
+
+
+def test_no_two_modules_import_each_other():
+    files = modules()
+    assert len(files) > 80
+    inside = {name: imports_of(file) & files.keys() for name, file in files.items() if name != "hf_packing"}
+    assert sum(map(len, inside.values())) > 200
+    assert not circles(inside)
+
+
+def test_the_circle_test_sees_circles():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert not circles({"a": {"b", "c"}, "b": {"c"}})
+
+
+@pytest.mark.parametrize("room", ["attention"])
+def test_a_facade_is_the_only_door(room):
+    callers = [file for name, file in modules().items() if not name.startswith(f"hf_packing.{room}")]
+    doors = {name for file in callers for name in imports_of(file) if name.startswith(f"hf_packing.{room}")}
+    assert doors == {f"hf_packing.{room}"}
+
+
+def test_files_are_short_enough_to_read():
+    lines = {str(file): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    assert {file: number for file, number in lines.items() if number > 350} == {}
 
 
 def test_errors_are_what_callers_catch():

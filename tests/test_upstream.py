@@ -18,7 +18,7 @@ from trl.trainer import sft_trainer
 
 import hf_packing as hfp
 from hf_packing.data import map_batch
-from hf_packing.training.checkpoint import BatchesOfCheckpoint
+from hf_packing.training.ranks import BatchesOfCheckpoint
 
 
 def test_fingerprint_of_a_dataset():

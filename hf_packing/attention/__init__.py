@@ -19,28 +19,39 @@ Other rooms import from here, and from no file below. Ten ideas, in the order in
    `check_isolation` asks the same of any model, patched or not (isolation).
 9. `patch_model` installs the fastest route that is proven, or raises with the reason (find_route, patch). A model
    without weights in memory is proven on a small copy (small_copy, with tiny sizes from tiny_model).
-10. Some models see the tokens that their labels ask for; labels that only repeat them are refused (copied_labels).
+10. Some models see the tokens that their labels ask for; labels that only repeat them are refused (patched_forward).
 
 inspect_model looks into any model: what wraps it, which arguments it takes, where its weights are.
 """
 
-from hf_packing.attention.copied_labels import refuse_copied_labels, sees_labels
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
-from hf_packing.attention.patch import patch_model, patched, unpatch_model
+from hf_packing.attention.patch import (
+    check_patched,
+    patch_in_precision,
+    patch_model,
+    patched,
+    unpatch_model,
+    unpatched_on_error,
+)
+from hf_packing.attention.patched_forward import refuse_copied_labels, sees_labels
 from hf_packing.attention.probe import random_documents
 from hf_packing.attention.route import is_patched
 from hf_packing.attention.small_copy import small_copy_of
+from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 
 __all__ = [
     "IsolationReport",
     "NoLanguageModelError",
+    "architectures",
     "check_isolation",
+    "check_patched",
     "has_local_weights",
     "inner_model",
     "input_device",
     "is_patched",
+    "patch_in_precision",
     "patch_model",
     "patched",
     "random_documents",
@@ -48,5 +59,7 @@ __all__ = [
     "sees_labels",
     "small_copy_of",
     "takes_argument",
+    "tiny_model",
     "unpatch_model",
+    "unpatched_on_error",
 ]

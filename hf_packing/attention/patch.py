@@ -7,11 +7,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.find_route import find_and_prove, known_routes, route_key
-from hf_packing.attention.inspect_model import WeightsLocation, inner_model, weights_location
+from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
+from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.patched_forward import attention_of, install, remove
 from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.small_copy import (
@@ -20,7 +22,7 @@ from hf_packing.attention.small_copy import (
     find_and_prove_on_small_copy,
 )
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
-from hf_packing.errors import PackingError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -213,3 +215,46 @@ class _Unpatched(AbstractContextManager[Any]):
         inner = inner_model(self.model)
         if not is_patched(inner):
             install(inner, self.route, attention_of(inner))
+
+
+def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool = True) -> None:
+    """Patch a model; if it will run in mixed precision, check isolation in that precision, too.
+
+    Args:
+        model: as in `patch_model`.
+        accelerator: the one that will run the model.
+        prove: as in `patch_model`.
+
+    Raises:
+        ModelNotSupportedError: isolation cannot be verified; the model is as it was before.
+    """
+    with unpatched_on_error(model):
+        patch_model(model, prove=prove)
+        if accelerator.mixed_precision == "no" or not has_local_weights(model):
+            return
+        with accelerator.autocast():
+            report = check_isolation(model)
+        if not report.isolated:
+            raise ModelNotSupportedError(f"in {accelerator.mixed_precision} mixed precision: {report.reason}")
+
+
+@contextmanager
+def unpatched_on_error(model: nn.Module) -> Iterator[None]:
+    """Unpatch a model that was patched within the block if the block raises."""
+    was_patched = is_patched(inner_model(model))
+    try:
+        yield
+    except Exception:
+        if not was_patched and is_patched(inner_model(model)):
+            unpatch_model(model)
+        raise
+
+
+def check_patched(model: nn.Module) -> None:
+    """Raise PackingError for a model that is not patched."""
+    inner = inner_model(model)
+    if not is_patched(inner):
+        raise PackingError(
+            f"model: expected one that was patched by patch_model, {type(inner).__name__} is not, so its documents may "
+            "attend to each other; prepare_dataloader(..., model=model) patches it, too"
+        )

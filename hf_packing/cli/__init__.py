@@ -2,8 +2,7 @@
 
 command.py    the parser, what is said of errors, exit codes
 screen.py     streams, lines, progress and JSON
-names.py      strategies by name
-documents.py  the documents that a command is given
+given.py      what a command is given: flags -> documents and strategies
 report.py     hf-packing report
 pack.py       hf-packing pack: documents -> a packed dataset on disk, resumable
 check.py      hf-packing check: whether a model isolates packed documents

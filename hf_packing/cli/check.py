@@ -16,8 +16,15 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from hf_packing.attention import IsolationReport, NoLanguageModelError, check_isolation, patch_model, small_copy_of
-from hf_packing.attention.tiny_model import architectures, tiny_model
+from hf_packing.attention import (
+    IsolationReport,
+    NoLanguageModelError,
+    architectures,
+    check_isolation,
+    patch_model,
+    small_copy_of,
+    tiny_model,
+)
 from hf_packing.cli.screen import WIDE, err, out, print_json, say
 from hf_packing.data.documents import hub_answers, reason_of
 from hf_packing.errors import ModelNotSupportedError, PackingError

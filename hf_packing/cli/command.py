@@ -9,7 +9,7 @@ from typing import NoReturn
 import pyarrow as pa
 
 import hf_packing
-from hf_packing.cli.names import STRATEGIES
+from hf_packing.cli.given import STRATEGIES
 from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, say_warning, swallow_the_rest
 from hf_packing.errors import MissingDependencyError, PackingError
 

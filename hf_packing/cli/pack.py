@@ -16,8 +16,7 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 import hf_packing
-from hf_packing.cli.documents import check_that_it_plans, corpus_of, print_skipped, warn_without_end
-from hf_packing.cli.names import strategy_named
+from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, strategy_named, warn_without_end
 from hf_packing.cli.screen import counting_documents, out, print_json, say, say_warning
 from hf_packing.data.corpus import Corpus, Seen
 from hf_packing.data.pack import pack_split

@@ -4,8 +4,7 @@ import argparse
 
 from rich.table import Table
 
-from hf_packing.cli.documents import check_that_it_plans, corpus_of, print_skipped, warn_without_end
-from hf_packing.cli.names import strategies_named
+from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, strategies_named, warn_without_end
 from hf_packing.cli.screen import WIDE, counting_documents, out, print_json, say
 from hf_packing.report.report import PackingReport, packing_report
 from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, report_cells, setup_line

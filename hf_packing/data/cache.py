@@ -1,12 +1,18 @@
-"""Packed rows on disk: where they are stored, with what `unpack` needs, and whether all of it is there."""
+"""Packed rows on disk: where they are stored, with what `unpack` needs, and whether all of it is there.
+
+Rows are written in a folder of their own that is renamed when all of them are there. What an interrupted run has left
+is removed later, when no process works on it.
+"""
 
 import atexit
 import json
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +23,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
+from filelock import FileLock
 
-from hf_packing.data.unfinished import clear_unfinished, work_folder
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import ARRAYS, PackingPlan
 from hf_packing.planning.storage import load_arrays, put_in_place
@@ -27,8 +33,11 @@ PLAN_KEY = b"hf_packing.plan"
 """In the metadata of an Arrow stream: the fingerprint of the plan that its rows were packed with."""
 
 _PLAN = "plan"
+
 _FIRST_LABELS = "first_labels.npy"
+
 _FACTS = "packing.json"
+
 _FACT_NAMES = {
     "strategy",
     "labels_made",
@@ -40,6 +49,13 @@ _FACT_NAMES = {
     "tokens",
     "empty_documents",
 }
+
+_LOCK = "lock"
+
+_UNFINISHED = re.compile(r"\.cache-[0-9a-f]+\.(arrow|plan)[.-].+")
+
+UNTOUCHED_FOR = 3600.0
+"""Seconds without a write after which something without a lock, as on a file system without locks, is a leftover."""
 
 
 @dataclass(frozen=True)
@@ -231,3 +247,65 @@ def _remove_at_exit_of(process: int, folder: Path) -> None:
     """Remove a folder when the process that made it exits; forked processes run the same exit functions."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def work_folder(place: Path) -> Iterator[Path]:
+    """Make a locked folder in which to write a file; it is removed at the end.
+
+    Args:
+        place: where the file goes when it is complete, `cache-*.arrow`; the folder is made beside it.
+    """
+    folder, lock = _locked_folder(place)
+    try:
+        yield folder
+    finally:
+        if lock is not None:
+            lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_unfinished(folder: Path) -> None:
+    """Remove what processes that no longer run have left unfinished in a folder of `cache-*.arrow` files."""
+    with suppress(OSError):
+        for unfinished in folder.iterdir():
+            if _UNFINISHED.fullmatch(unfinished.name):
+                with suppress(OSError, NotImplementedError):  # filelock's Timeout is an OSError
+                    _remove_leftover(unfinished)
+
+
+def _locked_folder(place: Path) -> tuple[Path, FileLock | None]:
+    """Return a new folder and its lock, or None on a file system without locks."""
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
+        lock = FileLock(folder / _LOCK)
+        try:
+            lock.acquire()
+        except FileNotFoundError:  # another process removed the folder before it was locked
+            continue
+        except (OSError, NotImplementedError):
+            return folder, None
+        if (folder / _LOCK).exists():
+            return folder, lock
+        lock.release()
+
+
+def _remove_leftover(unfinished: Path) -> None:
+    """Remove a file or folder, unless its process still runs.
+
+    Raises:
+        OSError: its process still runs.
+    """
+    if (unfinished / _LOCK).is_file():
+        with FileLock(unfinished / _LOCK, timeout=0):
+            shutil.rmtree(unfinished, ignore_errors=True)
+    elif time.time() - _last_write(unfinished) > UNTOUCHED_FOR:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink()
+
+
+def _last_write(path: Path) -> float:
+    """Return when a file, or any file in a folder, was last written to, in seconds since 1970."""
+    return max(each.stat().st_mtime for each in (path, *path.rglob("*")))

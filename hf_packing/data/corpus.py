@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_packing.columns import IGNORED_LABEL, LOSS_MASKS, SEGMENT_COLUMNS
+from hf_packing.columns import IGNORED_LABEL, LOSS_MASKS, SEGMENT_COLUMNS, apply_loss_masks
 from hf_packing.data.documents import DocumentRow, Documents
-from hf_packing.data.loss_masks import apply_loss_masks
 from hf_packing.data.rendering import ROW_KINDS, BadRowError, Rendered, kind_of_row, render
 from hf_packing.data.tokenize import TextTokenizer
 from hf_packing.errors import PackingError

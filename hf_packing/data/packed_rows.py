@@ -8,8 +8,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hf_packing.columns import BUCKET, IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, POSITION_IDS, SEQ_LENGTHS
-from hf_packing.data.loss_masks import apply_loss_masks
+from hf_packing.columns import (
+    BUCKET,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    POSITION_IDS,
+    SEQ_LENGTHS,
+    apply_loss_masks,
+)
 from hf_packing.data.token_columns import TokenColumn, TokenColumns, is_token_type
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray

@@ -2,8 +2,7 @@
 
     lengths.py         lengths -> LengthCounts             check and count; cut what is longer than a pack
     patterns.py        LengthCounts -> Cuts                which pieces documents become, and
-    open_packs.py      counts of pieces -> Patterns        which packs to make of them: best-fit decreasing,
-    first_fit.py                                           or first-fit decreasing
+    open_packs.py      counts of pieces -> Patterns        which packs to make of them, best-fit or first-fit
     pattern_table.py   Cuts and Patterns -> PatternTable   a plan from counts alone, for any number of workers
     assign.py          PatternTable -> PackingPlan         which document goes where
     permutation.py                                         ... at random, one element at a time

@@ -1,16 +1,18 @@
-"""Packs that still have room, while a strategy fills them by counts; and best-fit decreasing, which fills them.
+"""Best-fit and first-fit decreasing, by counts: packs that still have room, and documents that are still to be placed.
 
 Document by document, best-fit decreasing puts each length, longest first, into the pack with the least room that still
 holds it (arXiv 2404.10830). By counts, all packs with the same room and the same content are filled together: as long
 as the room left is at least the length, the same pack stays the best fit, so it takes as many copies as it holds before
 another is touched. The cost depends on the distinct lengths, not on the number of documents. With a limit on documents
-per pack this is longest-pack-first histogram packing (arXiv 2107.02027).
+per pack this is longest-pack-first histogram packing (arXiv 2107.02027). First-fit decreasing fills one pack after the
+other with the longest document that fits.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
+from hf_packing.planning.patterns import Pattern, Patterns, Run, patterns_from_list, patterns_from_runs
 
 
 class Interval(NamedTuple):
@@ -123,3 +125,75 @@ def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None
     packs = OpenPacks(capacity, max_documents)
     fill_best_fit(packs, counts)
     return packs.patterns()
+
+
+class Remaining:
+    """How many documents are left of each length. The lengths in use are the bits of one big integer."""
+
+    def __init__(self, number: Mapping[int, int]) -> None:
+        self.number = dict(number)
+        bits = bytearray(max(self.number, default=0) // 8 + 1)
+        for length in self.number:
+            bits[length >> 3] |= 1 << (length & 7)
+        self.lengths = int.from_bytes(bits, "little")
+
+    def longest(self, room: int) -> int:
+        """Return the longest length that fits in the room; -1 if none does."""
+        return (self.lengths & ((2 << room) - 1)).bit_length() - 1
+
+    def shortest(self) -> int:
+        """Return the shortest length that is left."""
+        return (self.lengths & -self.lengths).bit_length() - 1
+
+    def add(self, length: int) -> None:
+        """Put one document back."""
+        self.number[length] = self.number.get(length, 0) + 1
+        self.lengths |= 1 << length
+
+    def take(self, length: int, number: int) -> None:
+        """Take so many documents of a length."""
+        self.number[length] -= number
+        if not self.number[length]:
+            self.lengths ^= 1 << length
+
+    def fill(self, room: int) -> tuple[list[tuple[int, int]], int]:
+        """Choose what fills a pack: the longest that fits, then the next. Nothing is taken yet.
+
+        Returns:
+            (length, copies) for each length in the pack, and the room that stays free.
+        """
+        copies: list[tuple[int, int]] = []
+        limit = room
+        while (length := self.longest(limit)) > 0:
+            number = min(room // length, self.number[length])
+            copies.append((length, number))
+            room -= number * length
+            limit = min(room, length - 1)
+        return copies, room
+
+    def packs_alike(self, copies: list[tuple[int, int]]) -> int:
+        """Return how many packs in a row would be filled with these same copies."""
+        return min(self.number[length] // number for length, number in copies)
+
+
+def first_fit_patterns(counts: IntArray, capacity: int) -> Patterns:
+    """Pack counted segments first-fit decreasing.
+
+    Packs are filled one by one, which has the same result as placing documents one by one.
+
+    Args:
+        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
+        capacity: tokens that a pack holds.
+
+    Returns:
+        Patterns with exactly the counted segments.
+    """
+    remaining = Remaining(dict(lengths_descending(counts)))
+    patterns = []
+    while remaining.lengths:
+        copies, _ = remaining.fill(capacity)
+        packs = remaining.packs_alike(copies)
+        for length, number in copies:
+            remaining.take(length, packs * number)
+        patterns.append(Pattern(packs, capacity, copies))
+    return patterns_from_list(patterns)

@@ -7,10 +7,9 @@ A dataset's rows are measured without being read, fitted to a batching, planned 
 row_sizes.py      what is known of rows: tokens, segments, attention cost, bucket
 data_facts.py     what ranks compare, to notice that their datasets differ
 epoch_plan.py     Batching, Epoch and EpochPlan: what batchings take and return
-fill.py           rows -> exactly as many micro-batches as wanted, none over the token budget
-balance.py        which micro-batches run at the same time, and on which rank
-token_budget.py   TokenBudget, on top of fill and balance
-bucket_batches.py BucketBatches, on top of balance
-sampler.py        the micro-batches of one rank, for a DataLoader; InOrder, for evaluation
+fill.py           rows -> exactly as many micro-batches as wanted, with equal work on all ranks
+token_budget.py   TokenBudget, on top of fill; what a token costs in a model
+bucket_batches.py BucketBatches, on top of fill
+sampler.py        the micro-batches of one rank, for a DataLoader; InOrder, for evaluation; EpochSummary
 sampled_rows.py   the rows of a dataset as a sampler asks for them
 """

@@ -15,8 +15,8 @@ from hf_packing.columns import (
     LOSS_MASKS,
     SEGMENT_COLUMNS,
     TOKEN_TYPE_IDS,
+    apply_loss_masks,
 )
-from hf_packing.data.loss_masks import apply_loss_masks
 from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import SampledRow

@@ -5,7 +5,7 @@ batches of one size, and lose rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from hf_packing.sampling.epoch_plan import (
     keep_rows,
 )
 from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 2
 """Increase it whenever the same arguments give other micro-batches, so that no older checkpoint resumes with them."""
@@ -154,3 +155,94 @@ class InOrder(Batching):
             offsets=np.arange(0, num_rows + 1, self.rows_per_batch),
             left_out=rows.left_out,
         )
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """What the first epoch is made of, over all ranks; print it."""
+
+    optimizer_steps: int
+    num_micro_batches: int
+    """Of each rank."""
+    world_size: int
+    documents: int
+    """A packed row counts as its segments; pieces of a document that was split count one by one."""
+    tokens: int
+    documents_per_step: float
+    """Mean over the optimizer steps."""
+    tokens_per_step: float
+    """Mean over the optimizer steps."""
+    largest_micro_batch: int
+    """Tokens."""
+    token_utilization: float
+    """Mean over largest number of tokens among the ranks that work at the same time, averaged: 1 if none waits."""
+    attention_utilization: float
+    """The same for the sum of squared segment lengths."""
+    copies: int
+    """Rows that are repeated with masked labels, where rows do not divide evenly."""
+    left_out: int
+    """Rows that are empty, or too long and dropped."""
+    lost_tokens: int
+    """Tokens of dropped and truncated documents."""
+    unpacked_documents_per_step: int | None = None
+    """Documents in a step without packing, under the same arguments, if match_documents_per_step can keep that."""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.optimizer_steps:,} optimizer steps per epoch of {self.documents_per_step:,.1f} documents, "
+            f"{self.tokens_per_step:,.0f} tokens\n"
+            f"{self.world_size} x {self.num_micro_batches:,} micro-batches (ranks x micro-batches of a rank), the "
+            f"largest with {self.largest_micro_batch:,} tokens\n"
+            f"utilization of the ranks: {self.token_utilization:.1%} by tokens, {self.attention_utilization:.1%} by "
+            "attention\n"
+            f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"
+        )
+        if self.unpacked_documents_per_step is None:
+            return text
+        return (
+            f"{text}\nwithout packing: {self.unpacked_documents_per_step:,} documents per optimizer step "
+            f"({-(-self.documents // self.unpacked_documents_per_step):,} steps); "
+            f"match_documents_per_step={self.unpacked_documents_per_step} keeps that schedule"
+        )
+
+
+def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
+    """Return the summary of the sampler's current epoch.
+
+    Args:
+        sampler: of any rank.
+        unpacked: documents in an optimizer step without packing.
+    """
+    plan, fitted = sampler.plan, sampler.rows
+    steps = -(-plan.num_micro_batches // sampler.accumulation)
+    tokens = int(fitted.sizes.tokens[fitted.kept].sum())
+    documents = int(fitted.sizes.segments[fitted.kept].sum())
+    return EpochSummary(
+        optimizer_steps=steps,
+        num_micro_batches=plan.num_micro_batches,
+        world_size=sampler.world_size,
+        documents=documents,
+        tokens=tokens,
+        documents_per_step=documents / steps,
+        tokens_per_step=tokens / steps,
+        largest_micro_batch=plan.largest_micro_batch(fitted.sizes),
+        token_utilization=plan.utilization(fitted.sizes.tokens),
+        attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
+        copies=plan.num_copies,
+        left_out=len(plan.left_out),
+        lost_tokens=fitted.lost_tokens,
+        unpacked_documents_per_step=unpacked if _can_match(sampler, unpacked) else None,
+    )
+
+
+def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
+    """Return whether optimizer steps could have so many documents on average."""
+    batching = sampler.batching
+    if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
+        return False
+    try:
+        matched = replace(batching, match_documents_per_step=documents)
+        matched.num_micro_batches(sampler.rows, sampler.epoch)
+    except PackingError:
+        return False
+    return True

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.first_fit import Remaining
 from hf_packing.planning.lengths import (
     INT32_MAX,
     IntArray,
@@ -18,6 +17,7 @@ from hf_packing.planning.lengths import (
     check_whole_number,
     is_real,
 )
+from hf_packing.planning.open_packs import Remaining
 from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Cuts, Pattern, Patterns, cuts_from_list, patterns_from_list
 from hf_packing.planning.plan import PackingPlan

@@ -15,7 +15,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.patterns import Patterns
 from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
-from hf_packing.strategies.columns import fill_columns
+from hf_packing.strategies.fill_columns import fill_columns
 
 _SHORT, _WEIGHT_OF_SHORT = 8, 0.09
 """Lengths up to 8 are cheap to pad, as in the paper's code."""

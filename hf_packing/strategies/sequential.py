@@ -8,7 +8,6 @@ import numpy as np
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.assign import Slots
-from hf_packing.planning.first_fit import first_fit_patterns
 from hf_packing.planning.lengths import (
     IntArray,
     Overflow,
@@ -20,7 +19,7 @@ from hf_packing.planning.lengths import (
     smallest_index_type,
     sort_by_length,
 )
-from hf_packing.planning.open_packs import best_fit_patterns
+from hf_packing.planning.open_packs import best_fit_patterns, first_fit_patterns
 from hf_packing.planning.permutation import check_seed, random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import Strategy, check_max_documents, check_optional_seed, register_strategy

@@ -19,11 +19,9 @@ from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.training.checkpoint import LOSS, check_same_loss
 from hf_packing.training.checks import check_accelerator
-from hf_packing.training.losses import Loss, exact_type, items_in, with_share
-from hf_packing.training.model_loss import collator_for
-from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.losses import Loss, collator_for, exact_type, items_in, with_share
+from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, on_all_ranks
 
 Batch = dict[str, Any]
 

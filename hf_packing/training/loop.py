@@ -9,14 +9,20 @@ from accelerate.utils import DistributedType, send_to_device
 from datasets.utils import tqdm
 from torch import Tensor, nn
 
-from hf_packing.attention import has_local_weights, inner_model, refuse_copied_labels
+from hf_packing.attention import (
+    check_patched,
+    has_local_weights,
+    inner_model,
+    patch_in_precision,
+    refuse_copied_labels,
+    unpatched_on_error,
+)
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
-from hf_packing.training.checks import check_accelerator
-from hf_packing.training.isolate import check_patched, isolate, unpatched_on_error
-from hf_packing.training.labels import check_labels_are_hidden
+from hf_packing.sampling.token_budget import with_linear_cost
+from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import PackedLoader, rows_loader
 from hf_packing.training.losses import (
     ITEMS,
@@ -25,12 +31,14 @@ from hf_packing.training.losses import (
     Loss,
     TokenMean,
     check_loss,
+    loss_of_model,
+    predicts_next,
+    refuse_unknown_loss,
+    router_loss,
     summed_loss,
     weighted_loss,
     weights_of,
 )
-from hf_packing.training.model_cost import with_cost_of
-from hf_packing.training.model_loss import loss_of_model, predicts_next, refuse_unknown_loss, router_loss
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 
 _DECIDED_BY_BATCHING = frozenset(
@@ -89,7 +97,9 @@ def prepare_dataloader(
         check_accelerator(accelerator)
         if decided := _DECIDED_BY_BATCHING & options.keys():
             raise PackingError(f"{min(decided)}: expected none, since the batching decides which rows share a batch")
-        balanced, accumulation = with_cost_of(check_batching(batching), model), accelerator.gradient_accumulation_steps
+        config = None if model is None else inner_model(model).config
+        balanced = with_linear_cost(check_batching(batching), config)
+        accumulation = accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         sizes = sizes_of(dataset)
         planned_from.note_data("dataset", dataset, sizes)
@@ -100,7 +110,7 @@ def prepare_dataloader(
     if model is not None:
 
         def isolate_and_check(_: PlannedFrom) -> None:
-            isolate(model, accelerator)
+            patch_in_precision(model, accelerator)
             if loss_of_model(model) is None and has_local_weights(model):
                 refuse_unknown_loss(model, loss)
             check_labels_are_hidden(dataset, sampler.sizes, model)

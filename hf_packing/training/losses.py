@@ -5,16 +5,34 @@ that every document weighs the same whatever its length (per-sequence loss of ar
 2401.18058). Pieces of a document that was split count as documents. The weight of a token depends on how many tokens or
 documents the whole batch has, over all ranks and accumulated micro-batches. A batch without trainable labels has loss
 zero.
+
+Whether the logits of a token are compared with the next token is found by asking the model (`loss_of_model`).
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from hf_packing.attention import (
+    NoLanguageModelError,
+    has_local_weights,
+    inner_model,
+    input_device,
+    is_patched,
+    random_documents,
+    small_copy_of,
+    takes_argument,
+)
+from hf_packing.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
@@ -22,6 +40,7 @@ Loss = Literal["token", "sequence"]
 
 ITEMS = "num_items_in_batch"
 """The argument in which models of transformers take the number that their summed loss is divided by."""
+
 TARGETS, WEIGHTS = "targets", "target_weights"
 """What a batch has instead of labels where the model must not compute the loss itself."""
 
@@ -119,3 +138,159 @@ class TokenMean:
         """Return the summed loss and the number of tokens over all ranks; all ranks must call this."""
         summed_loss, tokens = accelerator.reduce(self._total, reduction="sum").tolist()
         return summed_loss, tokens
+
+
+_CLOSE, _CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3
+"""Largest relative difference between two losses that count as equal."""
+
+
+PROBED_TOKENS = 13
+"""Length of the random document whose loss is compared."""
+
+
+class ModelLoss(NamedTuple):
+    """The loss that a model returns, where it is the mean cross-entropy of its logits plus that of its routers."""
+
+    predicts_next: bool
+    """Whether the logits of a token are compared with the next token."""
+    divided_by_items: bool
+    """Whether the model divides by num_items_in_batch where it is given that."""
+
+
+_ANSWERS: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, ModelLoss | None]]" = weakref.WeakKeyDictionary()
+"""For each model that was asked: the loss function it had then, and its answer; None for another kind of loss."""
+
+
+def loss_of_model(model: nn.Module) -> ModelLoss | None:
+    """Return what kind of loss a model computes, or None for a kind that is not known here.
+
+    A model is asked once for each loss function that it is given. For a model whose weights are not in memory, a small
+    model of the same kind is asked.
+
+    Args:
+        model: patched, or one whose weights are not in memory.
+    """
+    inner = inner_model(model)
+    function = getattr(inner, "loss_function", None)
+    if inner not in _ANSWERS or _ANSWERS[inner][0] is not function:
+        _ANSWERS[inner] = function, _ask(inner if has_local_weights(inner) else _small_model_like(inner))
+    return _ANSWERS[inner][1]
+
+
+def predicts_next(model: nn.Module) -> bool:
+    """Return whether the logits of a token are compared with the next token, as in most causal models.
+
+    Raises:
+        PackingError: the kind of loss is not known, and the model's class is neither a causal nor a masked language
+            model.
+    """
+    if (known := loss_of_model(model)) is not None:
+        return known.predicts_next
+    inner = inner_model(model)
+    names = {base.__name__ for base in type(inner).__mro__}
+    if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return True
+    if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
+        return False
+    raise PackingError(
+        f"model: expected a causal or a masked language model of transformers, got {type(inner).__name__}; "
+        f"{NoLanguageModelError.SUPPORTED}. To train a token classifier, use patch_model and a Trainer with "
+        "PackingCollator(keep_first_labels=True)"
+    )
+
+
+def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
+    """Raise PackingError for a model whose own loss is not known, and which therefore cannot be trained with `loss`."""
+    predicts_next(model)
+    raise PackingError(
+        f"loss: expected a model whose own loss is the cross-entropy of its logits, that of "
+        f"{type(inner_model(model)).__name__} is a different one; got loss={loss!r}"
+    )
+
+
+def collator_for(model: nn.Module | None) -> PackingCollator:
+    """Return the collator for a model; None stands for a model that predicts the next token."""
+    return PackingCollator(keep_first_labels=model is not None and not predicts_next(model))
+
+
+def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
+    """Return the auxiliary loss of a mixture of experts, weighted as its configuration says; None without one."""
+    if (auxiliary := getattr(outputs, "aux_loss", None)) is None:
+        return None
+    weighted: Tensor = auxiliary * getattr(inner_model(model).config.get_text_config(), "router_aux_loss_coef", 0.0)
+    return weighted
+
+
+@contextmanager
+def without_router_loss(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model's loss is that of its logits alone, which is what an evaluation measures."""
+
+    def leave_out(_: nn.Module, __: Any, outputs: Any) -> None:
+        if (routed := router_loss(outputs, model)) is None:
+            return
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss - routed.to(outputs.loss.device)
+        outputs.aux_loss = torch.zeros_like(outputs.aux_loss)
+
+    handle = model.register_forward_hook(leave_out)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
+    try:
+        return small_copy_of(model)
+    except Exception:  # building one can fail in many ways, depending on the configuration
+        return None
+
+
+def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
+    """Compare the loss that a model returns for a short document with ours."""
+    if model is None:
+        return None
+    documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
+    packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
+    packed = send_to_device(packed, input_device(model))
+    batch = packed
+    if not is_patched(model):
+        batch = {name: packed[name] for name in ("input_ids", "labels")}
+        batch |= {"use_cache": False} if takes_argument(model, "use_cache") else {}
+    unlabeled = _answer(model, {name: value for name, value in batch.items() if name != "labels"})
+    logits = getattr(unlabeled, "logits", None)
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] <= max(documents[0]):
+        return None  # such labels would be out of range, and a CUDA device does not recover from that
+    outputs = _answer(model, batch)
+    if not isinstance(logits := getattr(outputs, "logits", None), Tensor) or outputs.loss is None:
+        return None
+    routed = router_loss(outputs, model)
+    theirs = float(outputs.loss) - (0.0 if routed is None else float(routed))
+    for shift in (True, False):
+        weights = weights_of(packed, "token")
+        weights[0, 0] = not shift
+        items = weights.sum()
+        ours = float(weighted_loss(logits, packed["labels"], weights / items, shift))
+        if _is_close(ours, theirs, logits):
+            halved = _answer(model, {**batch, ITEMS: 2 * items})
+            lost = None if getattr(halved, "loss", None) is None else float(outputs.loss - halved.loss)
+            return ModelLoss(shift, lost is not None and _is_close(lost, ours / 2, logits))
+    return None
+
+
+def _answer(model: PreTrainedModel, batch: dict[str, Any]) -> Any:
+    """Return the model's outputs in evaluation mode, or None where it does not take such a batch."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return model(**batch)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    finally:
+        model.train(was_training)
+
+
+def _is_close(ours: float, theirs: float, logits: Tensor) -> bool:
+    close = _CLOSE if logits.dtype in (torch.float32, torch.float64) else _CLOSE_IN_HALF_PRECISION
+    return abs(ours - theirs) <= close * abs(theirs)

@@ -10,7 +10,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention import inner_model, patch_model
+from hf_packing.attention import inner_model, patch_in_precision, patch_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.bucket_batches import BucketBatches
@@ -18,14 +18,18 @@ from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.row_sizes import RowSizes, sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.checks import check_accelerator, check_arguments, check_methods
-from hf_packing.training.isolate import isolate
-from hf_packing.training.labels import applies_masks, check_labels_are_hidden, check_loss_masks, ignored_masks
+from hf_packing.training.checks import (
+    applies_masks,
+    check_accelerator,
+    check_arguments,
+    check_labels_are_hidden,
+    check_loss_masks,
+    check_methods,
+    ignored_masks,
+)
 from hf_packing.training.loader import rows_loader
-from hf_packing.training.losses import Loss, TokenMean
-from hf_packing.training.model_loss import collator_for, loss_of_model
-from hf_packing.training.ranks import CollectiveCall, PlannedFrom, data_rank, on_all_ranks
-from hf_packing.training.summary import StepCounts
+from hf_packing.training.losses import Loss, TokenMean, collator_for, loss_of_model
+from hf_packing.training.ranks import CollectiveCall, PlannedFrom, StepCounts, data_rank, on_all_ranks
 from hf_packing.training.trainer_loss import (
     SettledLoss,
     TrainerLoss,
@@ -168,7 +172,7 @@ class PlannedBatches:
             PackingError: its loss cannot be served.
             ModelNotSupportedError: isolation cannot be verified for it.
         """
-        isolate(trainer.model, trainer.accelerator, self.decided.prove)
+        patch_in_precision(trainer.model, trainer.accelerator, self.decided.prove)
         collator = collator_for(trainer.model)
         self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
         self.collator = collator

@@ -1,24 +1,39 @@
-"""Which processes train on which rows, and that all of them plan from the same data and settings, or none goes on.
+"""What ranks agree on: which rows each trains on, from the same data and settings, and what they count together.
 
 Batches are a pure function of the data, the batching and the number of ranks, and every rank computes them by itself.
 Ranks that were given different rows would train on some of them twice and on others never, or wait for each other
-forever. So planning runs on all ranks at the same time, and they exchange what they planned from, even if one failed.
+forever. So planning runs on all ranks at the same time, and they exchange what they planned from, even if one failed. A
+checkpoint says which batches it was saved after, and a run that resumes is held to it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import is_initialized
 from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.training.losses import Loss, items_in
 
 Result = TypeVar("Result")
+
+LOSS = "loss"
+
+_STEPS_AHEAD = "steps_ahead"
+"""By how many optimizer steps global_step is ahead of the place in the epoch."""
+
+_TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
+"""What is counted in a micro-batch, in this order."""
 
 
 class DataRank(NamedTuple):
@@ -154,3 +169,108 @@ def _refuse_differences(reports: list[_Report]) -> None:
 def _names_to_compare(first: Mapping[str, Any], other: Mapping[str, Any], complete: bool) -> list[str]:
     """Return the names that both have, and all others, too, unless a rank has failed before it came to them."""
     return [name for name in {**first, **other} if complete or (name in first and name in other)]
+
+
+def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
+    """Raise PackingError for a state that was saved with another loss."""
+    if saved.get(LOSS) != loss:
+        raise PackingError(f"loss: expected {saved.get(LOSS)!r}, as when the checkpoint was saved, got {loss!r}")
+
+
+class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
+    """Saves everything that decides which batches and losses follow, with the state of the trainer."""
+
+    def __init__(self, loss: Loss = "token") -> None:
+        self.loss = loss
+        self.batches: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"loss": self.loss}, "attributes": {"batches": self.batches}}
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **known: Any,
+    ) -> None:
+        """Compare the batches with those of the checkpoint that is resumed, if there is one."""
+        rows = known["train_dataloader"].dataset
+        if not isinstance(rows, SampledRows):
+            return
+        steps_ahead = 0
+        if state.global_step and args.ignore_data_skip:
+            steps_ahead = state.global_step % -(-len(rows.sampler) // rows.sampler.accumulation)
+        elif state.global_step:
+            saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
+            if saved is None:
+                raise PackingError(
+                    "resume_from_checkpoint: expected a checkpoint of a trainer with attached batches, this one does "
+                    "not say which batches it was trained on; ignore_data_skip=True begins with a whole epoch"
+                )
+            rows.sampler.check_can_resume(saved)
+            check_same_loss(saved, self.loss)
+            if saved.get(_STEPS_AHEAD):
+                raise PackingError(
+                    "ignore_data_skip: expected True, since the run that saved the checkpoint was itself resumed with "
+                    f"it, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a whole epoch; got False, but its "
+                    "steps no longer say which rows come next, so some would be trained on twice and others not at all"
+                )
+        self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
+        state.stateful_callbacks[type(self).__name__] = self.state()  # the checkpoint of another trainer has no entry
+
+
+def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
+    """Count tokens, documents, squared segment lengths and items of the loss: int64 [batches, 4] on their device."""
+    rows = []
+    for batch in batches:
+        borders = batch["cu_seq_lens_q"]
+        counted = torch.tensor([batch["input_ids"].shape[1], len(borders) - 1], device=borders.device)
+        squares = borders.long().diff().square().sum()
+        rows.append(torch.cat([counted, squares[None], items_in(batch, loss)[None].to(borders.device)]))
+    return torch.stack(rows)
+
+
+def items_counted(counts: Tensor) -> Tensor:
+    """Return how many items the loss of an optimizer step is a mean over: int64 scalar, at least 1.
+
+    Args:
+        counts: int64 [ranks, batches, 4].
+    """
+    return counts[..., _ITEMS].sum().clamp(min=1)
+
+
+class StepCounts:
+    """Counts of the optimizer steps since the last log. They stay on the device until they are logged."""
+
+    def __init__(self) -> None:
+        self._steps: list[Tensor] = []
+
+    def add(self, counts: Tensor) -> None:
+        """Add an optimizer step: int64 [ranks, batches, 4]."""
+        self._steps.append(counts.detach())
+
+    def take(self, max_tokens: int) -> dict[str, float]:
+        """Return the means over the steps, by the names that they have in logs, and begin anew.
+
+        Args:
+            max_tokens: how many tokens a micro-batch may have.
+        """
+        if not self._steps:
+            return {}
+        steps = len(self._steps)
+        together = torch.cat(self._steps, dim=1).double().cpu()
+        self._steps.clear()
+        tokens, squares = together[..., _TOKENS], together[..., _SQUARES]
+        return {
+            "packing_efficiency": float(tokens.mean()) / max_tokens,
+            "documents_per_step": float(together[..., _DOCUMENTS].sum()) / steps,
+            "tokens_per_step": float(tokens.sum()) / steps,
+            "token_utilization": _utilization(tokens),
+            "attention_utilization": _utilization(squares),
+        }
+
+
+def _utilization(work: Tensor) -> float:
+    """Return mean over largest across ranks [ranks, micro-batches], averaged over micro-batches."""
+    return float((work.mean(dim=0) / work.amax(dim=0)).mean())

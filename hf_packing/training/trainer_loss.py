@@ -21,16 +21,29 @@ from transformers import PreTrainedModel, Trainer
 from hf_packing.attention import has_local_weights, inner_model, input_device, random_documents, takes_argument
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import ITEMS, Loss, exact_type, weights_of
-from hf_packing.training.model_loss import PROBED_TOKENS, ModelLoss, loss_of_model, refuse_unknown_loss
+from hf_packing.training.losses import (
+    ITEMS,
+    PROBED_TOKENS,
+    Loss,
+    ModelLoss,
+    exact_type,
+    loss_of_model,
+    refuse_unknown_loss,
+    weights_of,
+)
 from hf_packing.training.ranks import data_rank
 
 _MUCH = 1e-3
 """A loss that is divided by twice as many items becomes smaller by more than this share."""
+
+
 _METRICS = "_metrics"
 """Where SFTTrainer collects metrics of the batches it sees."""
 
+
 _ON_TRAINER = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
+
+
 _IN_ARGUMENTS = ("label_smoothing_factor", "use_liger_kernel", "loss_type")
 
 

@@ -14,8 +14,7 @@ from filelock import FileLock
 
 import hf_packing as hfp
 import hf_packing.data.pack as pack_module
-from hf_packing.data.cache import CachedPacks
-from hf_packing.data.unfinished import UNTOUCHED_FOR, clear_unfinished, work_folder
+from hf_packing.data.cache import UNTOUCHED_FOR, CachedPacks, clear_unfinished, work_folder
 
 ROWS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
 DOCUMENTS = {"input_ids": ROWS, "labels": ROWS}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.data.loss_masks import apply_loss_masks, find_unmasked_label
+from hf_packing.columns import apply_loss_masks, find_unmasked_label
 from hf_packing.errors import PackingError
 
 NAMES = ("completion_mask", "assistant_masks")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lengths import refinedweb_like
 
 import hf_packing as hfp
-from hf_packing.planning.first_fit import first_fit_patterns
+from hf_packing.planning.open_packs import first_fit_patterns
 from hf_packing.planning.pattern_table import PatternTable
 
 PAPER = (2048, 4096, 8192, 16384)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from lengths import log_normal
 
 import hf_packing as hfp
-from hf_packing.strategies.optimal import dive, few_documents, slots, strategy
-from hf_packing.strategies.optimal.column_generation import generate_columns, solve_master
+from hf_packing.strategies.fill_columns import fill_columns
+from hf_packing.strategies.optimal import column_generation, slots, strategy
+from hf_packing.strategies.optimal.column_generation import generate_columns
 
 limits = st.one_of(st.none(), st.integers(1, 4))
 
@@ -102,18 +103,18 @@ def test_very_long_packs_are_measured_in_units(rng, monkeypatch):
 
 def test_whole_packs_are_dived_for_to_the_bound(monkeypatch):
     """Rounding the fractions once leaves 752 packs here; few steps of the dive bring 750."""
-    solved = []
+    filled = []
 
     def watched(*arguments):
-        solved.append(solve_master(*arguments))
-        return solved[-1]
+        filled.append(fill_columns(*arguments))
+        return filled[-1]
 
-    monkeypatch.setattr(dive, "solve_master", watched)
+    monkeypatch.setattr(strategy, "fill_columns", watched)
     counts = np.bincount(np.random.default_rng(1).integers(60, 140, 3000))
     table = hfp.plan_counts(counts, hfp.Optimal(400))
     assert table.num_packs == table.metrics().lower_bound == 750
     assert hfp.plan_counts(counts, hfp.BestFit(400)).num_packs > 750
-    assert 0 < len(solved) < 12
+    assert 1 < len(filled) < 13  # before the first step and after each
 
 
 @st.composite
@@ -241,7 +242,7 @@ def test_a_limit_that_is_too_much_work(monkeypatch, rng):
 @given(eight_documents(), limits)
 def test_few_documents_solved_exactly(case, limit):
     lengths, capacity = case
-    made = few_documents.fewest_packs_of_few(np.bincount(lengths), capacity, limit, time.monotonic() + 60)
+    made = strategy.fewest_packs_of_few(np.bincount(lengths), capacity, limit, time.monotonic() + 60)
     assert made.num_packs == fewest_packs(lengths, capacity, limit)
     assert made.counts().tolist() == np.bincount(lengths).tolist()
     assert made.tokens_per_pack().max() <= capacity
@@ -249,7 +250,8 @@ def test_few_documents_solved_exactly(case, limit):
 
 
 def test_few_documents_are_solved_exactly_where_the_dive_falls_short(monkeypatch):
-    monkeypatch.setattr(dive, "solve_master", lambda *_: None)  # a dive that ends at once
+    dive = column_generation.dive
+    monkeypatch.setattr(strategy, "dive", lambda *given: dive(*given[:-1], 0.0))  # one that is out of time at once
     lengths = np.random.default_rng(7).integers(10, 35, 30)
     exact = hfp.plan_packing(lengths, hfp.Optimal(70))
     monkeypatch.setattr(strategy, "_FEW_SEGMENTS", 0)
@@ -259,9 +261,9 @@ def test_few_documents_are_solved_exactly_where_the_dive_falls_short(monkeypatch
 
 
 def test_ways_to_fill():
-    ways = list(few_documents._ways_to_fill([3, 5], [2, 1], 8, None))
+    ways = list(strategy._ways_to_fill([3, 5], [2, 1], 8, None))
     assert sorted(ways) == [(0, 1), (1, 0), (1, 1), (2, 0)]
-    assert sorted(few_documents._ways_to_fill([3, 5], [2, 1], 8, 1)) == [(0, 1), (1, 0)]
+    assert sorted(strategy._ways_to_fill([3, 5], [2, 1], 8, 1)) == [(0, 1), (1, 0)]
 
 
 @pytest.mark.parametrize("name", ["Optimal", "NonNegativeLeastSquares"])

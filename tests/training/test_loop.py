@@ -192,7 +192,7 @@ def test_models_that_do_not_divide_by_the_items_of_a_step_are_given_no_labels():
 
 def test_mixed_precision_is_proven_as_well(monkeypatch):
     report = SimpleNamespace(isolated=False, reason="it does")
-    monkeypatch.setattr("hf_packing.training.isolate.check_isolation", lambda _: report)
+    monkeypatch.setattr("hf_packing.attention.patch.check_isolation", lambda _: report)
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")

@@ -14,9 +14,16 @@ from tiny_models import build, with_loss_times
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import items_in, trainable_per_document, weighted_loss, weights_of
-from hf_packing.training.model_loss import loss_of_model, predicts_next, without_router_loss
-from hf_packing.training.summary import StepCounts, micro_batch_counts
+from hf_packing.training.losses import (
+    items_in,
+    loss_of_model,
+    predicts_next,
+    trainable_per_document,
+    weighted_loss,
+    weights_of,
+    without_router_loss,
+)
+from hf_packing.training.ranks import StepCounts, micro_batch_counts
 from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
 
 LABELS = st.lists(st.lists(st.sampled_from([-100, 5, 6]), min_size=1, max_size=8), min_size=1, max_size=6)

@@ -60,7 +60,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
     def refuse(*_, **__):
         raise hfp.ModelNotSupportedError("it leaks")
 
-    monkeypatch.setattr("hf_packing.training.isolate.patch_model", refuse)
+    monkeypatch.setattr("hf_packing.attention.patch.patch_model", refuse)
     trainer = trainer_of(tmp_path, model=build("Llama"))
     before = vars(trainer).copy()
     with pytest.raises(hfp.ModelNotSupportedError, match="it leaks"):
@@ -71,7 +71,7 @@ def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch)
 
 def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
     report = SimpleNamespace(isolated=False, reason="it does")
-    monkeypatch.setattr("hf_packing.training.isolate.check_isolation", lambda _: report)
+    monkeypatch.setattr("hf_packing.attention.patch.check_isolation", lambda _: report)
     trainer = trainer_of(tmp_path, model=build("Llama"), bf16=True)
     with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
         hfp.attach(trainer, hfp.TokenBudget(64))

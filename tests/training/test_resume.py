@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
-from hf_packing.training.checkpoint import BatchesOfCheckpoint
+from hf_packing.training.ranks import BatchesOfCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 

@@ -1,0 +1,69 @@
+"""What a command is given: flags -> documents and strategies."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from hf_packing.cli.screen import out, say, say_warning
+from hf_packing.data.corpus import Corpus
+from hf_packing.data.documents import Documents
+from hf_packing.data.tokenize import load_tokenizer
+from hf_packing.errors import PackingError
+from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
+
+STRATEGIES = tuple(registered_strategies())
+
+
+def corpus_of(given: argparse.Namespace) -> Corpus:
+    """Return the corpus that the flags name, with its tokenizer loaded."""
+    documents = Documents(given.data, given.split, given.glob, given.skip_bad)
+    tokenizer = load_tokenizer(given.tokenizer, given.trust_remote_code) if given.tokenizer else None
+    return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos, separator=given.separator)
+
+
+def check_that_it_plans(strategy: Strategy) -> None:
+    """Have a strategy that needs a package say so before documents are read.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    plan_packing([1], strategy)
+
+
+def warn_without_end(corpus: Corpus) -> None:
+    """Warn that documents end without a token, where the tokenizer names none."""
+    if corpus.should_end and not corpus.ends and corpus.tokenizer is not None:
+        say_warning(f"{corpus.tokenizer.name} names no end-of-sequence token: documents end without one")
+
+
+def print_skipped(skipped: Sequence[str]) -> None:
+    """Print how much was left out."""
+    if skipped:
+        say(out, f"left out: {len(skipped):,}, the first: {skipped[0]}")
+
+
+def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
+    """Return each strategy with each length; those with buckets once, with all lengths."""
+    strategies: list[Strategy] = []
+    for name in dict.fromkeys(names):
+        strategy: Any = _strategy_class(name)
+        lengths = sorted(set(max_lengths))
+        strategies += [strategy(lengths)] if strategy.has_buckets else [strategy(length) for length in lengths]
+    return strategies
+
+
+def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
+    """Return the one strategy of that name.
+
+    Raises:
+        PackingError: no such name, or several lengths for a strategy that takes one.
+    """
+    if not _strategy_class(name).has_buckets and len(set(max_lengths)) > 1:
+        raise PackingError(f"--max-length: expected one with {name}, got {', '.join(map(str, max_lengths))}")
+    return strategies_named([name], max_lengths)[0]
+
+
+def _strategy_class(name: str) -> type[Any]:
+    if name not in STRATEGIES:
+        raise PackingError(f"--strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
+    return registered_strategies()[name]
