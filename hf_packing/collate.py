@@ -1,6 +1,6 @@
-"""`PackingCollator`: flatten rows into one batch, with the borders of its segments beside it.
+"""`PackingCollator`: flatten rows into one padding-free batch with segment borders.
 
-Where segments begin and end is read from whichever columns say so; several of them must agree.
+Segment borders are read from any column that gives them; if several columns do, they must agree.
 """
 
 import sys
@@ -40,14 +40,14 @@ class PackingCollator:
     """Flatten packed rows, or plain documents, into one padding-free batch.
 
     The segments of a row are read from `seq_lengths`, from `position_ids` that restart at 0 at every segment, from
-    `seq_idx` or from `cu_seq_lens_q` (`_k`), whichever the row has; several of them must agree. A row without any is
-    one document. Columns other than these, `input_ids`, `labels` and `token_type_ids` are not passed on. Loss masks
-    must have been applied to the labels: `pack` does so, while Trainer drops them before a collator sees them, and
-    would train on prompts.
+    `seq_idx` or from `cu_seq_lens_q` (`_k`), whichever the row has; if it has several, they must agree. A row with none
+    of them is one document. Columns other than these, `input_ids`, `labels` and `token_type_ids` are dropped. Loss
+    masks must already be applied to the labels, as `pack` does. Trainer drops mask columns before the collator sees
+    them, and would then train on prompts.
 
     Args:
-        keep_first_labels: whether the first token of a segment keeps its label, for models whose logits are about the
-            token itself and not about the next one, such as masked language models.
+        keep_first_labels: whether the first token of a segment keeps its label, for models that predict the
+            token itself instead of the next one, such as masked language models.
 
     Returns, when called on a list of rows with `tokens` tokens in `segments` segments, a dict of
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
@@ -60,7 +60,7 @@ class PackingCollator:
     Raises:
         PackingError: rows without input_ids or without a token, lengths that disagree, columns with different segments,
             a column in some rows only, an attention_mask of anything but ones, a loss mask that contradicts the labels,
-            batches that accelerate dispatches.
+            batches dispatched by accelerate.
 
     Example:
         >>> import hf_packing as hfp
@@ -151,10 +151,10 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
 
 
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:
-    """Raise if accelerate reads batches in one process and cuts them up for the others, its default for streams.
+    """Raise if accelerate reads batches in one process and slices them for the others, its default for streams.
 
-    It would cut borders, too, as if they had a value for each row. Accelerate is not imported here: if it is loaded,
-    its active loader shows whether it dispatches the batches of this collator.
+    It would also slice cu_seq_lens, as if it had a value for each row. Accelerate is not imported here: if it is
+    loaded, its active loader shows whether it dispatches the batches of this collator.
     """
     state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
     if state is None or data_loader is None:
@@ -162,22 +162,22 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
     loader = state.GradientState().active_dataloader
     if isinstance(loader, data_loader.DataLoaderDispatcher) and _collator_of(loader.base_dataloader) is collator:
         raise PackingError(
-            "dispatch_batches: expected False, since accelerate would cut cu_seq_lens and other borders of a packed "
-            "batch as if they had a value for each row, got True, its default for streams; give TrainingArguments "
-            "accelerator_config={'dispatch_batches': False}, or an Accelerator of your own "
-            "dataloader_config=DataLoaderConfiguration(dispatch_batches=False)"
+            "dispatch_batches: expected False, got True, accelerate's default for streams; accelerate would slice "
+            "cu_seq_lens and other borders of a packed batch as if they had a value for each row. Pass "
+            "accelerator_config={'dispatch_batches': False} to TrainingArguments, or "
+            "dataloader_config=DataLoaderConfiguration(dispatch_batches=False) to an Accelerator of your own"
         )
 
 
 def _collator_of(loader: Any) -> Any:
-    """Return the collator of a DataLoader, which Trainer wraps to remove columns."""
+    """Return the collator of a DataLoader; Trainer wraps the collator to remove columns."""
     return getattr(loader.collate_fn, "data_collator", loader.collate_fn)
 
 
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments of rows: int64 [segments], tokens. A row without a token has none.
 
-    A row without a column that says more is one segment. position_ids beside another such column are not read here:
+    A row without a segment column is one segment. position_ids beside another segment column are not read here:
     `check_positions` compares those of all rows at once.
     """
     numbered = enumerate(zip(rows, tokens, strict=True))
@@ -187,15 +187,15 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
 
 
 def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
-    """Raise if rows have other position_ids than those of their segments.
+    """Raise if the position_ids of rows do not match their segments.
 
     Args:
         rows: packed rows or documents.
         tokens: integers [tokens], the input_ids of each row.
-        position_ids: int32 [tokens of all rows], as they must be.
+        position_ids: int32 [tokens of all rows], the expected positions.
 
     Raises:
-        PackingError: position_ids of other segments, with the row.
+        PackingError: position_ids that do not match; the message names the row.
     """
     having = [number for number, row in enumerate(rows) if POSITION_IDS in row]
     if len(having) == len(rows):
@@ -216,7 +216,7 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
         number: of the row, for error messages.
 
     Returns:
-        Integers [values]; of any dtype if there are none.
+        Integers [values]; any dtype if the column is empty.
 
     Raises:
         PackingError: a missing column, or one that is not a list of integers.
@@ -226,7 +226,9 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
     try:
         values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
     except ValueError as error:
-        raise PackingError(f"column {name!r}: expected a list of integers, row {number} has {error}") from error
+        raise PackingError(
+            f"column {name!r}: expected a list of integers, row {number} has values that NumPy rejects: {error}"
+        ) from error
     if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
         raise PackingError(
             f"column {name!r}: expected a list of integers, row {number} has {values.dtype} of shape {values.shape}"
@@ -235,10 +237,10 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
 
 
 def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
-    """Do what np.asarray does; for lists of integers it takes half the time."""
+    """Convert a list as np.asarray does, in half the time if it has integers."""
     try:
         return np.frombuffer(array("q", values), dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):  # an empty list is a ValueError
+    except (TypeError, ValueError, OverflowError):  # an empty list raises ValueError
         return np.asarray(values)
 
 
@@ -256,8 +258,8 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
             same = _READERS[other](other, read_integers(other, row, number), tokens, number)
             if not np.array_equal(lengths, same):
                 raise PackingError(
-                    f"column {other!r}: expected the segments of {first!r} in row {number}, {_shown(lengths)} tokens "
-                    f"long, got those of {_shown(same)} tokens; remove the column that is wrong"
+                    f"column {other!r}: expected the segments of {first!r} in row {number}, with lengths "
+                    f"{_shown(lengths)}, got lengths {_shown(same)}; remove the column that is wrong"
                 )
     return lengths
 
@@ -288,15 +290,15 @@ def _from_segment_numbers(name: str, numbers: IntArray, tokens: int, row: int) -
 
 
 def _from_positions(name: str, positions: IntArray, tokens: int, row: int) -> IntArray:
-    """A segment begins wherever a position is not one more than the one before; it must be 0 there."""
+    """A segment begins wherever a position is not one more than the one before; that position must be 0."""
     _check_length(name, positions, tokens, row)
     begin = _begins(positions.astype(np.int64, copy=False), step=1)  # small and unsigned integers wrap around
     if (elsewhere := positions[begin] != 0).any():
         token = int(begin[elsewhere.argmax()])
         raise PackingError(
             f"column {name!r}: expected positions that restart at 0 at every segment, row {row} has {positions[token]} "
-            f"at token {token}; remove the column: positions are computed from seq_lengths, and models that count from "
-            "another number than 0 add it themselves"
+            f"at token {token}; remove the column: positions are computed from seq_lengths, and models whose "
+            "positions start at another number add it themselves"
         )
     return np.diff(begin, append=tokens)
 
@@ -307,11 +309,11 @@ _READERS: dict[str, Callable[[str, IntArray, int, int], IntArray]] = {
     SEQ_IDX: _from_segment_numbers,
     POSITION_IDS: _from_positions,
 }
-"""How each of SEGMENT_COLUMNS becomes segment lengths, given its name, its values, the row's tokens and its number."""
+"""Convert each of SEGMENT_COLUMNS to segment lengths, given (name, values, tokens of the row, number of the row)."""
 
 
 def _begins(values: IntArray, step: int) -> IntArray:
-    """Return the indices of values that are not the value before plus a step; index 0 is one of them."""
+    """Return index 0 and the indices of all values that are not the value before plus `step`."""
     inside = np.flatnonzero(np.diff(values) != step) + 1
     return np.concatenate([np.zeros(min(len(values), 1), dtype=np.int64), inside])
 
@@ -324,11 +326,11 @@ def _check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
 
 
 def _check_mask(mask: Any, tokens: int, row: int) -> None:
-    """Raise unless the mask is all ones: zeros mean padding, and larger numbers count documents packed elsewhere."""
+    """Raise unless the mask is all ones: zeros mean padding, and larger numbers mean rows that another tool packed."""
     values = np.asarray(mask)
     if values.shape != (tokens,):
         raise PackingError(
-            f"column 'attention_mask': expected {tokens} ones in row {row}, one for each of input_ids, got shape "
+            f"column 'attention_mask': expected {tokens} ones in row {row}, one for each token, got shape "
             f"{values.shape}"
         )
     if not values.all():

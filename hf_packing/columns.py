@@ -42,7 +42,7 @@ def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[A
     """Set labels to -100 where a mask has a 0, as TRL does.
 
     Args:
-        labels: integers [tokens]; they are not changed.
+        labels: integers [tokens]; not modified.
         masks: by column name, 0 and 1 as numbers or booleans, [tokens] each.
 
     Returns:

@@ -10,4 +10,4 @@ class MissingDependencyError(ImportError):
 
 
 class ModelNotSupportedError(PackingError):
-    """A model that cannot be shown to keep packed documents apart; the message gives the reason."""
+    """A model for which the isolation of packed documents cannot be verified; the message gives the reason."""

@@ -1,10 +1,10 @@
-"""A training loop of one's own: token budget, the right loss, evaluation, checkpoints that go on where they stopped.
+"""A training loop of your own: token budget, exact loss, evaluation, and checkpoints to resume from.
 
     torchrun --nproc-per-node 2 recipes/accelerate_loop.py --accumulation 2
     torchrun --nproc-per-node 2 recipes/accelerate_loop.py --accumulation 2 --resume-from-checkpoint
 
 Without --data the documents are the functions of the Python standard library, and the model is a small Llama from
-scratch. They are packed while training, anew in every epoch.
+scratch. Documents are packed during training, anew in every epoch.
 """
 
 import argparse
@@ -26,14 +26,14 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", help="a .jsonl, .json, .parquet, .csv or .txt file, or a dataset's name")
     parser.add_argument("--tokenizer", help="name or folder; default: a byte-level BPE trained on the documents")
     parser.add_argument("--model", help="name or folder; default: a small Llama from scratch")
-    parser.add_argument("--max-tokens", type=positive, default=4096, help="of a micro-batch on each process")
-    parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches of a step")
+    parser.add_argument("--max-tokens", type=positive, default=4096, help="tokens of a micro-batch on each process")
+    parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches per optimizer step")
     parser.add_argument(
-        "--loss", choices=["token", "sequence"], default="token", help="mean over tokens, or documents of their means"
+        "--loss", choices=["token", "sequence"], default="token", help="mean over tokens, or over documents"
     )
-    parser.add_argument("--epochs", type=positive, default=1, help="of the whole run, before and after it is resumed")
+    parser.add_argument("--epochs", type=positive, default=1, help="in all, counting those before a resume")
     parser.add_argument(
-        "--steps", type=positive, help="stop and save after so many steps of the optimiser from here; default: do not"
+        "--steps", type=positive, help="stop and save after this many optimizer steps, counted from the start or resume of this run"
     )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     add_checkpoints(parser, "outputs/accelerate_loop")
@@ -47,7 +47,7 @@ def main(flags: Sequence[str] | None = None) -> None:
         cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=arguments.accumulation
     )
     train(accelerator, arguments, checkpoint)
-    accelerator.free_memory()  # before the group of processes ends, which a DDP model must not outlive
+    accelerator.free_memory()  # before the process group ends, which a DDP model must not outlive
     accelerator.end_training()
 
 
@@ -60,14 +60,14 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     budget = hfp.TokenBudget(arguments.max_tokens, overflow="split")
     loader = hfp.prepare_dataloader(accelerator, documents["train"], budget, loss=arguments.loss, model=model)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    model, optimiser = accelerator.prepare(model, optimiser)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    model, optimizer = accelerator.prepare(model, optimizer)
     done = Progress(arguments, ["learning_rate"])
     accelerator.register_for_checkpointing(done)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
         accelerator.print(
-            f"going on in epoch {loader.epoch} after {loader.micro_batches_done} of {len(loader)} micro-batches"
+            f"resuming in epoch {loader.epoch} after {loader.micro_batches_done} of {len(loader)} micro-batches"
         )
     if loader.epoch >= arguments.epochs:
         raise SystemExit(f"--epochs: expected more than the {loader.epoch} of the checkpoint, got {arguments.epochs}")
@@ -82,15 +82,15 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
             with accelerator.accumulate(model):
                 loss = hfp.compute_loss(model, batch)
                 accelerator.backward(loss)
-                optimiser.step()
-                optimiser.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
             done.steps += accelerator.sync_gradients
             if accelerator.sync_gradients and (done.steps == last or done.steps % arguments.save_every == 0):
                 save(accelerator, arguments.output)
             if done.steps == last:
                 break
         loss = hfp.evaluation_loss(accelerator, model, documents["test"], rows_per_batch=8)
-        accelerator.print(f"epoch {epoch}, {done.steps} updates in all: evaluation loss {loss:.4f}")
+        accelerator.print(f"epoch {epoch}, {done.steps} optimizer steps in all: evaluation loss {loss:.4f}")
         if done.steps == last:
             break
     accelerator.unwrap_model(model).save_pretrained(

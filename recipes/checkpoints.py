@@ -1,4 +1,4 @@
-"""Checkpoints of recipes with loops of their own: saved whole, found again, resumed with the same flags or refused."""
+"""Checkpoints for recipes with their own training loop: save them, find them, resume with the same flags or refuse."""
 
 import argparse
 import shutil
@@ -19,26 +19,26 @@ def positive(text: str) -> int:
 
 
 def add_checkpoints(parser: argparse.ArgumentParser, output: str) -> None:
-    parser.add_argument("--save-every", type=positive, default=50, help="steps of the optimiser between checkpoints")
+    parser.add_argument("--save-every", type=positive, default=50, help="optimizer steps between checkpoints")
     parser.add_argument("--output", type=Path, default=Path(output), help="folder of the checkpoints and the model")
     parser.add_argument(
         *("--resume-from-checkpoint", "--resume_from_checkpoint", "--resume"),
         nargs="?",
         const=LAST,
         metavar="FOLDER",
-        help="go on from the last checkpoint in --output, or from the one in FOLDER",
+        help="resume from the last checkpoint in --output, or from the one in FOLDER",
     )
 
 
 def checkpoint_of(arguments: argparse.Namespace) -> Path | None:
-    """The one to go on from; None for a run that begins, which must not overwrite another's."""
+    """Return the checkpoint to resume from, or None for a new run, which must not overwrite another run's."""
     kept = next((arguments.output / name for name in NEWEST_FIRST if (arguments.output / name).exists()), None)
     asked = arguments.resume_from_checkpoint
     if asked is None:
         if kept is not None:
             raise SystemExit(
                 f"--output: expected a folder without a checkpoint, {str(arguments.output)!r} has one of an earlier "
-                "run, which this one would overwrite; --resume-from-checkpoint goes on from it"
+                "run, which this one would overwrite; --resume-from-checkpoint resumes from it"
             )
         return None
     if asked == LAST:
@@ -51,7 +51,7 @@ def checkpoint_of(arguments: argparse.Namespace) -> Path | None:
 
 
 def save(accelerator: Accelerator, output: Path) -> None:
-    """Into a folder that gets its name when all is in it, so that a kill while saving costs one checkpoint only."""
+    """Save to a temporary folder and rename it once complete, so that a kill while saving loses one checkpoint only."""
     accelerator.save_state(output / "unfinished")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -64,7 +64,7 @@ def save(accelerator: Accelerator, output: Path) -> None:
 
 
 class Progress:
-    """Steps of the optimiser so far, and flags that a resumed run would ignore; saved with each checkpoint."""
+    """Optimizer steps so far, and flags that a resumed run would ignore; saved with each checkpoint."""
 
     def __init__(self, arguments: argparse.Namespace, flags: Sequence[str]) -> None:
         self.steps = 0

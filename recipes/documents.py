@@ -60,7 +60,7 @@ def read_documents(data: str | None, flag: str = "--data") -> datasets.Dataset:
     try:
         return datasets.load_dataset(formats[-1], data_files=data, split="train")
     except datasets.exceptions.DatasetGenerationError:
-        documents = Documents(data, skip_bad=True)  # which knows the line that is wrong
+        documents = Documents(data, skip_bad=True)  # names the bad line
         for _ in documents:
             pass
         if documents.skipped:
@@ -74,7 +74,7 @@ def as_text(row: dict) -> str:
 
 
 def kind_of(row: dict) -> str:
-    """Return the column that a row is known by."""
+    """Return the kind of a row, named by the column that decides it."""
     try:
         return kind_of_row(row, None)
     except BadRowError:

@@ -1,10 +1,10 @@
-"""What a figure was taken on."""
+"""The machine that a figure was measured on."""
 
 import platform
 
 
 def processor() -> str:
-    """Its name, as the machine tells it."""
+    """Return the processor's name, as the machine reports it."""
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))

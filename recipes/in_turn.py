@@ -1,4 +1,4 @@
-"""Two trainings whose steps are taken in turn, to be compared on a machine that does other things as well."""
+"""Train two models in alternating steps, to compare their speed on a machine that may be busy with other things."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ SPEED = "tokens/s" if DEVICE == "cuda" else "tokens per CPU second"
 
 @dataclass
 class Side:
-    """One of two trainings on the same documents, and what its steps showed."""
+    """One of two trainings on the same documents, with the losses and times of its steps."""
 
     name: str
     model: PreTrainedModel
@@ -29,7 +29,7 @@ class Side:
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0)
         self.model.train()
 
     @property
@@ -37,7 +37,7 @@ class Side:
         return float(np.median(np.divide(self.tokens, self.seconds)))
 
     def step(self, number: int) -> None:
-        """From rows to new weights."""
+        """Take one optimizer step, collating included."""
         rows = self.batches[number]
         began = now()
         inputs = self.collate(rows)
@@ -46,17 +46,17 @@ class Side:
             loss = self.model(**inputs, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimiser.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * (1 - number / len(self.batches))
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.seconds.append(now() - began)
         self.losses.append(loss.item())
         self.tokens.append(sum(len(row["input_ids"]) for row in rows))
 
 
 def now() -> float:
-    """Seconds when the device is done; on a CPU those of this process, which others do not lengthen."""
+    """Return the time once the device is done; on a CPU, the CPU seconds of this process, which others do not affect."""
     if DEVICE == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -64,10 +64,10 @@ def now() -> float:
 
 
 def in_turn(sides: Sequence[Side]) -> None:
-    """A step of each, so that whatever else the machine does slows both alike.
+    """Take the steps of all sides in turn, so that whatever else the machine does slows them alike.
 
-    On a CPU with one thread: on a busy machine several wait for each other in every operation, and the short operations
-    of packed rows lose most by that.
+    On a CPU, use one thread: on a busy machine, several threads wait for each other in every operation, which slows the
+    short operations of packed rows most.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -80,7 +80,7 @@ def in_turn(sides: Sequence[Side]) -> None:
 
 
 def summary(padded: Side, packed: Side) -> str:
-    """How much faster, by the median of pairs of steps, which a busy machine hardly moves."""
+    """Say how much faster packed is, by the median over pairs of steps, which a busy machine hardly changes."""
     ratios = np.divide(padded.seconds, packed.seconds)
     low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
     return (

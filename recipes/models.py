@@ -1,4 +1,4 @@
-"""The model of the recipes with loops of their own: the user's, or a small Llama from scratch."""
+"""The model of the recipes with their own training loop: the user's, or a small Llama from scratch."""
 
 import torch
 from accelerate.utils import set_seed
@@ -6,11 +6,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 
 def load_model(name: str | None, vocabulary: int) -> PreTrainedModel:
-    """The same weights on every process.
+    """Return the model, with the same weights on every process.
 
     Args:
         name: name or folder; None for the small one.
-        vocabulary: tokens of the small one.
+        vocabulary: vocabulary size of the small one.
     """
     set_seed(0)
     if name:

@@ -7,7 +7,7 @@
         --tokenizer gpt2 --buckets 2048 4096 8192 16384 --tokens-per-batch 16384
 
 Without --data the documents are the functions of the Python standard library, and the model is a small Llama from
-scratch. Prints the tokens that all processes have at a time, and the speed of every bucket (arXiv 2407.07495, Table 2).
+scratch. Prints how many tokens all processes have in a micro-batch, and the speed of every bucket (arXiv 2407.07495, Table 2).
 """
 
 import argparse
@@ -37,15 +37,15 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--buckets", type=positive, nargs="+", default=[256, 512, 1024, 2048], help="tokens a row may hold"
     )
-    parser.add_argument("--tokens-per-batch", type=positive, default=2048, help="of a micro-batch on each process")
-    parser.add_argument("--order", choices=["random", "short_to_long"], default="random", help="of the buckets")
-    parser.add_argument("--cycles", type=positive, help="ways from short to long in an epoch; 1 unless it is given")
-    parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches of a step")
+    parser.add_argument("--tokens-per-batch", type=positive, default=2048, help="tokens of a micro-batch on each process")
+    parser.add_argument("--order", choices=["random", "short_to_long"], default="random", help="order of the buckets")
+    parser.add_argument("--cycles", type=positive, help="passes from short to long in an epoch; default: 1")
+    parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches per optimizer step")
     parser.add_argument(
         "--steps",
         type=int,
         default=100,
-        help="of the optimiser, of the whole run, before and after it is resumed; 0 for an epoch",
+        help="optimizer steps in all, counting those before a resume; 0 for one epoch",
     )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     add_checkpoints(parser, "outputs/pretrain_bucket")
@@ -64,7 +64,7 @@ def main(flags: Sequence[str] | None = None) -> None:
         cpu=not torch.accelerator.is_available(), gradient_accumulation_steps=arguments.accumulation
     )
     train(accelerator, arguments, checkpoint)
-    accelerator.free_memory()  # before the group of processes ends, which a DDP model must not outlive
+    accelerator.free_memory()  # before the process group ends, which a DDP model must not outlive
     accelerator.end_training()
 
 
@@ -76,14 +76,14 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
     model = load_model(arguments.model, len(tokenizer)).to(accelerator.device)
     batching = hfp.BucketBatches(arguments.tokens_per_batch, order=arguments.order, cycles=arguments.cycles or 1)
     loader = hfp.prepare_dataloader(accelerator, packed, batching, model=model)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    model, optimiser = accelerator.prepare(model, optimiser)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    model, optimizer = accelerator.prepare(model, optimizer)
 
     done = Progress(arguments, ["learning_rate"])
     accelerator.register_for_checkpointing(done)
     if checkpoint is not None:
         accelerator.load_state(checkpoint)
-        accelerator.print(f"going on after {done.steps} steps")
+        accelerator.print(f"resuming after {done.steps} steps")
     steps = arguments.steps or -(-len(loader) // arguments.accumulation)
     if done.steps >= steps:
         raise SystemExit(f"--steps: expected more than the {done.steps} of the checkpoint, got {arguments.steps}")
@@ -97,8 +97,8 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
         with accelerator.accumulate(model):
             loss = hfp.compute_loss(model, batch)
             accelerator.backward(loss)
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         place = loader.micro_batches_done - 1
         rows = [row for row, _ in loader.plan.micro_batch(place, accelerator.process_index)]
         seen.append(
@@ -131,7 +131,7 @@ def train(accelerator: Accelerator, arguments: argparse.Namespace, checkpoint: P
 
 
 def batches_of_epochs(loader: hfp.PackedLoader) -> Iterator[dict]:
-    """Epoch after epoch, from where the loader is."""
+    """Yield batches epoch after epoch, from where the loader is."""
     while True:
         yield from loader
 
@@ -142,7 +142,7 @@ class Step(NamedTuple):
     step: int
     bucket: int
     rows: tuple[int, ...]
-    """The bucket each of its rows was packed for; a smaller one where a row was left over there."""
+    """The bucket that each of its rows was packed for; smaller than `bucket` if the row was left over there."""
     tokens: int
     seconds: float
     loss: float
@@ -156,7 +156,7 @@ def report(seen: list[Step], processes: int) -> None:
     same = all(len({each.bucket for each in together}) == 1 for together in steps.values())
     moved = sum(bucket < each.bucket for each in seen for bucket in each.rows)
     print(f"\n{len(steps)} micro-batches on {processes} processes, the same bucket on all of them each time: {same}")
-    print(f"{moved} of {sum(len(each.rows) for each in seen)} rows left over in a smaller bucket")
+    print(f"{moved} of {sum(len(each.rows) for each in seen)} rows were left over in their bucket and trained in a larger one")
     apart = 1 - min(tokens) / max(tokens)
     print(f"tokens of all processes at a time: {min(tokens):,} to {max(tokens):,}, {apart:.2%} apart")
     print(f"loss of the first micro-batch {steps[0][0].loss:.3f}, of the last {steps[len(steps) - 1][0].loss:.3f}\n")

@@ -1,4 +1,4 @@
-"""Pack real documents and train on them, padded and packed, a step of each in turn.
+"""Pack real documents and train on them, padded and packed, alternating step by step.
 
     python recipes/quickstart.py
     python recipes/quickstart.py --data my.jsonl --tokenizer gpt2 --max-length 4096
@@ -62,13 +62,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", choices=STRATEGIES, default="best-fit", help="how the dataset is packed")
     parser.add_argument("--steps", type=positive, default=40, help="steps of each training, an epoch at most")
     parser.add_argument("--documents-per-step", type=positive, default=16)
-    parser.add_argument("--seed", type=int, default=0, help="of weights, packs, and the documents trained on")
-    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="is overwritten")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, packs, and the choice of documents")
+    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="folder; overwritten")
     return parser.parse_args()
 
 
 def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The same weights at every call."""
+    """Return the model, with the same weights at every call."""
     set_seed(arguments.seed)
     if arguments.model:
         return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(DEVICE)
@@ -88,7 +88,7 @@ def new_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
 
 
 def padded_batches(lengths: np.ndarray, size: int, seed: int) -> tuple[int, int]:
-    """Tokens and slots of random batches, each padded to its longest document."""
+    """Count the tokens and slots of random batches, each padded to its longest document."""
     order = np.random.default_rng(seed).permutation(lengths)
     batches = [order[first : first + size] for first in range(0, len(order), size)]
     return int(lengths.sum()), sum(len(batch) * int(batch.max()) for batch in batches)
@@ -111,19 +111,19 @@ def compare(lengths: np.ndarray, arguments: argparse.Namespace) -> dict[str, hfp
             f"{m.concatenation_ratio:>15.2f}{m.packing_efficiency:>12.2%}{m.num_packs:>9,}"
         )
     print("truncation: documents cut / documents. concatenation: documents / rows.")
-    print("padding drops what is longer than a row; the strategies here drop nothing.\n")
+    print("padding drops the tokens beyond a row; the strategies here drop nothing.\n")
     return plans
 
 
 def mean_loss(model: PreTrainedModel, batches: list[dict]) -> float:
-    """Mean over all tokens that have a label to predict."""
+    """Return the mean loss over all tokens that have a label to predict."""
     total, count = 0.0, 0
     with torch.no_grad():
         for batch in batches:
             inputs = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in batch.items()}
-            labelled = int((batch["labels"][:, 1:] != -100).sum())
-            total += float(model(**inputs, use_cache=False).loss) * labelled
-            count += labelled
+            labeled = int((batch["labels"][:, 1:] != -100).sum())
+            total += float(model(**inputs, use_cache=False).loss) * labeled
+            count += labeled
     return total / count
 
 
@@ -140,12 +140,12 @@ def draw(
     before.axvline(max_length, color="#b04030", linestyle="--", label=f"max_length {max_length:,}")
     before.set(xscale="log", xlabel="tokens", ylabel="documents", title=f"{len(lengths):,} documents before packing")
     before.legend(frameon=False)
-    colours = {"fixed-length": "#999999", "first-come": "#d8a048", "best-fit": "#488858"}
+    colors = {"fixed-length": "#999999", "first-come": "#d8a048", "best-fit": "#488858"}
     for name, plan in plans.items():
         fill = np.sort(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) / plan.pack_capacity)
         label = f"{name.replace('-', ' ')}: {plan.num_packs:,} rows, {plan.metrics().truncation_ratio:.1%} cut"
         after.plot(
-            np.linspace(0, 100, len(fill)), 100 * fill, color=colours.get(name, "#7858a8"), linewidth=2, label=label
+            np.linspace(0, 100, len(fill)), 100 * fill, color=colors.get(name, "#7858a8"), linewidth=2, label=label
         )
     after.set(
         xlabel="rows, emptiest first (%)", ylabel="fill of the row (%)", ylim=(0, 104), title="Rows after packing"
@@ -153,10 +153,10 @@ def draw(
     after.legend(frameon=False, loc="lower right")
     styles = {"padded": ("#4878a8", "-", 4), "packed": ("#b04030", "--", 1.8)}
     for side in sides:
-        colour, line, width = styles[side.name]
+        color, line, width = styles[side.name]
         label = f"{side.name}: {side.tokens_per_second:,.0f} {SPEED}"
         seen = np.arange(1, len(side.losses) + 1) * len(sides[0].batches[0])
-        curves.plot(seen, side.losses, color=colour, linestyle=line, linewidth=width, label=label)
+        curves.plot(seen, side.losses, color=color, linestyle=line, linewidth=width, label=label)
     curves.set(xlabel="documents seen", ylabel="training loss", title="The same documents, padded and packed")
     curves.legend(frameon=False)
     figure.savefig(file, dpi=120)
@@ -164,7 +164,7 @@ def draw(
 
 
 def compare_losses(arguments, packed: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Patch a model, show that documents stay apart, and that their loss is the one they have with padding."""
+    """Patch a model, show that documents stay apart, and that their loss is the same as with padding."""
     model = new_model(arguments, tokenizer)
     report = hfp.check_isolation(model)
     print(f"stock model:   isolated={report.isolated}: {report.reason}")
@@ -200,7 +200,7 @@ def train_both(arguments, documents: datasets.Dataset, lengths: np.ndarray, toke
     rows = [{"input_ids": tokens, "labels": tokens} for tokens in ids]
     padded = [rows[first : first + per_step] for first in range(0, len(rows), per_step)]
     learning_rate = 3e-3 if arguments.model is None else 2e-5
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):  # proven as it will be trained
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):  # verified in the precision of the training
         model = hfp.patch_model(new_model(arguments, tokenizer))
     sides = [
         Side("padded", new_model(arguments, tokenizer), padded, DataCollatorForSeq2Seq(tokenizer), learning_rate),

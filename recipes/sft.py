@@ -6,8 +6,8 @@
     accelerate launch --config_file recipes/configs/fsdp2.yaml recipes/sft.py --config recipes/configs/sft.yaml
 
 The data is a .json or .jsonl file (also .gz) or a dataset's name, with `messages`, or with `prompt` and `completion`,
-as text (joined by a line break) or as messages. Flags of TRL's SFTConfig are honoured or refused, as the table in
-recipes/README.md says, and may stand in a YAML file, `--config`, as well.
+as text (joined by a line break) or as messages. Flags of TRL's SFTConfig are honored or refused, as the table in
+recipes/README.md says. Flags may also be given in a YAML file, `--config`.
 """
 
 import sys
@@ -42,34 +42,34 @@ TEMPLATES = (".jinja", ".j2")
 
 @dataclass
 class Arguments:
-    """What SFTConfig does not know."""
+    """The recipe's own flags, which SFTConfig does not have."""
 
     data: str = field(metadata={"help": "a .json or .jsonl file (also .gz), or a dataset's name"})
     model: str = field(metadata={"help": "name or folder of a causal language model and its tokenizer"})
     eval_data: str | None = field(
         default=None,
-        metadata={"help": "the same for evaluation: after training, and as --eval_strategy says"},
+        metadata={"help": "the same for evaluation, after training and as --eval_strategy says"},
     )
     strategy: str = field(
         default="none",
         metadata={
-            "help": "how documents become rows, once and for all; none packs them while training, anew in every epoch",
+            "help": "how documents are packed before training; none packs them during training, anew in every epoch",
             "choices": ["none", *STRATEGIES],
         },
     )
     pack_length: int | None = field(
         default=None,
-        metadata={"help": "tokens a packed row holds, 4096 unless it is given; longer documents are split"},
+        metadata={"help": "tokens a packed row holds, 4096 if not given; longer documents are split"},
     )
     max_tokens: int | None = field(
-        default=None, metadata={"help": "tokens of a micro-batch on each process; pack_length where it is not given"}
+        default=None, metadata={"help": "tokens of a micro-batch on each process; pack_length if not given"}
     )
     loss: str = field(
         default="token",
-        metadata={"help": "mean over tokens, or over documents of their means", "choices": ["token", "sequence"]},
+        metadata={"help": "mean over tokens, or over documents", "choices": ["token", "sequence"]},
     )
     match_documents_per_step: int | None = field(
-        default=None, metadata={"help": "documents in a step of the optimiser, to keep an unpacked schedule"}
+        default=None, metadata={"help": "documents per optimizer step, to keep the schedule of an unpacked run"}
     )
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class Arguments:
                 sys.exit(f"--{name}: expected an integer from 1, got {value!r}")
         if self.strategy == "none" and None not in (self.pack_length, self.max_tokens):
             sys.exit(
-                f"--pack_length: expected none beside --max_tokens with --strategy none, which has no rows but "
-                f"micro-batches, got {self.pack_length}"
+                f"--pack_length: expected none beside --max_tokens with --strategy none, which packs "
+                f"documents straight into micro-batches, got {self.pack_length}"
             )
         self.pack_length = self.pack_length or (self.max_tokens if self.strategy == "none" else 4096) or 4096
         self.max_tokens = self.max_tokens or self.pack_length
@@ -103,7 +103,7 @@ def packed(
 
 
 def load_tokenizer(model: str, config: SFTConfig) -> PreTrainedTokenizerBase:
-    """With the end and the template that the flags name, before anything is tokenised."""
+    """Load the tokenizer, with the end-of-sequence token and chat template that the flags name."""
     revision = (config.model_init_kwargs or {}).get("revision")
     more = {} if revision is None else {"revision": revision}
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=config.trust_remote_code, **more)
@@ -124,7 +124,7 @@ def load_tokenizer(model: str, config: SFTConfig) -> PreTrainedTokenizerBase:
 def documents_of(
     rows: datasets.Dataset, config: SFTConfig, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> datasets.Dataset:
-    """Tokens and labels."""
+    """Tokenize rows into input_ids and labels."""
     train_on = what_is_trained(rows, given.get("assistant_only_loss"), config.completion_only_loss)
     try:
         return rows.map(
@@ -140,7 +140,7 @@ def documents_of(
 
 
 def main(flags: Sequence[str] | None = None) -> SFTTrainer:
-    """Train, and save the model in --output_dir; the trainer, done."""
+    """Train, save the model in --output_dir, and return the trainer."""
     parser = Parser(Arguments, {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False})
     arguments, config = parser.parse_args_and_config(flags)
     checkpoint = checkpoint_of(config)
@@ -149,7 +149,7 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
         chats = read(arguments.data)
         chats_held_out = None if arguments.eval_data is None else read(arguments.eval_data, "--eval_data")
         tokenizer = load_tokenizer(arguments.model, config)
-    with config.main_process_first(desc="tokenising and packing"):
+    with config.main_process_first(desc="tokenizing and packing"):
         documents = documents_of(chats, config, parser.given, tokenizer)
         seed = config.seed if config.data_seed is None else config.data_seed
         rows, batching = packed(documents, arguments, seed)
@@ -180,13 +180,13 @@ def prepare(
     held_out: datasets.Dataset | None,
     batching: hfp.TokenBudget | hfp.BucketBatches,
 ) -> SFTTrainer:
-    """A trainer with planned batches."""
+    """Build a trainer with planned batches."""
     options = {"dtype": "float32", "trust_remote_code": config.trust_remote_code, **(config.model_init_kwargs or {})}
-    options["dtype"] = getattr(torch, options["dtype"], options["dtype"])  # by name; "auto" is none
+    options["dtype"] = getattr(torch, options["dtype"], options["dtype"])  # a dtype by its name; "auto" is not a dtype
     model = AutoModelForCausalLM.from_pretrained(arguments.model, **options)
     same_flags = SameFlags(config)
     config.model_init_kwargs = None  # the model has them, and SFTTrainer would warn
-    config.assistant_only_loss, config.completion_only_loss = False, None  # labels have them already
+    config.assistant_only_loss, config.completion_only_loss = False, None  # the labels are masked already
     trainer = SFTTrainer(
         model=model,
         args=config,
@@ -204,7 +204,7 @@ def prepare(
 
 
 def end(accelerator: Accelerator) -> None:
-    """In this order, and without a trainer: a DDP model that outlives the group of processes hangs at the exit."""
+    """Free the model, then end the process group. Keep no trainer: a DDP model that outlives the group hangs at exit."""
     accelerator.free_memory()
     accelerator.end_training()
 

@@ -33,7 +33,7 @@ def read(data: str, flag: str = "--data") -> datasets.Dataset:
 
 
 def what_is_trained(rows: datasets.Dataset, assistant_only: bool | None, completion_only: bool | None) -> TrainOn:
-    """Resolve the flags, None for one that was not given: answers alone, unless they say otherwise."""
+    """Resolve the flags (None if not given): train on answers alone, unless they say otherwise."""
     has_messages = "messages" in rows.column_names
     is_chat = has_messages or not isinstance(rows[0]["prompt"], str)
     if completion_only and has_messages:
@@ -61,7 +61,7 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, train_o
 
 
 def check_tools(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse tools that the chat template would leave out without a word."""
+    """Refuse tools that the chat template would silently leave out."""
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
     if tools and "tools" not in tokenizer.chat_template:

@@ -1,4 +1,4 @@
-"""What sft.py does with every flag of TRL's SFTConfig: honoured, or refused with what to do instead.
+"""What sft.py does with every flag of TRL's SFTConfig: honored, or refused with what to do instead.
 
 python recipes/sft_flags.py    # writes the table of recipes/README.md
 """
@@ -18,11 +18,11 @@ class Rule:
     """One line of the table, for one or several flags."""
 
     flags: str
-    """Names, with blanks between."""
+    """Names, separated by spaces."""
     says: str
-    """What an honoured flag does here; why a flag is refused, and what to do instead."""
+    """What an honored flag does here, or why a flag is refused and what to do instead."""
     tested: str = ""
-    """The function of tests/test_sft.py that sees what it does, or why there is none."""
+    """The function of tests/test_sft.py that checks what it does, or why there is none."""
     needs_eval_data: bool = False
 
     @property
@@ -33,52 +33,52 @@ class Rule:
 @dataclass(frozen=True)
 class Refused(Rule):
     accepted: tuple[Any, ...] = field(default=())
-    """Values that say what happens anyway."""
+    """Values that match what the recipe does anyway."""
 
 
 BY_RECIPE = (
     Rule(
         "resume_from_checkpoint",
-        "`True` or `last`: the latest in `--output_dir`; or a checkpoint's folder. Goes on with the very next step",
+        "`True` or `last`: the latest in `--output_dir`; or a checkpoint's folder. Resumes with the very next step",
         "test_a_resumed_run_is_the_unbroken_one",
     ),
     Rule(
         "output_dir",
-        "refused where it holds checkpoints of an earlier run, unless that is resumed",
+        "refused where it holds checkpoints of an earlier run, unless that run is resumed",
         "test_checkpoints_are_not_overwritten",
     ),
     Rule(
         "completion_only_loss",
-        "whether prompts of prompt and completion are left out of the loss; yes unless it is given. `False` trains on "
-        "whole chats as well, unless `--assistant_only_loss True`",
+        "whether prompts of prompt and completion are left out of the loss; yes if not given. `False` trains on whole "
+        "chats as well, unless `--assistant_only_loss True`",
         "test_trainable_tokens",
     ),
     Rule(
         "assistant_only_loss",
-        "whether only the assistant's turns are trained on. Unlike TRL's default: yes for messages",
+        "whether only the assistant's turns are trained on; yes for messages if not given, unlike in TRL",
         "test_trainable_tokens",
     ),
     Rule(
         "seed data_seed",
-        "`seed` is that of the training, `data_seed` (the same unless it is given) that of packs and their order",
+        "`seed` is for the training, `data_seed` (the same if not given) for packs and their order",
         "test_the_order_of_documents_has_a_seed",
     ),
     Rule(
         "model_init_kwargs trust_remote_code",
-        "given to `from_pretrained`; `revision` and `trust_remote_code` to the tokenizer's, too",
+        "passed to `from_pretrained` of the model; `revision` and `trust_remote_code` also to that of the tokenizer",
         "test_model_init_kwargs",
     ),
-    Rule("eos_token", "ends prompts and completions; it has to be in the vocabulary", "test_eos_token"),
+    Rule("eos_token", "the token after a completion; it has to be in the vocabulary", "test_eos_token"),
     Rule(
         "chat_template_path",
         "a .jinja or .j2 file; a tokenizer's folder is refused, since its tokens would be missing here",
         "test_chat_template_path",
     ),
-    Rule("dataset_num_proc", "processes that tokenise", "test_processes_that_tokenise"),
+    Rule("dataset_num_proc", "number of processes that tokenize", "test_processes_that_tokenize"),
     Rule("do_eval", "evaluates after training, as `--eval_data` alone does", "test_evaluation", needs_eval_data=True),
     Rule(
         "use_cpu bf16",
-        "without an accelerator `use_cpu` is True and `bf16` False unless they are given",
+        "without an accelerator, `use_cpu` is True and `bf16` False if not given",
         "test_yaml_says_what_flags_say",
     ),
 )
@@ -88,12 +88,12 @@ BY_TRAINER = (
     Rule(
         "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 "
         "adam_beta2 adam_epsilon optim_target_modules max_grad_norm",
-        "as in Trainer; those that a checkpoint's optimiser brings along have to be the same when it is resumed",
+        "as in Trainer; values that the checkpoint's optimizer restores have to be the same in a resumed run",
         "test_what_a_checkpoint_brings_along",
     ),
     Rule(
         "gradient_accumulation_steps",
-        "micro-batches of `--max_tokens` in a step; the loss is the mean over the whole step",
+        "micro-batches of `--max_tokens` per optimizer step; the loss is the mean over the whole step",
         "test_accumulation",
     ),
     Rule(
@@ -103,13 +103,13 @@ BY_TRAINER = (
     ),
     Rule("loss_type", "as in SFTTrainer; `dft` is refused with `--loss sequence`", "test_losses_of_trl"),
     Rule("router_aux_loss_coef", "as in SFTTrainer", "test_router_loss"),
-    Rule("fp16 tf32", "as in Trainer", "need a card"),
+    Rule("fp16 tf32", "as in Trainer", "need a GPU"),
     Rule(
         "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs",
-        "as in SFTTrainer, on unless it is turned off",
+        "as in SFTTrainer; on unless turned off",
         "test_checkpointed_activations_change_no_loss",
     ),
-    Rule("activation_offloading", "as in SFTTrainer", "needs a card"),
+    Rule("activation_offloading", "as in SFTTrainer", "needs a GPU"),
     Rule(
         "torch_compile torch_compile_backend torch_compile_mode",
         "as in Trainer",
@@ -126,7 +126,7 @@ BY_TRAINER = (
     Rule("trackio_space_id trackio_bucket_id trackio_static_space_id", "as in Trainer", "need trackio"),
     Rule(
         "save_strategy save_steps save_total_limit save_only_model save_on_each_node",
-        "as in Trainer; a checkpoint without its optimiser is refused when it is resumed",
+        "as in Trainer; resuming from a checkpoint without its optimizer is refused",
         "test_what_cannot_be_resumed",
     ),
     Rule("enable_jit_checkpoint", "as in Trainer", "needs a signal"),
@@ -135,7 +135,7 @@ BY_TRAINER = (
         "as in Trainer: checkpoints as `hub_strategy` says, the model at the end",
         "need the hub",
     ),
-    Rule("ignore_data_skip", "as in Trainer: a resumed run begins with a whole epoch", "test_ignored_data_skip"),
+    Rule("ignore_data_skip", "as in Trainer: a resumed run begins with a full epoch", "test_ignored_data_skip"),
     Rule(
         "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
         "dataloader_multiprocessing_context",
@@ -167,7 +167,7 @@ BY_TRAINER = (
         needs_eval_data=True,
     ),
     Rule(
-        "pad_token", "as in SFTTrainer: rows have no padding, the saved tokenizer and model name it", "test_pad_token"
+        "pad_token", "as in SFTTrainer; rows have no padding, but the saved tokenizer and model name it", "test_pad_token"
     ),
 )
 
@@ -179,10 +179,10 @@ REFUSED = (
     Refused("length_column_name", "lengths are those of the tokens; leave it out"),
     Refused("dataloader_drop_last", "every document is trained on in every epoch", accepted=(False,)),
     Refused("dataloader_in_order", "batches come as planned, so that a run resumes exactly", accepted=(True,)),
-    Refused("shuffle_dataset", "documents come in another order in every epoch, by --data_seed", accepted=(True,)),
+    Refused("shuffle_dataset", "documents come in another order in every epoch, set by --data_seed", accepted=(True,)),
     Refused("packing", "rows are packed here, and TRL would pack them again; --strategy says how", accepted=(False,)),
     Refused("packing_strategy", "rows are packed here; --strategy says how"),
-    Refused("eval_packing", "evaluation is by document, without padding", accepted=(False, None)),
+    Refused("eval_packing", "evaluation runs on documents, without padding", accepted=(False, None)),
     Refused("padding_free", "rows are never padded", accepted=(True,)),
     Refused("pad_to_multiple_of", "rows are never padded; leave it out", accepted=(None,)),
     Refused("max_length", "--pack_length says how long rows are; longer documents are split", accepted=(None,)),
@@ -201,34 +201,34 @@ REFUSED = (
     ),
     Refused(
         "neftune_noise_alpha",
-        "its noise is scaled by the length of a row, and rows are packs here, so that it would be weaker; leave it out",
+        "its noise is scaled by row length, and packed rows are longer, so it would be weaker; leave it out",
         accepted=(None,),
     ),
     Refused(
         "use_liger_kernel",
-        "it changes the model after documents were proven to be apart; --model_init_kwargs '{\"use_kernels\": true}' "
-        "loads kernels before",
+        "it changes the model after isolation was verified; --model_init_kwargs '{\"use_kernels\": true}' "
+        "loads kernels before that",
         accepted=(False,),
     ),
     Refused("liger_kernel_config", "see use_liger_kernel", accepted=(None,)),
     Refused("use_cache", "a packed row has no cache", accepted=(False,)),
     Refused("do_train", "this recipe trains", accepted=(True,)),
     Refused("do_predict", "this recipe predicts nothing; see --eval_data for the loss", accepted=(False,)),
-    Refused("prediction_loss_only", "evaluation is by the loss alone", accepted=(True,)),
-    Refused("eval_do_concat_batches", "evaluation is by the loss alone; leave it out", accepted=(True,)),
-    Refused("eval_use_gather_object batch_eval_metrics", "evaluation is by the loss alone", accepted=(False,)),
-    Refused("eval_accumulation_steps", "evaluation is by the loss alone; leave it out", accepted=(None,)),
-    Refused("include_for_metrics", "evaluation is by the loss alone; leave it out"),
+    Refused("prediction_loss_only", "evaluation computes only the loss", accepted=(True,)),
+    Refused("eval_do_concat_batches", "evaluation computes only the loss; leave it out", accepted=(True,)),
+    Refused("eval_use_gather_object batch_eval_metrics", "evaluation computes only the loss", accepted=(False,)),
+    Refused("eval_accumulation_steps", "evaluation computes only the loss; leave it out", accepted=(None,)),
+    Refused("include_for_metrics", "evaluation computes only the loss; leave it out"),
     Refused("restore_callback_states_from_checkpoint", "this recipe adds no callbacks with states", accepted=(False,)),
     Refused("accelerator_config", f"{PLANNED}; for the rest: accelerate launch --config_file recipes/configs/ddp.yaml"),
-    Refused("parallelism_config", "accelerate launch --config_file has a place for it"),
+    Refused("parallelism_config", "set it in the file of accelerate launch --config_file"),
     Refused(
         "fsdp fsdp_config",
-        "accelerate launch --config_file recipes/configs/fsdp2.yaml shards the model after it was proven",
+        "accelerate launch --config_file recipes/configs/fsdp2.yaml shards the model after isolation was verified",
     ),
     Refused(
         "deepspeed",
-        "accelerate launch --config_file recipes/configs/zero3.yaml shards the model after it was proven",
+        "accelerate launch --config_file recipes/configs/zero3.yaml shards the model after isolation was verified",
     ),
     Refused("local_rank", "start processes with accelerate launch or torchrun", accepted=(-1,)),
 )
@@ -238,14 +238,14 @@ RULE_OF = {name: rule for rule in RULES for name in rule.names}
 
 
 def table() -> str:
-    """The table of recipes/README.md."""
-    lines = ["| flag | here | what | tested by |", "|---|---|---|---|"]
+    """Return the table of recipes/README.md."""
+    lines = ["| flag | in sft.py | what it does, or why it is refused | tested by |", "|---|---|---|---|"]
     for rule in RULES:
         names = ", ".join(f"`{name}`" for name in rule.names)
-        what, here = rule.says, "honoured"
+        what, here = rule.says, "honored"
         if isinstance(rule, Refused):
             here = (
-                f"refused, but for {' or '.join(f'`{each}`' for each in rule.accepted)}" if rule.accepted else "refused"
+                f"refused, except {' or '.join(f'`{each}`' for each in rule.accepted)}" if rule.accepted else "refused"
             )
         if rule.needs_eval_data:
             what += "; needs `--eval_data`"
@@ -255,7 +255,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table of today."""
+    """Return the page with its table replaced by the current one."""
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 

@@ -1,4 +1,4 @@
-"""Checkpoints of sft.py: which one to go on from, and with which flags."""
+"""Checkpoints of sft.py: which one to resume from, and with which flags."""
 
 import sys
 from pathlib import Path
@@ -11,17 +11,17 @@ from trl import SFTConfig
 
 LAST = ("true", "last")
 NONE = ("false", "none", "no")
-OPTIMISERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*")
-"""Of one process or DDP, of FSDP in one file or several, of DeepSpeed."""
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*")
+"""Where the optimizer state is: with one process or DDP, FSDP in one file or several, DeepSpeed."""
 BROUGHT_ALONG = (
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
     *("seed", "data_seed"),
 )
-"""Flags that a resumed run takes from the states of the optimiser and of random numbers."""
+"""Flags whose values a resumed run takes from the saved optimizer and random states, whatever is given."""
 
 
 def finished_checkpoints(folder: Path) -> list[Path]:
-    """By step; one that was killed while it was saved has no state."""
+    """Return the complete checkpoints, sorted by step; a run killed while saving leaves one without a trainer state."""
     found = [each for each in folder.glob("checkpoint-*") if each.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(
         (each for each in found if (each / TRAINER_STATE_NAME).is_file()), key=lambda each: int(each.name.split("-")[1])
@@ -29,9 +29,9 @@ def finished_checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_of(config: SFTConfig) -> str | None:
-    """The folder to go on from; None for a run that begins.
+    """Return the folder to resume from, or None for a new run.
 
-    Exits where there is none, where it cannot be resumed, and where a run that begins would overwrite it.
+    Exits if the checkpoint does not exist or cannot be resumed, or if a new run would overwrite checkpoints.
     """
     asked = config.resume_from_checkpoint
     word = str(asked).lower()
@@ -40,7 +40,7 @@ def checkpoint_of(config: SFTConfig) -> str | None:
         if found:
             sys.exit(
                 f"--output_dir: expected a folder without checkpoints, {config.output_dir!r} has {found[-1].name} of "
-                "an earlier run, which this one would overwrite; --resume_from_checkpoint last goes on from it"
+                "an earlier run, which this one would overwrite; --resume_from_checkpoint last resumes from it"
             )
         return None
     if word in LAST and not found:
@@ -50,16 +50,16 @@ def checkpoint_of(config: SFTConfig) -> str | None:
         sys.exit(
             f"--resume_from_checkpoint: expected last, or a folder with {TRAINER_STATE_NAME}, got {str(checkpoint)!r}"
         )
-    if not any(any(checkpoint.glob(name)) for name in OPTIMISERS):
+    if not any(any(checkpoint.glob(name)) for name in OPTIMIZERS):
         sys.exit(
-            f"--resume_from_checkpoint: expected a checkpoint with the state of its optimiser, {str(checkpoint)!r} has "
-            "none, as with --save_only_model; --model takes its weights alone"
+            f"--resume_from_checkpoint: expected a checkpoint with the state of its optimizer, {str(checkpoint)!r} has "
+            "none, as with --save_only_model; to start from its weights alone, give it as --model"
         )
     return str(checkpoint)
 
 
 class SameFlags(TrainerCallback, ExportableState):
-    """Saved with the trainer's state: flags that would be ignored if they were changed for a resumed run."""
+    """Save flags with the trainer's state, and exit if a resumed run changes one, which would be ignored."""
 
     def __init__(self, config: SFTConfig) -> None:
         self.flags = {name: plain(getattr(config, name)) for name in BROUGHT_ALONG}
@@ -78,9 +78,9 @@ class SameFlags(TrainerCallback, ExportableState):
         for name, value in (saved or {}).get("attributes", {}).get("flags", {}).items():
             if self.flags.get(name, value) != value:
                 sys.exit(f"--{name}: expected {value!r}, as in the checkpoint, got {self.flags[name]!r}")
-        state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of others has no place for it
+        state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint from elsewhere has no entry for it
 
 
 def plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Return a value as JSON would load it."""
     return getattr(value, "value", value)

@@ -92,11 +92,11 @@ def test_columns_that_tell_the_same_segments(kind):
     [
         (
             {"seq_lengths": [4, 2], "position_ids": [0, 1, 0, 1, 2, 3]},
-            r"column 'position_ids': expected the segments of 'seq_lengths' in row 1, \[4, 2\] tokens long, got "
-            r"those of \[2, 4\] tokens",
+            r"column 'position_ids': expected the segments of 'seq_lengths' in row 1, with lengths \[4, 2\], "
+            r"got lengths \[2, 4\]; remove",
         ),
-        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 4, 5]}, r"row 1, \[4, 2\] tokens long, got .* \[6\]"),
-        ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"row 1, \[6\] tokens long, got .* \[3, 3\]"),
+        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 4, 5]}, r"row 1, with lengths \[4, 2\], got .* \[6\]"),
+        ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"row 1, with lengths \[6\], got .* \[3, 3\]"),
         ({"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* row 1 has 2 at token 0; remove"),
         ({"position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* row 1 has 2 at token 0; remove"),
         ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 0]}, "'position_ids': expected 6 values in row 1"),

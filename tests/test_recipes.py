@@ -287,7 +287,7 @@ def test_bucket_pre_training_on_two_processes_stops_and_goes_on(text_file, tiny_
     assert all(each == 512 // bucket for bucket, each in rows.items())
     resume = ("--resume-from-checkpoint", tmp_path / "whole" / "before")
     rest = on_two_processes("pretrain_bucket.py", *options, "--output", tmp_path / "rest", *resume)
-    assert 0 < number_after(rest, "going on after ") < number_after(said, "\n")
+    assert 0 < number_after(rest, "resuming after ") < number_after(said, "\n")
     assert number_after(rest, "of the last ") == number_after(said, "of the last ")
     assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
 
@@ -312,7 +312,7 @@ def test_bucket_pre_training_stops_and_goes_on(few_texts, tiny_model, tmp_path, 
     assert (tmp_path / "rest" / "before").is_dir()
     assert exits(run, "rest", steps + 1) == (
         f"--output: expected a folder without a checkpoint, {str(tmp_path / 'rest')!r} has one of an earlier run, "
-        "which this one would overwrite; --resume-from-checkpoint goes on from it"
+        "which this one would overwrite; --resume-from-checkpoint resumes from it"
     )
     assert f"--steps: expected more than the {steps} of" in exits(run, "rest", steps, "--resume")
     said = exits(run, "rest", steps + 1, "--resume", "--learning-rate", "0.5")
@@ -329,7 +329,7 @@ def test_a_loop_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_pa
     whole = on_two_processes("accelerate_loop.py", *options, "--output", tmp_path / "whole")
     resume = ("--resume-from-checkpoint", tmp_path / "whole" / "before")
     rest = on_two_processes("accelerate_loop.py", *options, "--output", tmp_path / "rest", *resume)
-    assert number_after(rest, "going on in epoch 0 after ") > 0
+    assert number_after(rest, "resuming in epoch 0 after ") > 0
     assert rest.split("evaluation loss ")[1] == whole.split("evaluation loss ")[1]
     assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
 
@@ -344,7 +344,7 @@ def test_a_loop_that_stops_and_goes_on(few_texts, tiny_model, tmp_path, capsys):
     whole = run("whole")
     run("rest", "--steps", 3)
     rest = run("rest", "--resume")
-    assert "going on in epoch 0 after 6 of" in rest
+    assert "resuming in epoch 0 after 6 of" in rest
     assert rest.split("evaluation loss ")[-1] == whole.split("evaluation loss ")[-1]
     assert weights(tmp_path / "rest") == weights(tmp_path / "whole")
     assert "--output: expected a folder without a checkpoint" in exits(run, "rest")

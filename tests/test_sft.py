@@ -113,7 +113,7 @@ def test_what_cannot_be_resumed(train, tmp_path):
     assert "expected last, or a folder" in exits(train, "--resume_from_checkpoint", tmp_path)
     train("--save_only_model", "True", steps=1)
     said = exits(train, "--resume_from_checkpoint", "last")
-    assert "expected a checkpoint with the state of its optimiser" in said
+    assert "expected a checkpoint with the state of its optimizer" in said
 
 
 def test_an_unfinished_checkpoint_is_not_the_last(train, tmp_path):
@@ -127,7 +127,7 @@ def test_checkpoints_are_not_overwritten(train, tmp_path):
     kept = (tmp_path / "output" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns
     said = exits(train, steps=1)
     assert "--output_dir: expected a folder without checkpoints" in said
-    assert "--resume_from_checkpoint last goes on" in said
+    assert "--resume_from_checkpoint last resumes" in said
     assert (tmp_path / "output" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns == kept
 
 
@@ -263,7 +263,7 @@ def test_chat_template_path(train, chat_data, tmp_path):
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # processes are forked beside threads
-def test_processes_that_tokenise(train, monkeypatch):
+def test_processes_that_tokenize(train, monkeypatch):
     seen = []
     usual = sft.datasets.Dataset.map
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""How recipes/sft.py parses flags: each is in the table, honoured or refused, on the command line and in YAML."""
+"""How recipes/sft.py parses flags: each is in the table, honored or refused, on the command line and in YAML."""
 
 from dataclasses import MISSING, fields, make_dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_every_flag_of_trl_is_in_the_table():
     unknown = sorted(FIELDS.keys() - RULE_OF.keys())
     assert not unknown, (
         f"SFTConfig has new fields: {', '.join(unknown)}. Find out what each does in recipes/sft.py, put it into "
-        "recipes/sft_flags.py as honoured (with a test) or refused, and run python recipes/sft_flags.py"
+        "recipes/sft_flags.py as honored (with a test) or refused, and run python recipes/sft_flags.py"
     )
     assert sum(len(rule.names) for rule in RULES) == len(RULE_OF), "a flag is in the table twice"
 
@@ -78,6 +78,17 @@ def test_refused_flags_are_not_offered(capsys):
     assert not {f"--{name}" for name in REFUSED_FLAGS} & offered
 
 
+def test_help_has_each_flag_once_and_the_recipes_own_first(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    own = [f"--{field.name}" for field in fields(sft.Arguments)]
+    assert shown[: len(own) + 1] == ["--help", *own]
+    honored = [f"--{name}" for rule in (*BY_RECIPE, *BY_TRAINER) for name in rule.names if name in FIELDS]
+    assert set(honored) <= set(shown)
+    assert len(shown) == len(set(shown)) > len(own) + 20
+
+
 def other_value(name):
     """One that a flag may have, and that is not its default."""
     known = {
@@ -115,7 +126,7 @@ def other_value(name):
 
 
 @pytest.mark.parametrize("name", [name for rule in (*BY_RECIPE, *BY_TRAINER) for name in rule.names if name in FIELDS])
-def test_honoured_flags_reach_the_trainer(name):
+def test_honored_flags_reach_the_trainer(name):
     value, beside = other_value(name), {}
     if name == "dataloader_prefetch_factor":
         beside["dataloader_num_workers"] = 2

@@ -35,18 +35,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="JSONL with messages")
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json with ChatML's special tokens")
-    parser.add_argument("--rows", type=int, default=None, help="chats to read; all where it is not given")
+    parser.add_argument("--rows", type=int, default=None, help="chats to read (default: all)")
     return parser.parse_args()
 
 
 def with_completion(row: dict[str, Any]) -> dict[str, Any]:
-    """The chat up to its last answer, as prompt and completion."""
+    """Return the chat up to its last answer, as prompt and completion."""
     last = max(turn for turn, message in enumerate(row["messages"]) if message["role"] == "assistant")
     return {"prompt": row["messages"][:last], "completion": row["messages"][last : last + 1]}
 
 
 def tokenize(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Tokens with the mask that TRL makes for the row, and no labels."""
+    """Return tokens with the mask that TRL makes for the row, without labels."""
     template = tokenizer.apply_chat_template
     if "messages" in row:
         known = template(row["messages"], return_assistant_tokens_mask=True, return_dict=True)
@@ -83,7 +83,7 @@ def trainer_on(data: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, attac
 
 
 def trainable_tokens(trainer: SFTTrainer) -> int:
-    """Labels of an epoch that count: all but those that are -100, and but the first of each document."""
+    """Count the trainable labels of an epoch: all except -100 and the first label of each document."""
     total = 0
     for batch in trainer.get_train_dataloader():
         labels = batch["labels"].clone()

@@ -4,8 +4,8 @@
     python -m tools.mutate --number 5 --seed 3 --paths planning sampling/fill.py
     python -m tools.mutate --paths planning --command "python -m pytest -x -q -n 0 tests/planning"
 
-The tree is copied to a temporary folder; nothing is changed in place. A line that survives is one that no test checks,
-or a change that makes no difference: read it and decide. Messages, annotations, assertions and text are left alone.
+The tree is copied to a temporary folder; nothing is changed in place. If a change survives, no test checks that line or
+the change makes no difference: read it and decide. Messages, annotations, assertions and text are left alone.
 """
 
 import argparse
@@ -33,10 +33,10 @@ CORE = (
     *("planning", "strategies", "data", "arrow", "dataset.py", "cache.py", "collate.py", "sampling"),
     *("attention", "training"),
 )
-"""Parts of the package that are mutated by default, those of them that exist."""
+"""Parts of the package that are mutated by default, if they exist."""
 
 LEFT_ALONE = ("tiny_model.py",)
-"""Tables of sizes: most other values are as good."""
+"""Tables of sizes: most other values would do as well."""
 
 COMMAND = "python -m pytest -x -q -m 'not slow and not survey'"
 
@@ -81,7 +81,7 @@ class Mutation:
         return source[: self.start] + self.replacement + source[self.end :]
 
     def lines(self, source: bytes) -> tuple[str, str]:
-        """The changed line, before and after."""
+        """Return the changed line, before and after."""
         before = source.splitlines()[self.line - 1]
         after = self.apply(source).splitlines()[self.line - 1]
         return before.decode().strip(), after.decode().strip()
@@ -124,16 +124,16 @@ class _Finder(ast.NodeVisitor):
         start, end = self._span(node)
         self._add(kind, start, end, before.encode() + self.source[start:end] + after.encode())
 
-    # What is left alone.
+    # Nodes that are left alone.
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """A message, and which error it is: tests of the condition around it see whether it is raised."""
+        """Leave errors alone: tests of the condition around them check whether they are raised."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """For type checkers and readers."""
+        """Leave assertions alone: they are for type checkers and readers."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """A text."""
+        """Leave text alone."""
 
     def visit_Import(self, node: ast.Import) -> None: ...
 
@@ -158,7 +158,7 @@ class _Finder(ast.NodeVisitor):
         for statement in node.body:
             self.visit(statement)
 
-    # What is changed.
+    # Nodes that are changed.
 
     def visit_Compare(self, node: ast.Compare) -> None:
         operands = [node.left, *node.comparators]
@@ -237,7 +237,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def _is_sequence(node: ast.AST) -> bool:
-    """Whether + would join texts or lists."""
+    """Return whether + would join texts or lists."""
     kinds = (ast.List, ast.Tuple, ast.ListComp, ast.JoinedStr)
     return isinstance(node, kinds) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
@@ -306,7 +306,7 @@ class Copy:
 
 
 def run_mutations(root: Path, number: int, seed: int, paths: list[str], command: str, console: Console) -> int:
-    """Run the command on mutated copies; return how many mutations it did not notice.
+    """Run the command on mutated copies; return how many mutations survive.
 
     Raises:
         RuntimeError: the command fails on the tree as it is.
@@ -368,7 +368,7 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--number", type=int, default=20, help="mutations to run; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="which ones; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="decides which mutations; default: %(default)s")
     parser.add_argument("--command", default=COMMAND, help="run for each; default: %(default)s")
     parser.add_argument("--paths", nargs="+", help=f"files and folders of {PACKAGE}/; default: {' '.join(CORE)}")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree; default: this one")

@@ -25,7 +25,7 @@ OUTSIDE = (
 """Files and folders that become part of the site, under the path that they have in the repository."""
 
 HOME = "README.md"
-"""Of the site. That of the repository says the same in fewer words, so links to it lead here."""
+"""The home page of the site. Links to the README of the repository, which is a shorter version, lead here."""
 
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 API = re.compile(r"^<!-- api: (\w+) -->$", re.MULTILINE)
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         path = Path(os.path.normpath(source.parent / target))
         if path in pages:
             return f"{text}({Path(os.path.relpath(pages[path], here)).as_posix()}{fragment or ''})"
-        return text[1:-1] if path.exists() else link[0]  # a file that is no page has no address yet
+        return text[1:-1] if path.exists() else link[0]  # files that are not pages have no address yet
 
     return API.sub(r"\n::: hf_packing.\1\n", LINK.sub(rewritten, markdown))
 
@@ -61,7 +61,7 @@ def path_in_repository(file: File, config: MkDocsConfig) -> Path:
 
 
 class ExampleSections(Extension):  # type: ignore[misc]  # the site is built where griffe is installed
-    """Show `Example:` sections as code: griffe knows `Examples:` alone."""
+    """Show `Example:` sections as code: griffe knows only `Examples:`."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:

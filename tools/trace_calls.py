@@ -48,7 +48,7 @@ class Tracer:
             return
         self._seen.add(code)
         path = Path(code.co_filename)
-        if not code.co_flags & inspect.CO_OPTIMIZED or PACKAGE not in path.parents:  # bodies are not optimized
+        if not code.co_flags & inspect.CO_OPTIMIZED or PACKAGE not in path.parents:  # bodies lack this flag
             return
         functions = self.entered.setdefault(path.relative_to(PACKAGE).as_posix(), [])
         if not code.co_name.endswith(("comp>", "genexpr>")):  # part of the function around them

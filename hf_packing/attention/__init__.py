@@ -1,25 +1,28 @@
 """Keep packed documents apart inside a model, and prove it on that very model.
 
-Other rooms import from here, and from no file below. Ten ideas, in the order in which they build on each other:
+The rest of the package imports only from here, never from the files below. Ten ideas, each of which builds on those
+before it:
 
-1. A packed row is a row of tokens with borders between its segments. A patched model reads it from its inputs, and it
-   is the current row while the model's forward runs (packed_row).
+1. A packed row is a row of tokens with borders between its segments. A patched model reads the row from its inputs and
+   makes it the current row while its forward runs (packed_row).
 2. Attention by segment: `packed_varlen` is registered with transformers, and calls a CUDA kernel or exact attention in
    plain torch (varlen, kernels, exact_attention).
-3. A module that is not segment-local, such as a convolution or a state, runs segment by segment: its arguments are cut
-   along their axes of tokens, and its outputs are joined (by_segment, token_axes).
-4. Which modules these are is found by experiment: a search watches one forward, and tries every module on the row and
-   on its segments (search, module_checks).
-5. A route is what keeps documents apart in one model: an attention function, the inputs that the model is given, and
+3. A module is segment-local if its output for a row is its outputs for the segments, joined. A module that is not, such
+   as a convolution or a recurrent layer, runs segment by segment: its arguments are split along their token axes, and
+   its outputs are joined (by_segment, token_axes).
+4. A search finds these modules by experiment: it watches one forward, and runs every module on the row and on its
+   segments (search, module_checks).
+5. A route is how documents are isolated in one model: an attention function, the inputs that the model is given, and
    the modules that run by segment (route).
-6. The patch puts a route into a model: its forward is replaced by one that reads the row (patched_forward).
-7. A probe runs a model on random documents, packed and alone, and leaves no trace (probe, snapshot). Whether two
-   results are the same is decided by the measured effect of rounding (tolerance).
-8. The proof: replacing a document changes no other, and all are as they are alone, in logits and gradients (proof).
-   `check_isolation` asks the same of any model, patched or not (isolation).
-9. `patch_model` installs the fastest route that is proven, or raises with the reason (find_route, patch). A model
-   without weights in memory is proven on a small copy (small_copy, with tiny sizes from tiny_model).
-10. Some models see the tokens that their labels ask for; labels that only repeat them are refused (patched_forward).
+6. The patch installs a route in a model: it replaces the model's forward with one that reads the row (patched_forward).
+7. A probe runs a model on random documents, packed and alone, and leaves no trace (probe, snapshot). Two results count
+   as the same if the measured effect of rounding explains their difference (tolerance).
+8. The proof: replacing one document does not change the others, and every document has the same logits and gradients
+   packed as alone (proof). `check_isolation` checks the first part on any model, patched or not (isolation).
+9. `patch_model` installs the fastest route that it can prove, or raises with the reason (find_route, patch). If the
+   model's weights are not in memory, the proof runs on a small copy (small_copy, with tiny sizes from tiny_model).
+10. Some models, such as masked language models, see the input token at each label's position. They refuse labels that
+    only repeat the input (patched_forward).
 
 inspect_model looks into any model: what wraps it, which arguments it takes, where its weights are.
 """

@@ -1,4 +1,4 @@
-"""Run a module segment by segment: cut the row that it is given, call it on the segments, and join the outputs."""
+"""Run a module segment by segment: cut its inputs into segments, call it on each, and join the outputs."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,12 @@ _CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
 
 _results_lock = threading.RLock()
-"""Held while modules inside return what they have already computed for the row, which other threads must not get."""
+"""Held while inner modules return outputs already computed for the whole row, which other threads must not get."""
 
 
 class ReplacedForward:
-    """An object in place of a module's forward. It is not a function, so that a patched model can be copied and
-    pickled."""
+    """A callable object that replaces a module's forward. It is not a function, so that a patched model can be copied
+    and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -42,7 +42,7 @@ class ReplacedForward:
         while isinstance(found, type(self)):
             found = found.before
         self.before: Any = found
-        """What was there in place of the forward of the class, such as a hook of accelerate; usually None."""
+        """What had replaced the forward of the class before, such as a hook of accelerate; usually None."""
         self.installed = False
 
     def install(self) -> None:
@@ -50,7 +50,7 @@ class ReplacedForward:
         self.installed = True
 
     def remove(self) -> None:
-        """Restore the forward. If this object has been wrapped by others since, it stays, and only passes calls on."""
+        """Restore the forward. If other code has wrapped this object since, it stays and only passes calls on."""
         self.installed = False
         if vars(self.module).get("forward") is self:
             del self.module.forward
@@ -66,7 +66,7 @@ class ReplacedForward:
 
 @dataclass(frozen=True)
 class RunAhead:
-    """A segment-local module inside, which runs on the whole row before the module around it runs by segment.
+    """A segment-local inner module that runs on the whole row before the module around it runs by segment.
 
     Args:
         name: its name inside that module.
@@ -79,8 +79,8 @@ class RunAhead:
 
 @dataclass(frozen=True)
 class RunAfter:
-    """A segment-local module inside that makes the output, such as an output projection. It runs on the whole row after
-    the module around it has run by segment.
+    """A segment-local inner module that computes the output, such as an output projection. It runs on the whole row
+    after the module around it has run by segment.
 
     Args:
         name: its name inside that module.
@@ -93,7 +93,7 @@ class RunAfter:
 
 @dataclass
 class ModulePlan:
-    """How to run a module by segment: where its tokens are, which segments share a call, what in it stays packed."""
+    """How to run a module by segment: its token axes, which segments share a call, which inner modules stay packed."""
 
     name: str
     """Name in the model."""
@@ -102,7 +102,7 @@ class ModulePlan:
     inputs: TokenAxes
     outputs: TokenAxes
     between: TokenAxes
-    """Of the outputs of modules that run ahead."""
+    """Token axes of the outputs of modules that run ahead."""
     sharing: Sharing = "none"
     is_stateful: bool = False
     """Whether a call changes the module, so that it has to be restored before every segment."""
@@ -126,7 +126,7 @@ class ModulePlan:
             axes.freeze()
 
     def packed_modules(self) -> list[str]:
-        """Return the names of the modules inside that run on the whole row."""
+        """Return the names of the inner modules that run on the whole row."""
         return [inner.name for inner in self.ahead] + ([self.after.name] if self.after else [])
 
 
@@ -134,7 +134,7 @@ class SegmentedForward(ReplacedForward):
     """The forward of a module that is not segment-local, run segment by segment.
 
     Args:
-        module: in a patched model, or in one that is being searched.
+        module: a module of a patched model, or of a model that is being searched.
         plan: how to run it.
     """
 
@@ -191,7 +191,7 @@ class SegmentedForward(ReplacedForward):
             fill: makes the padding of shorter segments in a call.
 
         Returns:
-            The output of the last call, as an example of the nest, and for each segment its leaves by path.
+            The output of the last call, which shows how outputs are nested; and for each segment, its leaves by path.
         """
         parts: list[dict[Path, Any]] = [{} for _ in range(num_segments)]
         output = None
@@ -209,7 +209,7 @@ class SegmentedForward(ReplacedForward):
         return output, parts
 
     def join(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
-        """Join the segments' outputs, and run the last module on the whole row, if it is to stay packed."""
+        """Join the segments' outputs, and run the module `after`, if there is one, on the whole row."""
         whole = join_outputs(output, self.plan.outputs, parts)
         if (after := self.plan.after) is None:
             return whole
@@ -224,12 +224,12 @@ class SegmentedForward(ReplacedForward):
             return self.forward(*args, **kwargs)
 
     def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
-        """Return the outputs, for the whole row, of the modules that run ahead, by name."""
+        """Run the modules `ahead` on the whole row, and return their outputs by name."""
         made: dict[str, Tensor] = {}
         arguments = dict(leaves(inputs)) if self.plan.ahead else {}
         for inner in self.plan.ahead:
             source = made.get(inner.source) if isinstance(inner.source, str) else arguments.get(inner.source)
-            if isinstance(source, Tensor):  # a caller that gives embeddings gives no tokens
+            if isinstance(source, Tensor):  # tokens may be missing: a caller can pass embeddings instead
                 made[inner.name] = self.module.get_submodule(inner.name)(source)
         if self.plan.is_recording:
             self.plan.between.record(made)
@@ -237,7 +237,7 @@ class SegmentedForward(ReplacedForward):
 
     @contextmanager
     def _with_results(self, ahead: dict[str, Tensor]) -> Iterator[None]:
-        """Inside the block, modules that ran ahead return their results, and the one that runs after does nothing."""
+        """Inside the block, modules that ran ahead return their results, and the one to run after returns its input."""
         replaced: list[tuple[nn.Module, Any]] = []
 
         def replace(name: str, forward: Any) -> None:
@@ -259,12 +259,12 @@ class SegmentedForward(ReplacedForward):
 
 
 def _do_nothing(*_: Any) -> None:
-    """A hook, since nn.TransformerEncoderLayer skips the forwards of modules inside it unless one of them has a
+    """An empty hook: nn.TransformerEncoderLayer skips the forwards of its inner modules unless one of them has a
     hook."""
 
 
 def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, with this row's borders in place of those that are given."""
+    """Return the arguments, with this row's borders in place of any that were passed."""
     borders: dict[str, Any] = {
         name: row.cu_seq_lens.to(kwargs[name].device) for name in _CU_SEQ_LENS if kwargs.get(name) is not None
     }
@@ -273,7 +273,7 @@ def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 _GATHERED_AT_ONCE = "_z3_leaf"
-"""What DeepSpeed ZeRO-3 sets on a module whose parameters it gathers together, with those of all modules inside."""
+"""Attribute that DeepSpeed ZeRO-3 sets on a module whose parameters, inner modules included, it gathers at once."""
 
 
 def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
@@ -295,14 +295,14 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
             where = f"{type(inner).__name__} ({plan.name}.{name})"
             if is_fsdp(inner):
                 raise PackingError(
-                    f"model: expected FSDP around {plan.kind}, which runs by segment, or further out; it is around "
+                    f"model: expected FSDP to wrap {plan.kind}, which runs by segment, or a module around it; it wraps "
                     f"{where} inside"
                 )
             gathered = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
             if gathered and not _is_gathered_at_once(model, plan.name):
                 raise PackingError(
-                    f"model: expected DeepSpeed to gather {plan.kind}, which runs by segment, at once; it gathers "
-                    f"{where} at every call. Call deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
+                    f"model: expected DeepSpeed to gather all of {plan.kind}, which runs by segment, at once; it "
+                    f"gathers {where} at every call. Call deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
                 )
 
 

@@ -1,6 +1,6 @@
 """Exact attention by segment in plain torch, on any device; and the same as one custom op, for torch.compile.
 
-torch.compile cannot read lengths from a tensor of borders, so it calls a custom op with a backward of its own.
+torch.compile cannot read lengths from a tensor of borders, so compiled code calls a custom op with its own backward.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ def attend_by_segment(
         key: [1, kv_heads, tokens, head_dim]; kv_heads divides heads.
         value: [1, kv_heads, tokens, value_dim].
         lengths: tokens of each segment; they add up to the row.
-        scale: factor of the scores.
+        scale: factor on the scores.
         is_causal: whether a token attends only to itself and to tokens before it.
         window: tokens that a token attends to on each side, itself included; None for all.
         softcap: scores become softcap * tanh(scores / softcap); None to leave them.
@@ -136,7 +136,7 @@ def _backward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks (empty without sinks). Only the inputs are saved for it."""
+    """Return the gradients of query, key, value and sinks (empty without sinks), from the saved inputs alone."""
     lengths = cu_seq_lens.diff().tolist()
     mask = {length: _visible(length, window, is_causal, query.device) for length in set(lengths)}
     parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
@@ -235,7 +235,7 @@ def attend_by_segment_compiled(
     """Compute `attend_by_segment` as one custom op, with borders in a tensor.
 
     Raises:
-        PackingError: dropout, since the backward pass computes the attention again.
+        PackingError: dropout is not 0; the backward pass recomputes attention, and cannot repeat the same dropout.
     """
     if dropout:
         raise PackingError(f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}")

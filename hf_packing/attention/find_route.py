@@ -26,7 +26,7 @@ from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed, o
 from hf_packing.errors import ModelNotSupportedError
 
 _SHARING_LENGTHS = (9, 14, 9, 14)
-"""Tokens of the documents of a second proof, some of which share a call if they may."""
+"""Tokens of each document in a second proof. Documents of equal length run in one call, if the route allows it."""
 
 _Attention = list[tuple[PreTrainedConfig, Any]]
 """The attention of an unpatched model, as `attention_of` returns it."""
@@ -36,11 +36,11 @@ known_routes: dict[Any, Route] = {}
 
 
 class _LocalMaskError(ModelNotSupportedError):
-    """A window or chunk that is only in the attention mask."""
+    """The model puts a window or chunk only in its attention mask."""
 
 
 class _SeveralRowsError(ModelNotSupportedError):
-    """Documents are kept apart in one packed row, but not in a batch of several."""
+    """Documents are isolated in one packed row, but not in a batch of several."""
 
 
 def find_and_prove(model: PreTrainedModel) -> None:
@@ -91,7 +91,7 @@ def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
 
 
 def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Run documents with pad tokens inside; None if there is no pad token, or the model alone does not take it."""
+    """Run documents with pad tokens inside. None if there is no pad token, or the model fails on one even alone."""
     if (token := pad_token_of(model)) is None:
         return None
     probe = Probe(model, 2)
@@ -104,9 +104,9 @@ def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam
 
 
 def route_key(model: PreTrainedModel) -> Any:
-    """Return what a route depends on. Models with the same key can take the same route.
+    """Return everything that a route depends on. Models with the same key can use the same route.
 
-    The classes of all modules are part of it, since a search looks further than the proof of a known route.
+    The classes of all modules are part of the key, since a search checks more than the proof of a known route does.
     """
     attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
@@ -134,12 +134,12 @@ def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: lis
             return known_routes[key]
         except ModelNotSupportedError as error:
             failure = error
-            failures.append(f"{'with borders in its attention' if method.attention else 'by segment'}: {error}")
+            failures.append(f"{'with varlen attention' if method.attention else 'by segment'}: {error}")
     raise ModelNotSupportedError(f"{type(model).__name__}: " + "; ".join(dict.fromkeys(failures)))
 
 
 def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
-    """Yield the methods that differ for this model, the fastest first."""
+    """Yield each distinct method for this model once, the fastest first."""
     signature = Signature(model)
     takes_borders = signature.takes("cu_seq_lens_q")
     takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
@@ -150,7 +150,7 @@ def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
         borders, positions = method.inputs.borders and takes_borders, method.inputs.positions and takes_positions
         formats = [replace(method.inputs, borders=borders, positions=positions)]
         if method.inputs.mask_of_ones and not takes_positions:
-            # without positions the model does not look for packed documents
+            # a model without position_ids does not detect packed rows by itself
             formats.insert(0, replace(formats[0], mask_of_ones=False))
         for inputs in formats:
             if (own := Method(method.attention, inputs)) not in tried:
@@ -164,7 +164,7 @@ def _search_and_prove(
     """Search for the modules that have to run by segment with this method, and install and prove the route.
 
     Raises:
-        ModelNotSupportedError: it cannot be proven, and the model is unpatched.
+        ModelNotSupportedError: the route cannot be proven; the model is left unpatched.
     """
     install(model, Route(method, (), 1.0), before)
     probe = exams[0].probe
@@ -189,7 +189,7 @@ def _search_and_prove(
         failure = error
     reasons = [str(failure)]
     if plans:
-        reasons.append(f"by segment ran {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
+        reasons.append(f"ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
     for name, reason in list(search.unsliceable.items())[:2]:
         kind = type(model.get_submodule(name)).__name__
         reasons.append(f"{kind} ({name}) cannot run on a segment alone, {reason}")
@@ -205,7 +205,7 @@ def _check_observed(method: Method, observed: Observed) -> None:
 
 
 def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
-    """As `_prove`. If only a single row keeps documents apart, several rows are laid end to end."""
+    """Like `_prove`. If documents are isolated in a single row only, lay several rows end to end, and prove that."""
     try:
         return _prove(model, route, before, exams)
     except _SeveralRowsError:
@@ -216,7 +216,7 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Atten
 
 
 def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
-    """Install a route, and leave it installed only if it is proven. Return it, with what could not be proven."""
+    """Install a route, and leave it installed only if it is proven. Return it, with a note on what was not proven."""
     unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)

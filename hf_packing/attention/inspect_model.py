@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Where wrappers of single modules keep the module."""
+"""Names under which wrappers of single modules keep the wrapped module."""
 
 Embedded = list[tuple[Tensor, Tensor]]
 """Tokens and their embeddings, for every call of an embedding."""
 
 GATHERED = "ds_id"
-"""What DeepSpeed ZeRO-3 sets on a parameter that it gathers when its module is called."""
+"""Attribute that DeepSpeed ZeRO-3 sets on a parameter that it gathers when the parameter's module is called."""
 
 
 def inner_model(model: Any) -> PreTrainedModel:
@@ -51,7 +51,7 @@ def _check_peft_method(peft_model: Any) -> None:
         if invocation := getattr(config, "alora_invocation_tokens", None):
             raise PackingError(
                 f"model: expected adapters without alora_invocation_tokens, {name!r} has {invocation}: in a packed row "
-                "it would be active only from their last occurrence on, and not in the documents before it"
+                "the adapter would be active only after the last of these tokens, and not in the documents before them"
             )
 
 
@@ -87,7 +87,7 @@ class Signature:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
         self.takes_types_from_buffer = has_buffer and self.takes("token_type_ids")
-        """Whether missing token types come from a buffer that is as long as the longest document, as in BERT."""
+        """Whether missing token_type_ids are read from a buffer as long as the longest allowed document, as in BERT."""
 
     def takes(self, name: str) -> bool:
         return self._takes_any or name in self.names
@@ -124,8 +124,8 @@ def embedding_of(model: PreTrainedModel) -> Any:
         if isinstance(getattr(embedding := model.get_input_embeddings(), "weight", None), Tensor):
             return embedding
     raise ModelNotSupportedError(
-        f"model: expected a get_input_embeddings() that returns the module, with a weight, that embeds input_ids; "
-        f"{type(model).__name__} has none. Define it in your class, as the models of transformers do"
+        "model: expected get_input_embeddings() to return the module that embeds input_ids, with a weight; that of "
+        f"{type(model).__name__} does not. Define it in your class, as the models of transformers do"
     )
 
 
@@ -139,7 +139,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 @contextmanager
 def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
-    """Inside the block, record tokens and their embeddings, call by call. Gradients end at these embeddings."""
+    """Inside the block, record tokens and their embeddings, call by call. Gradients stop at these embeddings."""
     embedded: Embedded = []
 
     def record(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -20,22 +20,22 @@ from hf_packing.errors import PackingError
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """Whether packed documents stay isolated in a model, called as it was."""
+    """Whether packed documents stayed isolated in a model when `check_isolation` called it."""
 
     isolated: bool
     max_leak: float
-    """Largest change of a logit of a document when another one was changed; nan if the model cannot be called."""
+    """Largest change in one document's logits when another document was changed; nan if the model cannot be called."""
     reason: str
     """What was observed, in words."""
     max_gradient_leak: float = float("nan")
-    """Largest gradient of a document's logits in another's embeddings, as a share of the largest in its own; nan if
-    there are no gradients."""
+    """Largest gradient of one document's logits with respect to another's embeddings, as a share of the largest with
+    respect to its own; nan if there are no gradients."""
     route: Route | None = None
     """How patch_model keeps documents apart; None for a model that is not patched."""
     modes: tuple[str, ...] = ("evaluation",)
     """Modes in which this was observed: "evaluation", "training" or both."""
     unproven: str = ""
-    """Why nothing, or not everything, was checked in training mode; empty if it was."""
+    """Why training mode was not checked, or not fully; empty if it was."""
 
     def __str__(self) -> str:
         lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
@@ -63,15 +63,16 @@ def check_isolation(
     """Find out whether packed documents affect each other in this model, called as a plain training loop calls it.
 
     Three random documents are packed in a row, collated and given to the model as it is, with its own configuration,
-    use_cache included. One document at a time is replaced, and the logits of the others are compared; and gradients of
-    one document's logits are looked for in the others. This is done in evaluation mode and in training mode, with
-    dropout, noise and layer dropping off. The model's modes, buffers and the random state are restored.
+    use_cache included. The check replaces one document at a time and compares the logits of the others. It also checks
+    that gradients of one document's logits do not reach the others' embeddings. All of this runs in evaluation mode and
+    in training mode, with dropout, noise and layer dropping off. The model's modes, its buffers and the random state
+    are restored.
 
     Args:
         model: a causal or masked language model of transformers, patched or not, on any device; also inside the
             wrappers of PEFT, DDP or torch.compile.
-        collator: from packed rows (input_ids, labels, position_ids, seq_lengths) to a batch of tensors; PackingCollator
-            by default.
+        collator: turns packed rows (input_ids, labels, position_ids, seq_lengths) into a batch of tensors;
+            PackingCollator by default.
         rows: packed rows in the batch.
         seed: of the random tokens.
 
@@ -97,7 +98,7 @@ def check_isolation(
         raise PackingError(f"rows: expected at least 1, got {rows}")
     route = route_of(model)
     probe = _probe(model, collator, rows, seed)
-    with probe.undisturbed(), suppress(Exception):  # without a measured effect of rounding, limits are fixed
+    with probe.undisturbed(), suppress(Exception):  # limits are fixed if rounding cannot be measured
         probe.measure_rounding(probe.alone())
     report = _check_one_mode(probe, route)
     if not report.isolated:
@@ -107,8 +108,8 @@ def check_isolation(
     try:
         with probe.undisturbed():
             is_random = probe.is_random(lambda: probe.packed(probe.documents))
-    except Exception as error:  # the model may be anybody's
-        return replace(report, unproven=f"it cannot be called there: {error}")
+    except Exception as error:  # custom model code may raise anything
+        return replace(report, unproven=f"it cannot be called in training mode: {error}")
     if is_random is None:
         return replace(report, unproven=VARYING)
     unproven = RANDOM if is_random else (route.unproven if route else "")
@@ -129,7 +130,7 @@ def _check_one_mode(probe: Probe, route: Route | None) -> IsolationReport:
             memory = probe.memory() if probe.training else None
         except PackingError:
             raise
-        except Exception as error:  # the model may be anybody's, and an error is what was found
+        except Exception as error:  # custom model code may raise anything; the error is the result
             reason = f"{probe.mode}the model cannot be called on a packed row: {error}{what_is_missing(probe.model)}"
             return IsolationReport(False, float("nan"), reason, route=route)
         try:
@@ -146,9 +147,12 @@ def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory
     if leaks:
         reason = f"changing one document changed the logits of another by up to {leak:.2g}"
     elif memory is not None:
-        return f"{probe.mode}a document's logits depend on earlier ones{through(memory)}"
+        return f"{probe.mode}a document's logits depend on earlier batches{through(memory)}"
     else:
-        reason = f"gradients of one document reach another, up to {gradient_leak:.2g} of its own"
+        reason = (
+            f"gradients of one document reach another, at up to {gradient_leak:.2g} of the largest in the document "
+            "itself"
+        )
     if not probe.training and _leaks_only_with_cache(probe):
         reason += "; with use_cache=False it does not, since transformers detects packed rows only without a cache"
     else:
@@ -165,7 +169,7 @@ def _leaks_only_with_cache(probe: Probe) -> bool:
 
 
 def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False) -> Probe:
-    """Return a probe with three documents in each row. Each row starts with another of them, and all are as long."""
+    """Return a probe with three documents in each row. All rows have the same lengths, rotated by one each time."""
     lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
 
     def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
@@ -174,7 +178,7 @@ def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: i
             return (collator or PackingCollator())(packed)
         except Exception as error:
             raise PackingError(
-                f"collator: expected one that takes packed rows, {type(error).__name__}: {error}"
+                f"collator: expected one that takes packed rows, this one raised {type(error).__name__}: {error}"
             ) from error
 
     return Probe(model, seed, lengths, make_batch, training)

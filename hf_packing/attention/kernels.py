@@ -65,7 +65,10 @@ def _takes_flash_3(query: Tensor, dropout: float) -> bool:
 def has_kernel(
     query: Tensor, value: Tensor, *, softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0
 ) -> bool:
-    """Return whether a kernel supports this call. None has sinks, torch's no soft caps, only flash-attn 2 dropout."""
+    """Return whether a kernel supports this call.
+
+    No kernel supports sinks, torch's does not support soft caps, and only flash-attn 2 supports dropout.
+    """
     head_dims = query.shape[-1], value.shape[-1]
     if query.dtype not in _KERNEL_DTYPES or sinks is not None or not runs_flash(query.device):
         return False

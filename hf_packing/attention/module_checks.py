@@ -18,13 +18,14 @@ _TOLERANCE = 1e-4
 
 _HALF_TOLERANCE = 0.05
 """The same in half precision, as a share of a token's root mean square. Rounding may also send single tokens to another
-expert, so an output counts as different only if most of the tokens beside borders are."""
+expert, so an output counts as different only if it differs at most of the tokens next to borders."""
 
 _LONGEST_TABLE = 8192
-"""Learned positions are a few hundred or thousand. A test row of many more tokens would take too long."""
+"""Longest table of learned positions that is tested: a longer test row would take too long, and most tables have a few
+hundred or thousand positions."""
 
 _FAR = 2**20
-"""A position beyond the training length of every model, at which scaled rotary embeddings have changed their scale."""
+"""A position beyond the training length of every model, where scaled rotary embeddings use another scale."""
 
 
 def run_one_by_one(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Any:
@@ -44,9 +45,9 @@ def outputs_differ(
 
     Args:
         left: nested tensors.
-        right: the same nest.
-        axes: of a whole row; tensors without tokens are ignored then.
-        slices: the row's segments; in half precision, only tokens beside their borders are compared then.
+        right: nested in the same way.
+        axes: token axes, for outputs of a whole row. If given, tensors without tokens are ignored.
+        slices: the row's segments. If axes are given, only tokens next to borders are compared in half precision.
     """
     for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
         if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
@@ -83,7 +84,7 @@ def _differ_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Seque
 
 
 def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
-    """Return whether a module that is segment-local on the test row is not segment-local on every row.
+    """Return whether a module that is segment-local on the test row is not segment-local on some other row.
 
     Args:
         forward: of the module.
@@ -95,9 +96,9 @@ def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow
 
 
 def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
-    """Return whether a module counts tokens along the row, and its output changes far from the start of the row.
+    """Return whether a module counts tokens along the row, and returns something else far from the start of the row.
 
-    An example is a temperature of attention that grows with the position, but not in the first 8192 tokens.
+    An example is an attention temperature that starts to grow with the position after the first 8192 tokens.
     """
     if _is_stack(forward.module):
         return False
@@ -105,7 +106,7 @@ def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) ->
         near = _run_whole(forward, inputs)
         with _CountFromAfar(row.tokens):
             far = _run_whole(forward, inputs)
-    except Exception:  # a module that uses the count as an index is not what is looked for
+    except Exception:  # the count is used as an index, which this check does not look for
         return False
     return outputs_differ(near, far, forward.plan.outputs, row.slices)
 
@@ -130,7 +131,7 @@ def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, 
     args, kwargs = map_leaves(inputs, repeat)
     try:
         forward.forward(*args, **kwargs)
-    except Exception:  # whatever it raises, the table has ended
+    except Exception:  # any error means that the table has ended
         return True
     return False
 
@@ -138,7 +139,7 @@ def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, 
 def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
     """Return whether a far position in one segment changes the module's output for the others.
 
-    It does for rotary embeddings whose scale grows with the longest position; they may also remember it.
+    This is so for rotary embeddings whose scale grows with the largest position; some also store that position.
     """
     if next(forward.module.parameters(), None) is not None:
         return False
@@ -160,12 +161,12 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Packed
     try:
         together, apart = stateful.run_restored(*moved), run_one_by_one(stateful, moved, row)
         return outputs_differ(together, apart, forward.plan.outputs, row.slices)
-    except Exception:  # the module does not take such positions, so they do not occur
+    except Exception:  # the module does not accept such positions, so they do not occur
         return False
 
 
 class _CountFromAfar(TorchFunctionMode):
-    """Inside the block, counting as many tokens as the row has starts at a far position."""
+    """Inside the block, torch.arange starts at a far position if its result is as long as the row."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -223,8 +224,8 @@ _FILLS = (_noise(1.0), _noise(10.0))
 
 
 class _NoteRanking(TorchFunctionMode):
-    """Inside the block, note whether the best tokens of the row are selected: which of several equal ones is selected
-    depends on how many tokens there are."""
+    """Inside the block, note whether a module ranks the tokens of the row, as topk does: which of several equal scores
+    wins depends on the number of tokens."""
 
     _NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
 
@@ -240,7 +241,7 @@ class _NoteRanking(TorchFunctionMode):
 
 
 def scalars_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the attributes, inner modules included, that are a single number, by name."""
+    """Return, by name, the attributes of a module and its inner modules that are a tensor with a single number."""
     return {
         f"{name}.{attribute}".lstrip("."): value
         for name, inner in module.named_modules()
@@ -250,20 +251,20 @@ def scalars_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_changed_scalars(before: dict[str, Tensor], after: dict[str, Tensor], where: str) -> None:
-    """Raise PackingError if a call has left a number computed from all tokens of a row, such as the loss of a
+    """Raise PackingError if a call has stored a number computed from all tokens of a row, such as the loss of a
     router."""
     for name, number in after.items():
         if number is not before.get(name):
             raise PackingError(
-                f"{where}: it stores a number computed from all tokens of a row in its {name}, such as the loss of a "
-                "router"
+                f"{where}: its attribute {name} stores a number computed from all tokens of a row, such as the loss "
+                "of a router"
             )
 
 
 def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
     """Raise PackingError if a tensor without an axis of tokens is computed from all tokens of a row, such as the loss
-    of a router, so that those of the segments cannot be joined. States, which have an axis for rows, are for the next
-    call, and are allowed.
+    of a router, since the tensors of the segments cannot be joined then. States are allowed: they have an axis for
+    rows, and are for the next call.
 
     Args:
         output: for the row.

@@ -1,4 +1,4 @@
-"""The packed row that a patched model works on: its segments, and reading their borders from a model's inputs."""
+"""The packed row that a patched model processes: its segments, and how borders are read from the model's inputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ Sharing = Literal["ragged", "equal", "none"]
 length; or no two segments."""
 
 CALL_OVERHEAD = 8
-"""Fixed cost of a call, in segments of the call's length. The time of a small module is mostly kernel launches, and
-that of a scan is its steps, however many segments are in the batch."""
+"""Fixed cost of a call, expressed as extra segments of the call's length. A small module spends most of its time on
+kernel launches, and a scan on its sequential steps, however many segments are in the batch."""
 
 MAX_PADDING = 4
 """A segment is padded to at most this many times its own length."""
@@ -155,7 +155,7 @@ def group_similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 current_row: ContextVar[PackedRow | None] = ContextVar("current_row", default=None)
-"""The row that the running forward works on."""
+"""The row that the running forward processes."""
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
 
 
 def borders_from_positions(position_ids: Tensor) -> Tensor:
-    """Return the borders, where a segment starts with every row and where a position is not the last one plus 1.
+    """Return the borders. A segment starts with every row, and wherever a position is not the previous one plus 1.
 
     Args:
         position_ids: integers [rows, tokens].
@@ -243,7 +243,7 @@ def borders_from_positions(position_ids: Tensor) -> Tensor:
 
 
 def borders_from_seq_idx(seq_idx: Tensor) -> Tensor:
-    """Return the borders, where a segment starts with every row and where the index changes.
+    """Return the borders. A segment starts with every row, and wherever the index changes.
 
     Args:
         seq_idx: integers [rows, tokens].
@@ -286,8 +286,8 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     for other in others:
         if not torch.equal(given[first], given[other].to(given[first].device)):
             raise PackingError(
-                f"{other}: expected the borders of {first}, {given[first].tolist()}, got {given[other].tolist()}; "
-                "positions restart at every segment"
+                f"{other}: expected the same borders as {first}, {given[first].tolist()}, got {given[other].tolist()}; "
+                "positions must restart at every segment"
             )
     return given[first]
 

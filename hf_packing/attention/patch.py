@@ -1,4 +1,4 @@
-"""patch_model: keep packed documents apart in a model, with proof, or refuse; unpatch_model and patched: undo it."""
+"""patch_model: isolate packed documents in a model and prove it, or raise; unpatch_model and patched: undo it."""
 
 import warnings
 from collections.abc import Iterator
@@ -37,17 +37,17 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     - `segments`: the modules that are not segment-local, found by experiment, run segment by segment; all others stay
       packed.
 
-    Most models with a state or a convolution take both. Borders are read from cu_seq_lens_q, position_ids or seq_idx,
-    whichever is given.
+    Most models with recurrent layers or convolutions use both. Borders are read from cu_seq_lens_q, position_ids or
+    seq_idx, whichever is given.
 
-    The proof runs three random documents, then four others, then those four in two rows. Packed, one document after the
-    other is replaced. The patch stays only if no other document changes, in logits or gradients, and if all logits and
-    gradients are those of the documents alone on the unpatched model, up to the measured effect of rounding. This is
-    done in evaluation mode and in training mode, with dropout, noise and layer dropping off. If the latter is not
-    possible, `check_isolation(model).route.unproven` says why.
+    The proof packs three random documents, then four others, then those four in two rows. It replaces one packed
+    document at a time. The patch stays only if the other documents do not change, in logits or gradients, and if all
+    documents have the same logits and gradients as alone on the unpatched model, up to the measured effect of rounding.
+    The proof runs in evaluation mode and in training mode, with dropout, noise and layer dropping off. If training mode
+    cannot be proven, `check_isolation(model).route.unproven` says why.
 
-    The proof takes some hundred forwards of at most 46 tokens, and more if modules run by segment. It covers the kernel
-    of this device and dtype, so move the model there first.
+    The proof takes about a hundred forwards of at most 46 tokens, and more if modules run by segment. It covers only
+    the kernel of the model's current device and dtype, so move the model to its training device and dtype first.
 
     Args:
         model: a causal or masked language model of transformers, on any device, in any dtype; also inside the wrapper
@@ -79,8 +79,8 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     if not prove:
         install(inner, find_and_prove_on_small_copy(inner), attention_of(inner))
         warnings.warn(
-            f"patch_model proved isolation on a small {type(inner).__name__}, not on this one; run check_isolation on "
-            "it once its weights are in memory",
+            f"patch_model proved isolation on a small copy of {type(inner).__name__}, not on the model itself; run "
+            "check_isolation(model) once its weights are in memory",
             stacklevel=2,
         )
         return model
@@ -102,9 +102,9 @@ def _refuse_shared_configuration(model: PreTrainedModel) -> None:
     """Raise PackingError if another patched model has the same configuration, since both would be changed."""
     if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
-            f"model: expected one with a configuration of its own, that of {type(model).__name__} already has the "
-            f"attention {NAME!r}, as that of a patched model. Build each model from copy.deepcopy(config), before any "
-            "of them is patched"
+            f"model: expected one with a configuration of its own, {type(model).__name__} shares one with a patched "
+            f"model: its attention is already {NAME!r}. Build each model from copy.deepcopy(config), before any of "
+            "them is patched"
         )
 
 
@@ -115,13 +115,13 @@ _SHARE_OF_KERNEL = 0.5
 """Noise in a kernel, as a share of its root mean square."""
 
 _LONGEST_KERNEL = 16
-"""Tokens that a convolution in a language model sees at once; the last axis of its weight."""
+"""Largest kernel size, in tokens, of a convolution in a language model: the last axis of its weight."""
 
 
 @contextmanager
 def random_where_zero(model: nn.Module) -> Iterator[None]:
-    """Inside the block, randomize weights that may hide a leak before training: parameters that are all zero, as some
-    projections and gates are, and kernels of convolutions, some of which start as the identity."""
+    """Inside the block, randomize weights whose initial values may hide a leak: parameters that are all zero, such as
+    some projections and gates, and kernels of convolutions, some of which are initialized to the identity."""
     parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
     zero = [parameter for parameter in parameters if not parameter.any()]
     kernels = [
@@ -154,7 +154,7 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
         model: a patched model.
 
     Returns:
-        A context manager that patches the model again at its end, if it is used as one:
+        A context manager. In a `with` statement, it patches the model again at the end of the block:
         `with hfp.unpatch_model(model): model.generate(...)`.
 
     Raises:
@@ -200,7 +200,7 @@ def patched(model: Model) -> Iterator[Model]:
 
 
 class _Unpatched(AbstractContextManager[Any]):
-    """Installs a route again at the end of a block. It has been proven, so it is not proven again."""
+    """Installs a route again at the end of a block, without another proof, since the route is already proven."""
 
     def __init__(self, model: nn.Module, route: Route) -> None:
         self.model = model

@@ -1,6 +1,7 @@
 """The forward of a patched model, and the patch itself: install a route in a model, and remove it.
 
-A patched model that sees the tokens its labels ask for refuses labels that only repeat its input.
+A patched model that sees the input token at each label's position, as masked language models do, refuses labels that
+only repeat its input.
 """
 
 import inspect
@@ -27,23 +28,23 @@ _running: ContextVar[tuple[int, ...]] = ContextVar("_running", default=())
 outermost one that is called reads the row."""
 
 _ATTENTION = "_attn_implementation_internal"
-"""Where a configuration keeps the name of its attention. It is restored directly, since `set_attn_implementation`
-refuses a name whose package is missing, and the None of some inner configurations."""
+"""Attribute where a configuration keeps the name of its attention. The patch restores it directly, since
+`set_attn_implementation` rejects a name whose package is missing, and None, which some inner configurations have."""
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Where a module keeps the function that checkpoints it: modules of transformers, and the wrapper that FSDP uses."""
+"""Attributes where a module keeps its activation-checkpointing function: in transformers, and in FSDP's wrapper."""
 
 _FEWEST = 3
-"""Trained labels below which a batch shows nothing. If 15 % of the tokens are trained on, and 10 % of those are kept as
-they are, one in 300,000 batches of 3 tokens has only tokens that are trained on and kept."""
+"""Fewest trained labels that can be refused. If 15 % of the tokens are trained on, and 10 % of those are
+left as they are, only one in 300,000 batches of 3 tokens has no other tokens."""
 
 _MANY = 4096
-"""Trained labels in a row that must repeat the input if labels have differed from it before. The labels of a spelling
-corrector repeat its input as long as there is no mistake."""
+"""The same if earlier labels differed from the input: fewest trained labels in a row that repeat it. The labels of a
+spelling corrector repeat its input wherever there is no mistake."""
 
 
 class PatchedForward(ReplacedForward):
-    """The forward of a patched model: read the packed row, make it the current row, build the model's inputs, run it.
+    """The forward of a patched model: read the packed row, make it the current row, build the inputs, run the model.
 
     Args:
         module: the model, or a model inside it that others call directly.
@@ -129,9 +130,9 @@ class LabelCheck:
     """Counts the labels of successive batches that repeat the input."""
 
     differed: bool = False
-    """Whether a label has differed from the token in its place, or tokens were left out."""
+    """Whether a label has differed from the input token at its position, or some tokens had no label."""
     repeated: int = 0
-    """Trained labels since then, all of which repeat the tokens in their places."""
+    """Trained labels since then, all of which repeat the input token at their position."""
 
     def add(self, model_name: str, input_ids: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> None:
         """Count one more batch.
@@ -143,7 +144,8 @@ class LabelCheck:
             cu_seq_lens: int32 [segments + 1], in the rows laid end to end.
 
         Raises:
-            PackingError: all tokens but first ones are trained on, and each label is the token in its place.
+            PackingError: all tokens, except the first of each document, are trained on, and every label repeats the
+                input token at its position.
         """
         trained = labels != IGNORED_LABEL
         if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
@@ -152,9 +154,9 @@ class LabelCheck:
         self.repeated += int(trained.sum())
         if self.repeated >= (_MANY if self.differed else _FEWEST):
             raise PackingError(
-                f"labels: expected other tokens than those of input_ids, since {model_name} sees the tokens that its "
-                f"labels ask for, and would learn to copy its input; got {self.repeated} labels that only repeat "
-                "input_ids. "
+                f"labels: expected other tokens than those of input_ids, since {model_name} sees the input token at "
+                f"each label's position, and would learn to copy its input; got {self.repeated} labels that only "
+                "repeat input_ids. "
                 "Mask tokens before they are packed, in a map or with_transform of the dataset, as transformers' "
                 "DataCollatorForLanguageModeling does, with labels of -100 where nothing is asked for (or shift labels "
                 "by one, for a causal model that does not)"
@@ -180,14 +182,14 @@ class Patch:
 
 
 def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
-    """Install a route: set the attention, and replace the forwards of the model and of what runs by segment.
+    """Install a route: set the attention, and replace the forwards of the model and of the modules that run by segment.
 
     If anything fails, the model is left unpatched.
 
     Args:
         model: not patched.
         route: to install.
-        before: its attention, as `attention_of` returns it, to be restored by `remove`.
+        before: the model's attention, as `attention_of` returns it; `remove` restores it.
     """
     patch = Patch(route, before)
     setattr(model, PATCH, patch)
@@ -199,7 +201,7 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
         segmented = [SegmentedForward(model.get_submodule(plan.name), plan) for plan in route.by_segment]
         for forward in segmented:
             patch.replace(forward)
-        for module in _entry_modules(model):  # after those: a module that runs by segment may be an inner model
+        for module in _entry_modules(model):  # last, since a module that runs by segment may be an inner model
             patch.replace(PatchedForward(module, model, route, segmented))
     except BaseException:
         remove(model)
@@ -220,7 +222,7 @@ def remove(model: PreTrainedModel) -> Route:
 
 
 def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model and the models inside that PEFT and others call directly."""
+    """Return the model and its inner models that PEFT and other libraries call directly."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = [model, model.base_model, *([decoder] if isinstance(decoder, nn.Module) else [])]
     return list({id(module): module for module in modules}.values())
@@ -237,8 +239,8 @@ def restore_attention(before: list[tuple[PreTrainedConfig, Any]]) -> None:
 
 
 class KeepRow:
-    """A checkpointing function that keeps the current row, since the backward pass runs layers again, when that row is
-    no longer current."""
+    """A checkpointing function that remembers the current row: the backward pass runs layers again, when that row is no
+    longer current."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -274,7 +276,7 @@ def _checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str,
 
 
 def sees_labels(model: PreTrainedModel) -> bool:
-    """Return whether a patched model sees the tokens that its labels ask for, as masked language models do."""
+    """Return whether a patched model sees the input token at each label's position, as masked language models do."""
     route = route_of(model)
     return route is not None and route.sees_labels
 
@@ -289,11 +291,11 @@ def refuse_copied_labels(
         input_ids: integers [rows, tokens]; anything else is not checked.
         labels: integers [rows, tokens]; anything else is not checked.
         cu_seq_lens: int32 [segments + 1], in the rows laid end to end.
-        is_sample: whether this is a sample of a whole dataset. It is judged alone then, and if its labels differ from
-            the tokens anywhere, later batches may repeat their tokens.
+        is_sample: whether this is a sample of a whole dataset. A sample is judged on its own. If any of its labels
+            differs from its token, later batches are refused only after many more labels that repeat the tokens.
 
     Raises:
-        PackingError: all labels of this batch, and enough of those before it, repeat the tokens in their places.
+        PackingError: all labels of this batch, and of enough batches before it, repeat the tokens at their positions.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:

@@ -41,7 +41,7 @@ DocumentTokens = list[list[int]]
 
 _LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
 """Tokens of the three documents: all different, and longer than the kernels of convolutions. The sums are primes, which
-axes of models seldom have as their size; the first sum that the model does not have is taken."""
+are seldom the size of an axis. The first triple is used whose sum is not a size in the model."""
 
 _random_state_lock = threading.RLock()
 """Held while the random state, which all threads share, is changed."""
@@ -50,7 +50,7 @@ _random_state_lock = threading.RLock()
 def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[DocumentTokens, DocumentTokens]:
     """Return random documents, and a replacement for each.
 
-    No token but that of a mask is in two documents, and a document and its replacement differ in every token.
+    Two documents share no token except the mask token, and a document and its replacement differ in every token.
 
     Args:
         model: with its vocabulary.
@@ -62,7 +62,7 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
     """
     embedding = embedding_of(model)
     known_size = getattr(model.config.get_text_config(), "vocab_size", len(embedding.weight))
-    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # it may be larger, for prompts
+    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # the table may also hold prompts
     settings = vars(model.config) | vars(model.config.get_text_config())
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
     known = np.array([token for token in range(1, vocabulary) if token not in special])
@@ -83,14 +83,14 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
 
 
 def distinctive_lengths(model: nn.Module) -> list[int]:
-    """Return lengths of documents whose sum is no size of a parameter or buffer, and no integer setting."""
+    """Return lengths of documents whose sum is not a size of any parameter or buffer, nor an integer setting."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
     for lengths in _LENGTHS:
         if sum(lengths) not in sizes:
             return list(lengths)
     sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected one without axes of the sizes {sums}, it has them all")
+    raise PackingError(f"model: expected one that lacks at least one of the sizes {sums}, this one has them all")
 
 
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]
         starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
         if len(starts) != 1:
             raise PackingError(
-                f"collator: expected a batch with each document whole and once, got one of {len(tokens)} tokens "
+                f"collator: expected a batch with each document whole, exactly once, got one of {len(tokens)} tokens "
                 f"{len(starts)} times"
             )
         places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
@@ -129,7 +129,7 @@ class Probe:
         model: of transformers, on any device, in any dtype.
         seed: of the random tokens.
         lengths: of the documents; by default three, whose sum is no size of the model.
-        make_batch: from documents to the model's inputs; by default one packed row.
+        make_batch: turns documents into the model's inputs; by default one packed row.
         training: whether the model is run in training mode, with dropout, noise and layer dropping off.
     """
 
@@ -161,7 +161,7 @@ class Probe:
 
     @property
     def mode(self) -> str:
-        """The beginning of a message: in which mode something happened."""
+        """The start of a message, which names the mode in which something happened."""
         return "in training mode, " if self.training else ""
 
     @property
@@ -192,7 +192,7 @@ class Probe:
 
     def logits(self, **inputs: Any) -> Tensor:
         """Return the logits of one row, [tokens, vocabulary], as float32 or float64. The model is restored."""
-        watched = nullcontext() if self._matmuls_are_known else self._matmuls  # it slows down every call of torch
+        watched = nullcontext() if self._matmuls_are_known else self._matmuls  # watching slows down every call of torch
         with restored(*self.model.modules()), self._restorable_weights(), watched:
             logits = self._run(inputs)
         self._matmuls_are_known = True
@@ -206,15 +206,15 @@ class Probe:
         return loss
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """As `logits`; what the forward changes stays changed."""
+        """Like `logits`, but what the forward changes is not restored."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # whatever the model itself takes
+        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # even if the model does not take it
         given = {name: value for name, value in given.items() if name in read_by_patch or self.signature.takes(name)}
         if not self.training:
             return logits_of(self.model, self.model(**given)).flatten(0, 1)
         seed_all(self._seed)
         wanted = torch.is_grad_enabled()
-        with torch.enable_grad():  # as in training, since some models look whether it is enabled
+        with torch.enable_grad():  # as in training, since some models check whether gradients are enabled
             logits = logits_of(self.model, self.model(**given)).flatten(0, 1)
         return logits if wanted else logits.detach()
 
@@ -311,14 +311,14 @@ class Probe:
         return not max(map(largest_difference, logits, again)) <= limit
 
     def packed_gradients(self, **options: Any) -> list[list[Tensor]]:
-        """Return, for each document, the gradients of its logits in the embeddings of each document, packed."""
+        """Return, for each packed document, the gradients of its logits with respect to each document's embeddings."""
         with record_embeddings(self.model) as embedded:
             logits = self.packed(self.documents, **options)
             last = len(logits) - 1
             return [self._gradients(each, number, embedded, number < last) for number, each in enumerate(logits)]
 
     def gradients_alone(self, **options: Any) -> list[Tensor]:
-        """Return, for each document, the gradients of its logits in its embeddings, alone."""
+        """Return, for each document run alone, the gradients of its logits with respect to its embeddings."""
         own = []
         for number, tokens in enumerate(self.documents):
             with record_embeddings(self.model) as embedded:
@@ -337,7 +337,7 @@ class Probe:
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
 
     def gradient_by_token(self, score: Tensor, embedded: Embedded, keep: bool = False) -> Tensor:
-        """Return the gradient of a score in the embeddings, summed by token: float [vocabulary, embedding]."""
+        """Return the gradient of a score with respect to embeddings, summed by token: float [vocabulary, embedding]."""
         outputs = [output for _, output in embedded]
         found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
         tokens = torch.cat([ids.flatten() for ids, _ in embedded])

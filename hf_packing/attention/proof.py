@@ -1,6 +1,6 @@
-"""The proof of patch_model: packed documents do not affect each other, and have the outputs that they have alone.
+"""The proof of patch_model: packed documents do not affect each other, and have the same outputs as alone.
 
-Also measured here: whether a model sees the tokens that its labels ask for.
+Also measured here: whether a model sees the input token at each label's position.
 """
 
 from contextlib import suppress
@@ -17,20 +17,20 @@ from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError
 
 LARGEST_GRADIENT_LEAK = 1e-6
-"""Largest gradient in another document, as a share of the largest in the document itself. If there is no path, there is
-no gradient, in any precision."""
+"""Largest gradient with respect to another document, as a share of the largest with respect to the document itself.
+Where no path leads from one document to another, the gradient is 0 in any precision."""
 
 _GRADIENT_LENIENCE = 10
 """Factor on the allowed difference of gradients, since rounding affects the backward pass too."""
 
 _REFERENCE = "eager"
-"""The attention with which a document alone is computed, besides the model's own: the one written out in its file.
-Others have had gaps: in transformers 5.17, "sdpa" ignores Gemma 2's soft cap."""
+"""The attention with which documents alone are computed, in addition to the model's own. It is written out in the
+model's file; others have had bugs: in transformers 5.17, "sdpa" ignores Gemma 2's soft cap."""
 
 STOCK_ATTENTIONS = ("eager", "sdpa", "flex_attention")
 
-RANDOM = "it draws random numbers there that cannot be switched off"
-VARYING = "its logits for the same tokens vary there from run to run"
+RANDOM = "it draws random numbers in training mode that cannot be switched off"
+VARYING = "its logits for the same tokens vary from run to run in training mode"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Exam:
 
     probe: Probe
     references: list[Reference]
-    """With one or several attentions of the unpatched model; none if its logits alone cannot be compared."""
+    """The outputs with one or several attentions of the unpatched model; empty if they cannot be compared."""
     unproven: str = ""
     """Why something cannot be proven in training mode."""
     can_be_run: bool = True
@@ -57,8 +57,8 @@ class Exam:
 
 
 def run_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> Exam:
-    """Run each document alone on an unpatched model, with its own attention, and also with eager attention unless the
-    attention function is the user's.
+    """Run each document alone on an unpatched model, with its own attention, and also with eager attention unless its
+    attention function is a custom one.
 
     Raises:
         ModelNotSupportedError: the model cannot be called with input_ids alone.
@@ -79,21 +79,23 @@ def run_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> E
 
 
 def run_alone_in_training(model: PreTrainedModel, rounding: float | None) -> Exam:
-    """As `run_alone`, in training mode. If the model cannot be compared there, the exam says why."""
+    """Like `run_alone`, in training mode. If outputs cannot be compared in that mode, the exam says why."""
     probe = Probe(model, training=True)
     probe.rounding = rounding
     try:
         with probe.undisturbed():
             is_random = probe.is_random(lambda: probe.alone(use_cache=False))
-    except Exception as error:  # the model may be anybody's
-        return Exam(probe, [], f"it cannot be called there with input_ids alone: {error}", can_be_run=False)
+    except Exception as error:  # custom model code may raise anything
+        return Exam(probe, [], f"it cannot be called in training mode with input_ids alone: {error}", can_be_run=False)
     if is_random is None:
         return Exam(probe, [], VARYING, can_be_run=False)
     if is_random:
         return Exam(probe, [], RANDOM)
     exam = run_alone(model, probe)
     if any(reference.gradients is None for reference in exam.references):
-        return replace(exam, unproven="its gradients cannot be computed there, only its logits were compared")
+        return replace(
+            exam, unproven="its gradients cannot be computed in training mode, only its logits were compared"
+        )
     return exam
 
 
@@ -106,12 +108,12 @@ def _run_alone_with(attention: str, model: PreTrainedModel, probe: Probe, gradie
             if probe.rounding is None:
                 probe.measure_rounding(logits, use_cache=False)
             return Reference(logits, _gradients_alone(probe) if gradients else None)
-    except Exception as error:  # the model may be anybody's
+    except Exception as error:  # custom model code may raise anything
         return error
 
 
 def _gradients_alone(probe: Probe) -> list[Tensor] | None:
-    """Return None for a model without gradients in this mode; it is proven by its logits only."""
+    """Return the gradients, or None if the model has none in this mode; then only its logits are compared."""
     try:
         return probe.gradients_alone(use_cache=False)
     except (RuntimeError, AssertionError):
@@ -119,10 +121,10 @@ def _gradients_alone(probe: Probe) -> list[Tensor] | None:
 
 
 def prove_isolation(exam: Exam) -> None:
-    """Prove that packed documents do not affect each other, and are as in one of the references.
+    """Prove that packed documents do not affect each other, and have the outputs of one of the references.
 
     Raises:
-        ModelNotSupportedError: they are not.
+        ModelNotSupportedError: one of the two cannot be proven.
     """
     if not exam.can_be_run:
         return
@@ -141,7 +143,7 @@ def _prove_no_leak(probe: Probe) -> None:
     if not leak <= probe.tolerance.leak * scale:
         raise ModelNotSupportedError(f"changing one packed document changes the logits of another by {leak:.2g}")
     if probe.training and (buffers := probe.memory()) is not None:
-        raise ModelNotSupportedError(f"a document's logits depend on earlier ones{through(buffers)}")
+        raise ModelNotSupportedError(f"a document's logits depend on earlier batches{through(buffers)}")
     if not probe.training and not can_detect_leaks(probe):
         raise ModelNotSupportedError("no leak can be detected even without borders, so nothing is proven")
 
@@ -154,7 +156,7 @@ def can_detect_leaks(probe: Probe) -> bool:
 
 
 def _second_of_one_document(probe: Probe, documents: DocumentTokens) -> Tensor:
-    """Return the logits of the second document's tokens, if all tokens are a single document."""
+    """Return the logits of the second document's tokens when all tokens are given as a single document."""
     logits = probe.logits(**pack_in_one_row([[token for tokens in documents for token in tokens]]))
     return torch.split(logits, probe.lengths)[1]
 
@@ -181,16 +183,18 @@ def _prove_equal(exam: Exam) -> None:
 
 
 def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
-    """Return the gradients of each document's logits in the document itself."""
+    """Return the gradients of each document's logits with respect to its own embeddings."""
     gradients = probe.packed_gradients()
     leak = largest_gradient_leak(gradients)
     if not leak <= LARGEST_GRADIENT_LEAK:
-        raise ModelNotSupportedError(f"gradients of a packed document reach another, up to {leak:.2g} of its own")
+        raise ModelNotSupportedError(
+            f"gradients of a packed document reach another, at up to {leak:.2g} of the largest in the document itself"
+        )
     return [found[number] for number, found in enumerate(gradients)]
 
 
 def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
-    """Return the largest gradient in another document, as a share of the largest in the document itself."""
+    """Return the largest gradient with respect to another document, as a share of the largest in its own."""
     leak = 0.0
     for number, found in enumerate(gradients):
         own = float(found[number].abs().max())
@@ -210,38 +214,41 @@ def treats_pad_as_padding(exam: Exam) -> bool:
 
 
 _MIDDLE = 1
-"""Of three documents."""
+"""Index of the middle one of three documents."""
 
 _REACHES = 1e-4
-"""Gradient in another document, as a share of the largest in the document itself. It is 0 for the usual losses."""
+"""Largest gradient that a loss may have with respect to another document, as a share of the largest with respect to the
+document itself. Usual losses have none."""
 
 _SEES = 1e-4
-"""Gradient at the token that a label asks for, as a share of the largest at any token. It is 0 in a causal model."""
+"""A model sees its labels if the gradient at a label's input token exceeds this share of the largest at any token. In a
+causal model it is 0."""
 
 
 def refuse_loss_across_borders(probe: Probe, width: int) -> None:
     """Refuse a model whose own loss compares labels of one document with outputs of another.
 
-    A head for the token after next does: the collator leaves out the first label of a document, but not the second.
+    A head that predicts the token after next does so: the collator masks the first label of a document, not the second.
 
     Args:
         probe: of a patched model, with three documents.
         width: logits of a token.
 
     Raises:
-        ModelNotSupportedError: labels of one document have gradients in another.
+        ModelNotSupportedError: the loss on one document's labels has gradients with respect to another document.
     """
     if (reached := _loss_gradient_in_others(probe, width)) > _REACHES:
         raise ModelNotSupportedError(
             f"{type(probe.model).__name__}: {probe.mode}its own loss compares labels of a packed document with outputs "
-            f"of another (gradients reach it, up to {reached:.2g} of those in the document itself), as heads for the "
-            "token after next do; pass no labels, and compute the loss of each document yourself"
+            "of another, as heads that predict the token after next do (gradients reach the other document, at up to "
+            f"{reached:.2g} of the largest in the document itself); pass no labels, and compute the loss of each "
+            "document yourself"
         )
 
 
 def _loss_gradient_in_others(probe: Probe, width: int) -> float:
-    """Return the gradient of the loss of one document's labels in the others, as a share of the largest in itself; 0
-    for a model that computes no loss."""
+    """Return the largest gradient, with respect to the other documents, of the loss on one document's labels, as a
+    share of the largest with respect to itself; 0 for a model that computes no loss."""
     if not probe.signature.takes("labels"):
         return 0.0
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
@@ -256,8 +263,7 @@ def _loss_gradient_in_others(probe: Probe, width: int) -> float:
 
 
 def _loss_of_middle(probe: Probe, labels: list[int], width: int) -> Tensor:
-    """Return the loss of all documents in a row, with labels only for the document in the middle, but its first
-    token."""
+    """Return the loss of all documents in a row, with labels only for the middle document, except its first token."""
     batch = pack_in_one_row(probe.documents)
     start = len(probe.documents[0])
     batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
@@ -268,10 +274,10 @@ def _loss_of_middle(probe: Probe, labels: list[int], width: int) -> Tensor:
 
 
 def model_sees_labels(probe: Probe, width: int) -> bool:
-    """Return whether the token that a label asks for affects the logits that the label is compared with.
+    """Return whether the input token at a label's position affects the logits that the label is compared with.
 
-    It does in masked language models, and in bidirectional ones with a causal loss. It is found by the gradients of the
-    model's own loss. False if the model computes no loss, or has no gradients.
+    It does in masked language models, and in bidirectional ones with a causal loss. The gradients of the model's own
+    loss decide; the answer is False if the model computes no loss, or has no gradients.
 
     Args:
         probe: of a model that is not patched.
@@ -281,8 +287,8 @@ def model_sees_labels(probe: Probe, width: int) -> bool:
 
 
 def _loss_gradient_at_label(probe: Probe, width: int) -> float:
-    """Return the gradient of the loss of one label at the token that it asks for, as a share of the largest at any
-    token."""
+    """Return the gradient of one label's loss with respect to the input token at its position, as a share of the
+    largest with respect to any token."""
     tokens, others = probe.documents[0], probe.others[0]
     place = next((place for place in range(1, len(tokens)) if tokens.count(tokens[place]) == 1), None)
     if place is None or not probe.signature.takes("labels"):

@@ -22,12 +22,12 @@ PATCH = "_hf_packing_patch"
 BORDER_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 READ_ARGUMENTS = (*BORDER_ARGUMENTS, "position_ids", "attention_mask", "use_cache")
-"""Arguments that a patch reads itself. They are dropped if the model does not take them; unknown others are not."""
+"""Arguments that a patch reads itself. They are dropped if the model does not take them; other arguments never are."""
 
 
 @dataclass(frozen=True)
 class InputFormat:
-    """What a model is given beside its tokens.
+    """What a model is given besides its tokens.
 
     Args:
         positions: position_ids that restart at every segment; otherwise the model computes positions itself.
@@ -50,7 +50,7 @@ class InputFormat:
             row: what `read_row` has read from them.
 
         Raises:
-            PackingError: positions, caches, labels or logits_to_keep that this format cannot serve.
+            PackingError: positions, caches, labels or logits_to_keep that this format does not support.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
         if self.one_row:
@@ -147,13 +147,13 @@ METHODS = (
     Method(None, InputFormat(borders=False, mask_of_ones=True, positions=False)),
 )
 """From the fastest to the most general. A model that keeps its own attention gets a mask of ones: without one it would
-detect packed rows by their positions, which may be right on short test documents and wrong on long ones, such as where
-an index selects the best 2048 tokens, and so all tokens of a short document."""
+detect packed rows by their positions. That may work on short test documents and fail on long ones: an index that
+selects the best 2048 tokens selects all tokens of a short document."""
 
 
 @dataclass(frozen=True, repr=False)
 class Route:
-    """How a patched model keeps packed documents apart. `describe` tells more than its one-line repr."""
+    """How a patched model keeps packed documents apart. `describe` says more than the one-line repr."""
 
     method: Method
     by_segment: tuple[ModulePlan, ...]
@@ -165,7 +165,7 @@ class Route:
     refused_token: int | None = None
     """A pad token that this model treats as padding wherever it is. A patched model raises if it is in a document."""
     sees_labels: bool = False
-    """Whether the model sees the tokens that its labels ask for, as masked language models do."""
+    """Whether the model sees the input token at each label's position, as masked language models do."""
     unproven: str = ""
     """Why this route was not proven in training mode too; empty if it was."""
 
@@ -202,7 +202,7 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
 
 
 def is_patched(model: PreTrainedModel) -> bool:
-    """Return whether `patch_model` has patched this model of transformers, without wrappers."""
+    """Return whether `patch_model` has patched this transformers model, which must not be inside a wrapper."""
     return hasattr(model, PATCH)
 
 

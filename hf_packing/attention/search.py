@@ -32,8 +32,8 @@ from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
 
 _OTHER_CALLS = ({"embedded": True}, {"output_hidden_states": True})
-"""Ways to call a model in which its modules get other arguments, or return other outputs, whose tokens must be found
-too."""
+"""Options for further forwards, in which modules get other arguments or return other outputs, whose token axes must be
+recorded too."""
 
 
 @dataclass
@@ -68,15 +68,15 @@ class _BySegment:
 
     forward: SegmentedForward
     output: Any
-    """What it returns then."""
+    """What the module returns when it runs by segment."""
 
 
 class Search:
     """Watches one forward of a model on a packed row.
 
-    Every module is classified as soon as it has returned, inner ones first. One that has to run by segment does so from
-    then on, and its output is replaced by what it returns then, so that the modules after it see the right input. If a
-    module around it has to run by segment too, the inner one goes back to normal.
+    Every module is classified as soon as it has returned, inner ones first. A module that has to run by segment does so
+    from then on, and its output in this forward is replaced, so that the modules after it get the right input. If a
+    module around it has to run by segment too, the inner module gets its own forward back.
 
     Args:
         model: of transformers.
@@ -98,7 +98,7 @@ class Search:
         """Search, and return the plans of the modules that have to run by segment.
 
         Args:
-            forward: gives the packed row to the model; it also takes the options in `_OTHER_CALLS`.
+            forward: runs the model on the packed row; it also takes the options in `_OTHER_CALLS`.
         """
         try:
             with self._watching():
@@ -106,7 +106,7 @@ class Search:
             # again, to record the arguments of modules that were found at their second call
             forward()
             for options in _OTHER_CALLS if self.found else ():
-                with suppress(Exception):  # a model need not support them
+                with suppress(Exception):  # not every model supports these options
                     forward(**options)
         finally:
             for found in self.found.values():
@@ -121,7 +121,7 @@ class Search:
         hooks = []
         for name, module in self.model.named_modules():
             if module is not self.model:
-                # the innermost of all hooks, which see what the forward itself is given and returns
+                # innermost of all hooks, so that they see the inputs and outputs of the forward itself
                 hooks.append(module.register_forward_pre_hook(self._before_call, with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
         try:
@@ -179,7 +179,7 @@ class Search:
                 plan.is_stateful = True
                 output = run_one_by_one(forward, inputs, row)
             refuse_row_outputs(call.output, output, plan.outputs)
-        except Exception as error:  # whatever a module raises that was not made for segments
+        except Exception as error:  # a module that was not made for segments may raise anything
             return _Unsliceable(f"{type(error).__name__}: {error}")
         if (
             depends_on_others
@@ -190,7 +190,7 @@ class Search:
         return _Local()
 
     def _run_by_segment_from_now_on(self, call: _Call, finding: _BySegment) -> None:
-        """Install the module's forward, in place of those of modules inside it, with as much packed as possible."""
+        """Run the module by segment, instead of modules inside it, and keep its projections packed where possible."""
         for name in [name for name in self.found if _is_in(name, call.name)]:
             self.found.pop(name).remove()
         forward, plan = finding.forward, finding.forward.plan
@@ -202,15 +202,15 @@ class Search:
         self.found[call.name] = forward
 
     def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
-        """Return whether a module returns the same with modules inside it packed."""
+        """Return whether a module still returns the same if its projections stay packed."""
         try:
             output = run_one_by_one(forward, call.inputs_copy, self.row)
             return not outputs_differ(expected, output, forward.plan.outputs, self.row.slices)
-        except Exception:  # what is done with their outputs is not segment by segment
+        except Exception:  # the module cannot use their outputs segment by segment
             return False
 
     def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
-        """Return the projections of a module's input, and the one that makes its output; they may stay packed."""
+        """Return the projections that may stay packed: those of a module's input, and the one that makes its output."""
         known: dict[int, Path | str] = {
             id(leaf): path
             for path, leaf in leaves(call.inputs)
@@ -238,7 +238,7 @@ class Search:
         return ahead, RunAfter(last.name.removeprefix(f"{call.name}."), path)
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
-        """Return whether a call inside a module has weights, one tensor of tokens as input, and is segment-local."""
+        """Return whether an inner call is one of a segment-local module with weights, on a single tensor of tokens."""
         args, kwargs = call.inputs
         if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
@@ -251,7 +251,7 @@ class Search:
 
 
 def _is_in(name: str, outer: str) -> bool:
-    """Return whether a module is another one, or inside it."""
+    """Return whether the module `name` is the module `outer`, or inside it."""
     return name == outer or name.startswith(f"{outer}.")
 
 

@@ -19,14 +19,14 @@ _DEPTHS = (
     *("encoder_layers", "num_encoder_layers", "moe_layer_start_index", "moe_layer_end_index"),
     *("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 )
-"""Settings that stay the same, so that the modules of the copy have the names of the model's modules."""
+"""Settings that stay the same, so that the modules of the copy have the same names as those of the model."""
 
 _KEPT_EQUAL = (
     *(("num_key_value_heads", heads) for heads in ("num_attention_heads", "num_heads", "n_heads")),
     *(("num_kv_heads", heads) for heads in ("num_attention_heads", "n_head")),
     ("head_dim", "qk_rope_head_dim"),
 )
-"""Pairs of settings that stay equal if they are."""
+"""Pairs of settings that are equal in the copy if they are equal in the model."""
 
 _STATE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
 """Settings (heads, head size, expansion) with heads = hidden size * expansion / head size."""
@@ -37,8 +37,8 @@ _MOST_PER_KIND = 8
 """Largest value in a setting that maps each kind of layer to an integer, such as its window."""
 
 _COPY_DTYPES = (torch.float64, torch.float32)
-"""To be tried in turn. With large random weights rounding grows from layer to layer, which float64 avoids; some kernels
-do not take it."""
+"""Tried in this order. With large random weights, rounding errors grow from layer to layer, which float64 avoids; some
+kernels do not support float64."""
 
 _EXPERTS = "eager"
 """How a copy computes its experts, since grouped kernels do not take float64."""
@@ -73,8 +73,8 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
 def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
     """Replace the route of a model whose modules change beyond the length of the test documents.
 
-    An example is a module that selects the best 2048 tokens, and so all tokens of a short document. Its route is found
-    on a small copy, in which that length is short, and proven on the model.
+    An example is a module that selects the best 2048 tokens, which are all tokens of a short document. The route is
+    found on a small copy, in which such thresholds are small, and then proven on the model.
 
     Args:
         model: patched.
@@ -104,7 +104,7 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
         if classes[plan.name] not in own.get(plan.name, ()):
             raise ModelNotSupportedError(
                 f"{type(model).__name__}: a small copy of the model runs {plan.kind} ({plan.name}) by segment, "
-                f"and this one has {own.get(plan.name, ['nothing'])[0]} there"
+                f"but the model itself has {own.get(plan.name, ['nothing'])[0]} there"
             )
     return replace(route, packed_share=packed_share(model, route.by_segment))
 

@@ -1,4 +1,4 @@
-"""Run a model and leave no trace: restore module state, weights, modes and random state; train without randomness."""
+"""Run a model and leave no trace: restore module state, weights, modes and random state; switch off randomness."""
 
 import random
 from collections import deque
@@ -20,10 +20,10 @@ _CHANGED_IN_PLACE = (
     *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
-"""Dictionaries of a module. transformers adds hooks to layers when hidden states are requested."""
+"""Dictionaries of a module that a forward may change: transformers adds hooks when hidden states are requested."""
 
 _NOT_RESTORED = ("forward", "training")
-"""Attributes that others may set on purpose while a forward runs."""
+"""Attributes that other code may set on purpose while a forward runs."""
 
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -34,7 +34,7 @@ def restored(*modules: nn.Module) -> Iterator[list[str]]:
     of lists, dictionaries and sets.
 
     Yields:
-        A list that holds the names of what has changed, once the block has ended.
+        A list that is filled, at the end of the block, with the names of what has changed.
     """
     before = [
         (module, dict(vars(module)), [dict(vars(module)[name]) for name in _CHANGED_IN_PLACE]) for module in modules
@@ -88,8 +88,8 @@ def _restore_items(now: dict[str, Any], before: dict[str, Any], kept: tuple[str,
 
 
 _SMALL_BUFFER = 2**20
-"""Entries of a buffer that is always copied, since kernels, such as those of BatchNorm, write to buffers unseen. Larger
-buffers are tables, or the weights of quantized models."""
+"""Buffers of up to this many entries are always copied, since kernels, such as those of BatchNorm, write to them
+without a call that could be seen here. Larger buffers are tables, or the weights of quantized models."""
 
 
 class WeightSnapshot(TorchFunctionMode):

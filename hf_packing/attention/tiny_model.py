@@ -15,7 +15,7 @@ _MAX_PARAMETERS = 10_000_000
 """The most parameters that a tiny model may have."""
 
 _KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
-"""Parts of the names of parameters whose initial values their modules rely on."""
+"""Parts of the names of parameters that keep their initial values, since their modules rely on them."""
 
 
 def architectures(kind: str) -> list[str]:
@@ -57,7 +57,7 @@ def tiny_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig:
 
 
 def randomize(model: nn.Module) -> None:
-    """Draw weights that are large enough for every part of the model to matter; fresh weights rarely are."""
+    """Draw weights that are large enough for every part of the model to matter; initial weights rarely are."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -110,10 +110,10 @@ def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConf
 
 
 def _accepted(cls: type[PreTrainedConfig], small: dict[str, Any], fixed: dict[str, Any]) -> PreTrainedConfig:
-    """Build the configuration without the small sizes that its class names in its errors."""
+    """Build the configuration, and drop the small sizes that its class rejects, one by one, as its errors name them."""
     try:
         return cls(**(small | fixed))
-    except Exception as error:  # each class has its own
+    except Exception as error:  # each class raises its own
         rejected = next((name for name in small if name not in fixed and name in str(error)), None)
         if rejected is None:
             raise
@@ -129,8 +129,8 @@ THRESHOLDS = dict.fromkeys(
     ),
     8,
 ) | {"block_size": 2}
-"""Settings that only matter for documents longer than them, smaller than the documents of the probe. BigBird attends to
-everything in documents of up to eleven blocks."""
+"""Settings that matter only for documents longer than their value, which is below the length of the probe's documents.
+BigBird attends to everything in documents of up to eleven blocks."""
 
 _NAMES_BY_SIZE = {
     64: (
@@ -199,7 +199,7 @@ _NAMES_BY_SIZE = {
     ),
     0: ("pad_token_id", "num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_layers"),
 }
-"""Names of settings by the value that they get."""
+"""Names of settings, grouped by the value that they get."""
 
 SETTINGS: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names} | dict.fromkeys(
     (

@@ -1,4 +1,4 @@
-"""Nested arguments of modules: find the axes that are tokens, cut segments out of them, and join them again."""
+"""Nested arguments of modules: find their token axes, cut segments out of them, and join segments again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ LARGEST_FINITE = 1e30
 """Larger values stand for infinity: masks are filled with the smallest float."""
 
 _LINE_TOLERANCE = 0.01
-"""How far a bias may be from a straight line, as a share of its last value. In half precision it is not exact."""
+"""How far a bias may be from a straight line, as a share of its last value. Biases in half precision are not exact."""
 
 
 def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
@@ -80,7 +80,7 @@ class TokenAxes:
         self._known: dict[tuple[Path, int], tuple[int, ...]] = {}
         """By path and number of dimensions. An integer has -1 dimensions; if it counts tokens, its axes are (0,)."""
         self._counting: set[Path] = set()
-        """Tensors that count tokens along the row. A segment gets the first values, not those in its place."""
+        """Tensors that count tokens along the row. A segment gets their first values, not those at its own place."""
 
     @property
     def is_recording(self) -> bool:
@@ -157,8 +157,8 @@ class TokenAxes:
             is_float = leaf.is_floating_point()  # in half precision, the steps of large values are uneven
             if path in self._counting and not is_float and not counts_along(leaf, axes):
                 raise PackingError(
-                    f"{self.where}: expected positions that count the tokens of a row in {_dotted(path)}; is there "
-                    "a padding token in a document?"
+                    f"{self.where}: expected {_dotted(path)} to count the tokens of a row; is there a padding token in "
+                    "a document?"
                 )
 
 
@@ -187,7 +187,7 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
 
 
 def _grows_along_diagonal(mask: Tensor) -> bool:
-    """Return whether a mask hides the same in every block on its diagonal, plus a number that grows, as with ALiBi."""
+    """Return whether the blocks on a mask's diagonal hide the same tokens, and differ by a constant, as with ALiBi."""
     size = mask.shape[-1] // 2
     first, last = mask[..., :size, :size], mask[..., -size:, -size:]
     visible = first.abs() < LARGEST_FINITE
@@ -272,8 +272,8 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
 def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
     """Join the parts of all segments into one nest like `value`.
 
-    A tensor with two token axes, such as attention weights, gets zeros between segments. Of a leaf without tokens, such
-    as a last state, the last part is taken. Single numbers must be the same in all parts.
+    A tensor with two token axes, such as attention weights, gets zeros between segments. For a leaf without tokens,
+    such as a last state, the last part is used. Single numbers must be the same in all parts.
     """
 
     def join_leaf(path: Path, _: Any) -> Any:
@@ -294,11 +294,11 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
 
 
 def _check_equal_numbers(each: Sequence[Tensor], where: str) -> None:
-    """Raise PackingError for single numbers that differ between parts, since no number of theirs stands for the row."""
+    """Raise PackingError for single numbers that differ between parts, since none of them is right for the row."""
     if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
         raise PackingError(
-            f"{where}: it returns a number computed from all its tokens, such as the loss of a router, which cannot be "
-            "computed from those of the segments"
+            f"{where}: it returns a number computed from all its tokens, such as the loss of a router; the number for "
+            "a row cannot be computed from the numbers for its segments"
         )
 
 

@@ -26,13 +26,13 @@ class NoLanguageModelError(ModelNotSupportedError):
 
 
 def what_is_missing(model: PreTrainedModel) -> str:
-    """Return the end of a message about a model that cannot be called with input_ids alone: why it may not be a
-    supported model, or nothing."""
+    """Return the end of a message about a model that cannot be called with input_ids alone: why it may not be
+    supported, or an empty string."""
     if model.config.is_encoder_decoder:
         return (
             f"; {type(model).__name__} is an encoder-decoder, which takes two texts: {NoLanguageModelError.SUPPORTED}"
         )
-    with suppress(Exception):  # the model may be anybody's
+    with suppress(Exception):  # custom model code may raise anything
         if model.get_output_embeddings() is None:
             return f"; {type(model).__name__} has no head for a vocabulary: {NoLanguageModelError.SUPPORTED}"
     return ""
@@ -87,8 +87,8 @@ NEVER_ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Difference that is never allowed, however large the effect of rounding is: it could also be a fault in attention."""
 
 _LEAST_LEAK = 1e-6
-"""Change of an unchanged document that is always allowed. Its shapes stay the same, so dense models show no change at
-all; with experts, other tokens lead to other shapes."""
+"""Change that is always allowed when another document is replaced. All shapes stay the same, so dense models show no
+change at all; experts get other numbers of tokens, and so other shapes."""
 
 _HALF_LEAK, _HALF_LEAK_WITH_EXPERTS = 1e-3, 2e-2
 """The same in half precision, without and with experts."""
@@ -96,7 +96,8 @@ _HALF_LEAK, _HALF_LEAK_WITH_EXPERTS = 1e-3, 2e-2
 _HALF_MAX, _HALF_RMS, _HALF_MEDIAN_WITH_EXPERTS = 0.2, 0.05, 0.05
 """In half precision, the largest or the root mean square difference must be below its limit. With experts, the median
 is enough, since rounding sends single tokens to another expert. On tiny bfloat16 models of 2 to 12 layers, the effect
-of rounding was 0 to 0.25, 0 to 0.04 and 0 to 0.05; that of a lost window, scale or sink 0.4, 0.07, 0.07 and more."""
+of rounding was 0 to 0.25, 0 to 0.04 and 0 to 0.05; that of a lost window, scale or sink at least 0.4, 0.07
+and 0.07."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Tolerance:
 
     @property
     def is_measured(self) -> bool:
-        """Whether limits follow from the measured effect. In half precision it is as large as that of some faults, so
-        that limits are fixed."""
+        """Whether limits follow from the measured effect of rounding. In half precision, rounding has as large an
+        effect as some faults, so limits are fixed."""
         return self.dtype in ALWAYS_ALLOWED
 
     @property
@@ -132,12 +133,12 @@ class Tolerance:
         return min(max(_LEAST_LEAK, ROUNDING_FACTOR * self.rounding), most)
 
     def note(self) -> str:
-        """Return the end of a message about a difference: that rounding has too large an effect to tell, or nothing."""
+        """Return the end of a message about a difference: a note if rounding could explain it, or an empty string."""
         if not self.is_measured or not self.rounding or ROUNDING_FACTOR * self.rounding <= NEVER_ALLOWED[self.dtype]:
             return ""
         return (
             f"; rounding alone changes its logits by {self.rounding:.2g} standard deviations in {self.dtype}, so a "
-            "fault cannot be told from it: load the model in float64 to have it proven"
+            "fault cannot be told from rounding: load the model in float64, and patch it again"
         )
 
     def unexplained(self, packed: Sequence[Tensor], alone: Sequence[Tensor], lenience: float = 1) -> float:
@@ -172,9 +173,9 @@ def measure_rounding(
 ) -> float | None:
     """Measure the effect of rounding on a logit.
 
-    Each document is run again, in a batch of two copies, with every entry of its embeddings off by one rounding. The
-    perturbation shows how rounding grows on its way through the model; the batch shows what kernels make of other
-    shapes. Neither changes what the model is asked.
+    Each document is run again, in a batch of two copies, with every entry of its embeddings changed by one rounding
+    error. The perturbation shows how rounding errors grow through the model; the batch shows how much kernels differ on
+    other shapes. The tokens stay the same.
 
     Args:
         model: of transformers.
@@ -183,7 +184,7 @@ def measure_rounding(
         alone: logits of each, [tokens, vocabulary].
 
     Returns:
-        The largest difference in standard deviations of the logits; None if the model takes no such batch.
+        The largest difference in standard deviations of the logits; None if the model cannot run such a batch.
     """
     found = 0.0
     try:
@@ -191,7 +192,7 @@ def measure_rounding(
             for tokens, expected in zip(documents, alone, strict=True):
                 copies = torch.split(logits(torch.tensor([list(tokens)] * 2)), len(tokens))
                 found = max(found, *(largest_difference(copy, expected) / spread(expected) for copy in copies))
-    except Exception:  # the model may be anybody's
+    except Exception:  # custom model code may raise anything
         return None
     return found if math.isfinite(found) else None
 
@@ -221,8 +222,8 @@ def computation_dtype(model: PreTrainedModel, device: torch.device) -> torch.dty
 
 
 class MatmulDtype(TorchFunctionMode):
-    """Inside the block, note whether matrix products are computed in half precision. Quantized layers do that whatever
-    the dtype of their input and output is."""
+    """Inside the block, note whether matrix products are computed in half precision. Quantized layers compute in half
+    precision whatever the dtype of their input and output is."""
 
     _NAMES = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm")
 

@@ -37,7 +37,7 @@ class LocalMask:
     window: int | None = None
     """Tokens that a token attends to on each side, itself included."""
     chunk: int | None = None
-    """Tokens of the chunks into which a document is cut; a token attends only to its own chunk."""
+    """Tokens in each of the chunks into which a document is cut; a token attends only to its own chunk."""
 
     def __str__(self) -> str:
         return f"a chunk of {self.chunk} tokens" if self.chunk else f"a window of {self.window} tokens"
@@ -69,7 +69,7 @@ def observe() -> Iterator[Observed]:
 
 
 def _observer() -> Observed | None:
-    """Return the observer. While torch.compile traces there is none, since it would break the graph in every layer."""
+    """Return the observer, or None while torch.compile traces: reading it would break the graph in every layer."""
     return None if torch.compiler.is_compiling() else _observed.get()
 
 
@@ -87,7 +87,7 @@ def packed_varlen(
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,  # noqa: ARG001, those of the queries
+    cu_seq_lens_k: Tensor | None = None,  # noqa: ARG001, the same as for queries
     max_length_q: int | None = None,
     max_length_k: int | None = None,  # noqa: ARG001
     **others: Any,
@@ -232,7 +232,7 @@ def packed_varlen_mask(
 
 
 def _packed_varlen_local_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | LocalMask | None:
-    """As `packed_varlen_mask`, with a `LocalMask` for windows and chunks."""
+    """Like `packed_varlen_mask`, with a `LocalMask` for windows and chunks."""
     padding = packed_varlen_mask(*args, **kwargs)
     return padding if padding is not None or local_size is None else _local_mask(kwargs["mask_function"], local_size)
 

@@ -33,7 +33,7 @@ _NOT_ISOLATED = 1
 _KINDS = ("causal", "masked")
 _HEADS = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
 _ADVICE = ". hf_packing.patch_model("
-"""Where the advice of a stock model's reason begins: what patch_model makes of it comes next here."""
+"""Where the advice in a stock model's reason begins. It is left out: the result of patch_model is printed next."""
 
 
 def run_check(given: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run_check(given: argparse.Namespace) -> int:
         given: the flags.
 
     Returns:
-        The exit code: 1 where documents are not isolated once the model is patched, or where it cannot be.
+        The exit code: 1 if the patched model does not isolate documents, or if the model cannot be patched.
     """
     with err.status("Looking for leaks, and for a route"):
         found = _check_model(given.model, given.weights, given.trust_remote_code)
@@ -56,15 +56,15 @@ def run_check(given: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _CheckedModel:
-    """What was found."""
+    """The results for one model."""
 
     name: str
     checked: str
-    """Which model was checked for it."""
+    """What was checked: the model itself, or a small one like it."""
     stock: IsolationReport
     patched: IsolationReport | None
     refusal: str = ""
-    """Why patch_model refuses it, where it does."""
+    """Why patch_model refuses the model; empty if it does not."""
 
     @property
     def isolated(self) -> bool:
@@ -116,7 +116,7 @@ def _check_model(name: str, weights: bool, trust_remote_code: bool) -> _CheckedM
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what transformers advises: it is not about this check."""
+    """Silence the advice of transformers: it is not about this check."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -128,12 +128,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
-    """Return the model to check, and what it is.
+    """Return the model to check, and a description of it.
 
     Args:
         name: of a model on the hub, a folder, or an architecture of transformers such as "llama".
-        weights: whether the model itself is loaded; without, a small one of the same configuration is made.
-        trust_remote_code: whether code that comes with the model is run; without, such a model is refused.
+        weights: whether to load the model itself; otherwise a small one of the same configuration is made.
+        trust_remote_code: whether to run code that comes with the model; otherwise such a model is refused.
 
     Raises:
         PackingError: there is no such model.
@@ -149,7 +149,7 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
     if weights:
         model, missing = _load(head, name, code | options)
         drawn = (
-            f", but for what its files do not have and is random: {len(missing):,} weights, the first {missing[0]}"
+            f", except for {len(missing):,} random weights that its files do not have, the first {missing[0]}"
             if missing
             else ""
         )
@@ -160,7 +160,7 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
         small = small_copy_of(large)
     except PackingError:
         raise
-    except Exception as error:  # whatever a configuration may lead to
+    except Exception as error:  # a configuration may raise anything
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise PackingError(f"MODEL: expected a configuration that makes a model, {name!r} does not: {reason}") from None
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
@@ -177,9 +177,9 @@ def _load_config(name: str, trust_remote_code: bool, options: dict[str, bool]) -
 
 
 def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the class that a configuration names or brings, else the language model of its type; and a note on that.
+    """Return the class that a configuration names or brings, else the language model of its type; and a note for users.
 
-    It is a class of transformers, or an Auto class that finds the one that the configuration brings.
+    The class is one of transformers, or an Auto class that loads the class that the configuration brings.
     """
     named = list(getattr(config, "architectures", None) or [])
     known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
@@ -200,8 +200,7 @@ def _is_model(cls: Any) -> bool:
 
 
 def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
-    """Return the kind of the Auto class that the configuration brings, else what transformers has for its type. What
-    could be either is an encoder."""
+    """Return the kind of the Auto class that the configuration brings, else of its model type; masked if both exist."""
     mappings = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -221,6 +220,6 @@ def _load(head: Any, name: str, options: dict[str, bool]) -> tuple[PreTrainedMod
         model, info = head.from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # of the hub, of the network, of files
         raise PackingError(
-            f"--weights: expected those of {name!r}, they cannot be loaded: {reason_of(error)}"
+            f"--weights: expected weights that can be loaded, those of {name!r} cannot: {reason_of(error)}"
         ) from None
     return model.to("cuda") if torch.cuda.is_available() else model, sorted(info["missing_keys"])

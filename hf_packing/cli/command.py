@@ -1,4 +1,4 @@
-"""The command `hf-packing`: its parser, what it says of errors, and its exit codes."""
+"""The command `hf-packing`: its parser, its error messages and its exit codes."""
 
 import argparse
 import warnings
@@ -14,18 +14,18 @@ from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, s
 from hf_packing.errors import MissingDependencyError, PackingError
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
-"""Exit codes beside those of the commands; the last is a shell's own for a pipe that was closed."""
+"""Exit codes beside those of the commands; the last is the one that shells use for a closed pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. What a user can fix is said in one line, without a traceback.
+    """Run the command. Errors that a user can fix are printed in one line, without a traceback.
 
     Args:
-        arguments: those of the command line, unless they are given.
+        arguments: None for those of the command line.
 
     Returns:
-        The exit code: 0, 1 for a model that is not isolated, 2 for bad input, 130 when interrupted, 141 when nobody
-        reads what is printed.
+        The exit code: 0, 1 for a model that does not isolate documents, 2 for bad input, 130 when interrupted, 141 when
+        the reader of the output has closed it.
     """
     prepare_streams()
     try:
@@ -72,10 +72,10 @@ def _check(given: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of everything else."""
+    """A parser whose errors are one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
-        raise PackingError(f"{message}; {self.prog} --help shows what there is")
+        raise PackingError(f"{message}; {self.prog} --help shows all options")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,13 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "report",
             help="compare strategies on your documents",
-            description="Compare what packing strategies make of your documents, and recommend one.",
+            description="Compare packing strategies on your documents, and recommend one.",
         )
     )
     _add_pack(
         commands.add_parser(
             "pack",
-            help="make a packed dataset of your documents",
+            help="pack your documents into a dataset",
             description="Tokenize and pack documents into a saved dataset. A run that was interrupted resumes.",
         )
     )
@@ -112,8 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_report(command: argparse.ArgumentParser) -> None:
     _add_documents(command)
     _add_max_length(command, [2048, 4096, 8192], "tokens of a row, one or several")
-    names = f"to compare, of {', '.join(STRATEGIES)} (default: fixed_length, first_come, best_fit, and bucket if there "
-    command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"{names}are several lengths)")
+    names = f"strategies to compare, of {', '.join(STRATEGIES)}"
+    usual = "fixed_length, first_come, best_fit, and bucket if there are several lengths"
+    command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"{names} (default: {usual})")
     command.add_argument("--output", type=Path, metavar="HTML", help="page to write, with PNG pictures beside it")
     command.add_argument(
         "--ranks",
@@ -128,7 +129,7 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 def _add_pack(command: argparse.ArgumentParser) -> None:
     _add_documents(command)
     command.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="folder to make, for datasets.load_from_disk"
+        "--output", type=Path, required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk"
     )
     command.add_argument(
         "--strategy",
@@ -137,7 +138,7 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(STRATEGIES)} (default: %(default)s)",
     )
     _add_max_length(command, [4096], "tokens of a row; several for buckets")
-    command.add_argument("--overwrite", action="store_true", help="replace a dataset that is there")
+    command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     command.set_defaults(run=_pack)
 
 
@@ -164,9 +165,9 @@ def _add_documents(command: argparse.ArgumentParser) -> None:
         help="name on the hub, folder, or tokenizer.json file; needed unless rows have input_ids",
     )
     command.add_argument(
-        "--field", help="field with the text (default: the first there is of text, prompt and completion, messages)"
+        "--field", help="field with the text (default: the first found of text, prompt and completion, messages)"
     )
-    command.add_argument("--split", help="of a dataset with several (default: train)")
+    command.add_argument("--split", help="which split of a dataset to read (default: train)")
     command.add_argument("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.py' (default: all)")
     command.add_argument(
         "--skip-bad",
@@ -177,7 +178,7 @@ def _add_documents(command: argparse.ArgumentParser) -> None:
         "--no-eos", action="store_true", help="put no end-of-sequence token after a text (default: put one)"
     )
     command.add_argument(
-        "--separator", metavar="TEXT", help="between a prompt and its completion (default: a line break)"
+        "--separator", metavar="TEXT", help="text between a prompt and its completion (default: a line break)"
     )
     _add_usual(command)
 

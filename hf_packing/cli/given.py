@@ -1,4 +1,4 @@
-"""What a command is given: flags -> documents and strategies."""
+"""Turn the flags of a command into documents and strategies."""
 
 import argparse
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ def corpus_of(given: argparse.Namespace) -> Corpus:
 
 
 def check_that_it_plans(strategy: Strategy) -> None:
-    """Have a strategy that needs a package say so before documents are read.
+    """Refuse a strategy whose package is missing, before documents are read.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: a package that the strategy needs is not installed.
     """
     plan_packing([1], strategy)
 
 
 def warn_without_end(corpus: Corpus) -> None:
-    """Warn that documents end without a token, where the tokenizer names none."""
+    """Warn if documents get no end-of-sequence token because the tokenizer names none."""
     if corpus.should_end and not corpus.ends and corpus.tokenizer is not None:
         say_warning(f"{corpus.tokenizer.name} names no end-of-sequence token: documents end without one")
 

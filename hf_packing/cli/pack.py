@@ -29,7 +29,7 @@ from hf_packing.strategies.compare import name_of
 _JOB = "job.json"
 _PLAN = "plan"
 _REPLACED = "replaced"
-"""Where the dataset that is overwritten stands until the new one is in place."""
+"""Where the overwritten dataset is kept until the new one is in place."""
 _SHARDS, _TOKENIZED = "shards", "[0-9]*.arrow"
 """The folder, and its files; `pack` keeps its own cache beside them."""
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
@@ -52,8 +52,8 @@ def run_pack(given: argparse.Namespace) -> int:
         made = _make_packed_dataset(corpus, strategy, given.output, seen, given.overwrite)
     warn_without_end(corpus)
     if corpus.left_out:
-        along = "hf_packing.pack packs columns with one number for each token along"
-        say_warning(f"left out beside input_ids: {', '.join(corpus.left_out)}; {along}")
+        instead = "hf_packing.pack keeps columns with one number for each token"
+        say_warning(f"left out beside input_ids: {', '.join(corpus.left_out)}; {instead}")
     skipped = corpus.documents.skipped
     if given.json:
         facts = {"output": str(given.output), "strategy": name_of(strategy), "rows": made.rows}
@@ -73,45 +73,45 @@ def run_pack(given: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _PackedDataset:
-    """What was made."""
+    """The result of a run."""
 
     folder: Path
     plan: PackingPlan
     rows: int
     tokenized_before: int
-    """Documents whose tokens an interrupted run had left."""
+    """Documents that an earlier, interrupted run had tokenized."""
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    """Refuse to write where something is.
+    """Refuse an output folder that exists, unless it is a dataset to overwrite.
 
     Raises:
-        PackingError: the folder exists and is not to be replaced, or is no dataset.
+        PackingError: the folder exists without --overwrite, or is not a saved dataset.
     """
     if not output.exists():
         return
     if not overwrite:
         raise PackingError(
-            f"--output: expected a folder that does not exist, {str(output)!r} does; --overwrite replaces it"
+            f"--output: expected a folder that does not exist, {str(output)!r} exists; --overwrite replaces it"
         )
     if not (output / "dataset_info.json").is_file():
-        raise PackingError(f"--overwrite: expected a saved dataset to replace, {str(output)!r} is none")
+        raise PackingError(f"--overwrite: expected a saved dataset to replace, {str(output)!r} is not a saved dataset")
 
 
 def _make_packed_dataset(
     corpus: Corpus, strategy: Strategy, output: Path, seen: Seen, overwrite: bool
 ) -> _PackedDataset:
-    """Tokenize, pack and save. A run that was interrupted goes on with the tokens it has.
+    """Tokenize, pack and save. Reuse the tokens of an interrupted run.
 
     Args:
         corpus: documents and their tokenizer.
         strategy: that packs them.
-        output: the folder to make, for `datasets.load_from_disk`.
-        seen: is told how many documents were tokenized.
-        overwrite: whether a dataset there is replaced, once the new one is complete.
+        output: the folder to create, for `datasets.load_from_disk`.
+        seen: called with the number of documents tokenized.
+        overwrite: whether to replace an existing dataset, once the new one is complete.
 
     Raises:
-        PackingError: something is in the way; rows that cannot be read; no document with a token.
+        PackingError: the output exists, or another run writes it; rows that cannot be read; no document with a token.
     """
     output = output.resolve() if output.is_symlink() else output  # written where the link points
     _check_output(output, overwrite)
@@ -122,12 +122,14 @@ def _make_packed_dataset(
             aside = _partial_folder(output) / _REPLACED
             if aside.exists() and not output.exists():  # a run was killed between two renames
                 aside.rename(output)
-            _check_output(output, overwrite)  # which another run may have made since
+            _check_output(output, overwrite)  # another run may have made it since
             made = _make_while_locked(corpus, strategy, output, seen)
             Path(lock.lock_file).unlink(missing_ok=True)
             return made
     except Timeout:
-        raise PackingError(f"--output: expected one that no other run writes, one writes {str(output)!r}") from None
+        raise PackingError(
+            f"--output: expected a folder that no other run writes, another run is writing {str(output)!r}"
+        ) from None
 
 
 def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> _PackedDataset:
@@ -137,7 +139,7 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
     documents, before = _tokenize(corpus, partial / _SHARDS, seen)
     if corpus.documents.files and _job_of(corpus) != job:
         raise PackingError(
-            "DATA: expected files that stay as they are, some changed while they were read; run it again"
+            "DATA: expected files that do not change, some changed while they were read; run the command again"
         )
     shards = sorted((partial / _SHARDS).glob(_TOKENIZED))
     if not shards:
@@ -146,7 +148,9 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
     tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(shard)) for shard in shards])
     lengths = pa.compute.list_value_length(tokens.data.column("input_ids")).to_numpy()
     if len(lengths) != documents:
-        raise PackingError(f"{partial}: expected the tokens of {documents} documents, got {len(lengths)}; remove it")
+        raise PackingError(
+            f"{partial}: expected the tokens of {documents} documents, got {len(lengths)}; remove this folder"
+        )
     if not lengths.any():
         shutil.rmtree(partial)
         raise PackingError(f"DATA: expected documents with tokens, got {len(lengths)} without")
@@ -163,7 +167,7 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
 
 
 def _partial_folder(output: Path) -> Path:
-    """Return where an unfinished run keeps its shards: beside its output, so that nobody takes them for it."""
+    """Return the folder for shards of an unfinished run: beside the output, so that it is not mistaken for one."""
     return output.parent / f".{output.name}.partial"
 
 
@@ -184,7 +188,7 @@ def _job_of(corpus: Corpus) -> dict[str, Any]:
 
 
 def _begin(partial: Path, job: dict[str, Any]) -> None:
-    """Make a folder for the shards of this job; those of another job are thrown away."""
+    """Make a folder for the shards of this job; delete shards of a different job."""
     written = json.dumps(job, sort_keys=True)
     if partial.exists() and (not (partial / _JOB).is_file() or (partial / _JOB).read_text() != written):
         shutil.rmtree(partial)
@@ -211,7 +215,7 @@ def _tokenize(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
 
 
 def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]) -> None:
-    """Write tokens under another name first, so that a shard that is there is whole."""
+    """Write tokens under another name first, so that an existing shard is always complete."""
     table = pa.table({"input_ids": input_ids, "labels": labels}, schema=_SCHEMA)
     unfinished = file.with_suffix(".unfinished")
     with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as stream:
@@ -220,7 +224,7 @@ def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]
 
 
 def _replace(output: Path, fresh: Path, aside: Path) -> None:
-    """Put a finished folder in place. What was there stands aside until it is, and comes back if it cannot be."""
+    """Move a finished folder to the output. Move an existing output aside first, and restore it if that fails."""
     shutil.rmtree(aside, ignore_errors=True)
     if output.exists():
         output.rename(aside)

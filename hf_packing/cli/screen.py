@@ -1,4 +1,4 @@
-"""Print: to streams that may be closed, that may not know a character, and whose reader may go away."""
+"""Print to streams that may be closed, may lack a character in their encoding, or may lose their reader."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from hf_packing.data.corpus import Seen
 
 WIDE = 100
-"""Columns that the table of a report needs, and that lines of text are wrapped to."""
+"""Columns that the table of a report needs; text is wrapped to the same width."""
 
 
 class ReaderGoneError(Exception):
@@ -22,7 +22,7 @@ class ReaderGoneError(Exception):
 
 
 class _Screen(Console):
-    """Prints lines as they are: no colors for numbers, and no pictures for words between colons, as paths may have."""
+    """Prints lines as they are: no colors for numbers, and no emoji for words between colons, which paths may have."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, emoji=False, **settings)
@@ -51,12 +51,12 @@ def say_error(text: str) -> None:
 
 
 def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning in one line, without the place in the code, which is not the user's."""
+    """Print a warning in one line, without its place in the code, which is not the user's code."""
     say(err, f"warning: {' '.join(str(message).split())}", style="yellow")
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print JSON, with null for numbers that it does not know."""
+    """Print JSON, with null for nan and infinity."""
     text = json.dumps(_finite(facts), indent=1, default=plain, allow_nan=False)
     try:
         print(text, flush=True)
@@ -71,7 +71,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def counting_documents(description: str) -> Iterator[Seen]:
-    """Show a count of documents; how many there are is not known before they are read."""
+    """Show a count of documents; the total is not known before they are read."""
     columns = (SpinnerColumn(), TextColumn(description), MofNCompleteColumn(), TextColumn("documents"))
     with Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(description, total=None)
@@ -79,7 +79,7 @@ def counting_documents(description: str) -> Iterator[Seen]:
 
 
 def prepare_streams() -> None:
-    """Have streams that are closed swallow what is printed, and escape characters that an encoding lacks."""
+    """Discard output to closed streams, and escape characters that an encoding lacks."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -88,14 +88,14 @@ def prepare_streams() -> None:
 
 
 def swallow_the_rest() -> None:
-    """Send what is still printed nowhere: Python flushes its streams when it ends, and would complain."""
+    """Discard the remaining output: Python flushes its streams at exit, and would print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON does not know, such as the leak of a model that cannot be called, by None."""
+    """Replace nan and infinity, such as the leak of a model that cannot be called, by None."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Packed rows on disk: where they are stored, with what `unpack` needs, and whether all of it is there.
+"""Packed rows on disk: where they are stored, along with what `unpack` needs, and whether they are complete.
 
-Rows are written in a folder of their own that is renamed when all of them are there. What an interrupted run has left
-is removed later, when no process works on it.
+Rows are written in a work folder and moved into place when they are complete. What an interrupted run left behind is
+removed later, once no process uses it.
 """
 
 import atexit
@@ -55,7 +55,7 @@ _LOCK = "lock"
 _UNFINISHED = re.compile(r"\.cache-[0-9a-f]+\.(arrow|plan)[.-].+")
 
 UNTOUCHED_FOR = 3600.0
-"""Seconds without a write after which something without a lock, as on a file system without locks, is a leftover."""
+"""Seconds without a write after which unlocked work is a leftover; some file systems have no locks."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Origin:
     """How many labels of the rows are not -100."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what can be said without reading the plan again."""
+        """Return facts to save, so that describing them does not read the plan again."""
         tokens = int(self.plan.document_length.sum(dtype=np.int64))
         packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
         return {
@@ -100,11 +100,11 @@ class CachedPacks:
 
     @property
     def origin(self) -> Path:
-        """The folder with the plan and what else `unpack` needs."""
+        """The folder with the plan and everything else that `unpack` needs."""
         return self.rows.with_suffix(".plan")
 
     def exists(self) -> bool:
-        """Return whether `pack` has made it, complete or not."""
+        """Return whether `pack` has written here, completely or not."""
         return self.rows.is_file() and self.origin.is_dir()
 
     def open(self) -> MemoryMappedTable | None:
@@ -120,7 +120,7 @@ class CachedPacks:
 
     @contextmanager
     def create(self, schema: pa.Schema) -> Iterator[tuple[pa.ipc.RecordBatchStreamWriter, Path]]:
-        """Write the rows. They replace those that are there as soon as they are complete.
+        """Write the rows. Once complete, they replace any older ones.
 
         Args:
             schema: of the rows.
@@ -135,7 +135,7 @@ class CachedPacks:
             unfinished.replace(self.rows)
 
     def save_origin(self, origin: Origin, folder: Path) -> None:
-        """Write the origin in a folder, then move it into place. An equal one stays there: others may be reading it."""
+        """Write the origin in a folder, then move it into place. Keep an equal one there: others may be reading it."""
         fresh = folder / self.origin.name
         fresh.mkdir()
         origin.plan.save(fresh / _PLAN)
@@ -194,7 +194,7 @@ class CachedPacks:
         return same_plan and same_facts and same_labels
 
     def _facts(self) -> dict[str, Any]:
-        """Read what `Origin.facts` has returned.
+        """Read what `Origin.facts` returned when it was saved.
 
         Raises:
             OSError, ValueError: the file is missing or damaged.
@@ -212,7 +212,7 @@ def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
 
     Args:
         dataset: the documents.
-        how: how they are packed; a strategy among it has the version of hf_packing in its fields.
+        how: settings of the packing; a strategy among them has the version of hf_packing in its fields.
     """
     return str(Hasher.hash((dataset._fingerprint, how)))
 
@@ -244,7 +244,7 @@ def _plan_of(schema: pa.Schema) -> str:
 
 
 def _remove_at_exit_of(process: int, folder: Path) -> None:
-    """Remove a folder when the process that made it exits; forked processes run the same exit functions."""
+    """Remove a folder when the process that made it exits, but not when its forks run the same exit functions."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -266,7 +266,7 @@ def work_folder(place: Path) -> Iterator[Path]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what processes that no longer run have left unfinished in a folder of `cache-*.arrow` files."""
+    """Remove unfinished work of processes that no longer run from a folder of `cache-*.arrow` files."""
     with suppress(OSError):
         for unfinished in folder.iterdir():
             if _UNFINISHED.fullmatch(unfinished.name):

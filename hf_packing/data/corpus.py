@@ -1,4 +1,4 @@
-"""Read documents, render them and tokenize them block by block; tell what was read and what was left out."""
+"""Read documents, render them and tokenize them block by block; report what was read and what was left out."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import INT32_MAX, IntArray
 
 _CHARACTERS_AT_ONCE = 2_000_000
-"""About so many are tokenized in one call, which uses all cores."""
+"""About this many characters are tokenized in one call, which uses all cores."""
 _ENDED = ("text", "prompt")
-"""Kinds that get a token at their end. A chat template ends its messages itself."""
+"""Kinds of rows that get an end token. A chat template writes its own."""
 _PER_TOKEN = {"labels": (IGNORED_LABEL, INT32_MAX), "attention_mask": (0, INT32_MAX)} | dict.fromkeys(
     LOSS_MASKS, (0, 1)
 )
@@ -25,7 +25,7 @@ _PER_TOKEN = {"labels": (IGNORED_LABEL, INT32_MAX), "attention_mask": (0, INT32_
 _Block = list[Any]
 """Documents: Rendered, or _TokenizedRow where rows have input_ids."""
 Seen = Callable[[int], None]
-"""Is told how many documents were read since it was last called."""
+"""Called with the number of documents read since the last call."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Corpus:
 
     Args:
         documents: to read.
-        tokenizer: of texts; None where rows have input_ids.
-        text_field: the field with the text, if it is not one that is known.
+        tokenizer: for texts; None where rows have input_ids.
+        text_field: the field with the text, if it is not one of ROW_KINDS.
         end_documents: whether texts get the tokenizer's end-of-sequence token, if it has one.
         separator: between a prompt and a completion that are text; None for a line break.
     """
@@ -46,22 +46,22 @@ class Corpus:
     end_documents: bool = True
     separator: str | None = None
     kind: str = field(default="", init=False)
-    """The field that rows are known by, once the first was read."""
+    """The field that tells the kind of rows, set when the first row is read."""
     loss_masks: list[str] = field(default_factory=list, init=False)
     """Columns that the last iteration applied to the labels."""
     left_out: list[str] = field(default_factory=list, init=False)
     """Columns beside the tokens that the last iteration did not use."""
     _trained_by: tuple[str, ...] | None = field(default=None, init=False)
-    """Columns that say what is trained on, once the first row with tokens was read."""
+    """Columns that say what is trained on, set when the first row with tokens is read."""
 
     @property
     def should_end(self) -> bool:
-        """Whether documents should get a token at their end."""
+        """Whether documents should get an end token."""
         return self.tokenizer is not None and self.end_documents and (self.kind in _ENDED or self.kind not in ROW_KINDS)
 
     @property
     def ends(self) -> bool:
-        """Whether they get one, which not every tokenizer has."""
+        """Whether documents get an end token: not every tokenizer has one."""
         return self.should_end and self.tokenizer is not None and self.tokenizer.end is not None
 
     def lengths(self, seen: Seen) -> IntArray:
@@ -88,7 +88,7 @@ class Corpus:
         return self.tokenizer.tokens(block, self.ends)
 
     def blocks(self) -> Iterator[_Block]:
-        """Yield documents, so many at once that tokenizing them keeps all cores busy.
+        """Yield documents in blocks large enough that tokenizing one keeps all cores busy.
 
         Raises:
             PackingError: a row that cannot be used; an option that does not fit the rows.
@@ -116,7 +116,7 @@ class Corpus:
 
     def _document(self, row: DocumentRow) -> "Rendered | _TokenizedRow":
         if row.get(self.kind) is None:
-            raise BadRowError(f"expected {self.kind} as in the rows before, the fields are {', '.join(row) or 'none'}")
+            raise BadRowError(f"expected {self.kind} as in the rows before, got the fields {', '.join(row) or 'none'}")
         if self.kind == "input_ids":
             tokenized = _tokenized_row(row)
             self._check_labels(tokenized)
@@ -127,7 +127,7 @@ class Corpus:
         return render(row, self.kind, self.tokenizer.template, "\n" if self.separator is None else self.separator)
 
     def _check_labels(self, row: "_TokenizedRow") -> None:
-        """Refuse a row that says nothing of its loss where another one masks its prompt: all of it would be trained on.
+        """Refuse a row without the labels or masks of the first row: all of its tokens would be trained on.
 
         Raises:
             BadRowError: other columns than in the first row.
@@ -138,7 +138,7 @@ class Corpus:
             raise BadRowError(f"expected {expected} beside input_ids as in the rows before, got {got}")
 
     def _check_options(self) -> None:
-        """Refuse an option without effect."""
+        """Raise if an option is missing, or would have no effect."""
         if self.kind != "input_ids" and self.tokenizer is None:
             raise PackingError(f"--tokenizer: expected one for documents with {self.kind}, got none")
         if self.kind == "input_ids" and self.tokenizer is not None:
@@ -151,7 +151,7 @@ class Corpus:
 
 
 class _TokenizedRow(NamedTuple):
-    """A row that has its tokens."""
+    """A row that is already tokenized."""
 
     input_ids: list[int]
     labels: list[int]
@@ -171,7 +171,7 @@ def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
         BadRowError: values that are not one number for each token.
     """
     if packed := row.keys() & set(SEGMENT_COLUMNS):
-        raise PackingError(f"DATA: expected documents, rows with {min(packed)} are packed already")
+        raise PackingError(f"DATA: expected documents, got rows with {min(packed)}, which are packed already")
     input_ids = _whole_numbers("input_ids", row["input_ids"])
     per_token = {
         name: _whole_numbers(name, row[name], *limits)

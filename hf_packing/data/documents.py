@@ -35,22 +35,22 @@ DocumentRow = dict[str, Any]
 _SPREADSHEET = ".xlsx"
 _ARCHIVES = (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather")
 """Files to unpack or to convert first. Some of their bytes could be taken for text."""
-_NO_TEXT = "expected text in UTF-8, it has zero bytes, as archives, arrays and UTF-16 have"
+_NO_TEXT = "expected text in UTF-8, got zero bytes, as in archives, arrays and UTF-16"
 
 _TRAIN = "train"
 _BEGINNING = 8192
-"""Bytes by which text is told from something else, and an array of rows from lines of JSON."""
+"""Bytes read to tell text from other content, and a JSON array from lines of JSON."""
 _SHOWN = 80
 """Characters of a value that a message shows."""
 _MOST_OF_A_REASON = 1000
-"""Characters of what another library says."""
+"""Characters of another library's error that a message shows."""
 _PATIENCE = 5
 """Seconds to wait for the hub's answer."""
 
 
 @dataclass
 class Documents:
-    """Rows from one place, read anew in every iteration.
+    """Rows from one place, read again in every iteration.
 
     Args:
         data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines are documents; a folder of files
@@ -81,7 +81,7 @@ class Documents:
         if self.split and path.exists() and not is_saved_dataset(path):
             raise PackingError(
                 f"--split: expected a saved dataset or a name on the hub, {self.data!r} has files and no splits; name "
-                "the files of the split, in a folder by --glob"
+                "the files of the split, with --glob if they are in a folder"
             )
 
     def __iter__(self) -> Iterator[DocumentRow]:
@@ -116,9 +116,9 @@ class Documents:
         self.skipped.append(why)
 
     def identity(self) -> list[Any]:
-        """Return what changes when the documents do: sizes and times of files, or the fingerprint of a dataset.
+        """Return values that change when the documents do: sizes and times of files, or the fingerprint of a dataset.
 
-        The time of the last change of any kind is included, since copying can set the other one to what it was.
+        The time of the last status change is included, since copying a file can restore the modification time.
         """
         if not self.files:
             return [self.data, self.split or _TRAIN, load(self.data, self.split)._fingerprint]
@@ -128,7 +128,7 @@ class Documents:
     def _to_its_end(
         self, file: Path, rows: Callable[[Path], Iterator[tuple[str, DocumentRow]]]
     ) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield what comes before the damage of a file that is damaged."""
+        """Yield the rows of a file; if it is damaged, those before the damage."""
         try:
             yield from rows(file)
         except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
@@ -138,7 +138,7 @@ class Documents:
         """Yield the rows of a file, or the lines of a text."""
         kind = kind_of_file(file)
         if kind in (_SPREADSHEET, *_ARCHIVES):
-            self.leave_out(f"{file}: expected JSONL, parquet, CSV or text, a {kind} file is none of them")
+            self.leave_out(f"{file}: expected JSONL, parquet, CSV or text, got a {kind} file")
         elif kind == ".parquet":
             yield from _numbered(_parquet_rows(file))
         elif kind in SEPARATORS:
@@ -184,7 +184,7 @@ class Documents:
                 yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
 
     def _text(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield the file as one document if it is a text, else count it: folders have pictures and archives as well."""
+        """Yield a text file as one document; count any other as skipped: folders also hold images and archives."""
         if kind_of_file(file) == _SPREADSHEET:
             yield from self._rows(file)
         elif not _is_text(file):
@@ -199,7 +199,7 @@ class Documents:
 
 
 def load(data: str, split: str | None = None) -> Any:
-    """Load a saved dataset, or one of the hub.
+    """Load a saved dataset, or one from the hub.
 
     Args:
         data: a folder that `save_to_disk` made, or a name on the hub, whose files `datasets` keeps in its cache.
@@ -219,8 +219,8 @@ def load(data: str, split: str | None = None) -> Any:
         else:
             with _from_cache_only(unless=Path(data).exists() or hub_answers(data, "dataset")):
                 found = datasets.load_dataset(data)
-    except Exception as error:  # of the hub, of the network, of files
-        raise PackingError(f"DATA: {data!r} is no file, no folder and no dataset: {reason_of(error)}") from None
+    except Exception as error:  # from the hub, the network or files
+        raise PackingError(f"DATA: expected a file, a folder or a dataset, got {data!r}: {reason_of(error)}") from None
     if isinstance(found, dict):
         if (split or _TRAIN) not in found:
             raise PackingError(f"--split: expected one of {', '.join(map(str, found))}, got {split or _TRAIN!r}")
@@ -233,8 +233,9 @@ def load(data: str, split: str | None = None) -> Any:
 
 
 def hub_answers(name: str, kind: str = "model") -> bool:
-    """Ask the hub about a repository once, without the retries that huggingface_hub makes for each file that is not
-    cached: 24 s for each, with a warning for every try.
+    """Return whether the hub answers, asking once.
+
+    Without this, huggingface_hub retries for each file that is not cached: 24 s each, with a warning for every try.
 
     Args:
         name: of the repository.
@@ -246,15 +247,15 @@ def hub_answers(name: str, kind: str = "model") -> bool:
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=_PATIENCE)
     except (HfHubHTTPError, HFValidationError):
-        return True  # it has an answer, and whoever loads the files will tell what is wrong
-    except Exception:  # of the network, or HF_HUB_OFFLINE is set
+        return True  # the hub answered; loading the files will report what is wrong
+    except Exception:  # a network error, or HF_HUB_OFFLINE is set
         return False
     return True
 
 
 @contextmanager
 def _from_cache_only(unless: bool) -> Iterator[None]:
-    """Have `load_dataset` use what it has cached; it takes no argument for that."""
+    """Make `load_dataset` use only its cache; it takes no argument for that."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE
@@ -266,13 +267,13 @@ def _from_cache_only(unless: bool) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what an error says, in one line that is not endless."""
+    """Return the message of an error as one line of limited length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_OF_A_REASON else f"{text[:_MOST_OF_A_REASON]}..."
 
 
 def _is_text(file: Path) -> bool:
-    """Whether it looks like text. Archives, arrays and UTF-16 have zero bytes, which UTF-8 would let pass."""
+    """Return whether a file looks like text. Archives, arrays and UTF-16 have zero bytes, which are valid UTF-8."""
     with open_file(file) as stream:
         return b"\0" not in stream.read(_BEGINNING)
 

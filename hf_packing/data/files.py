@@ -1,7 +1,7 @@
 """Find the files that documents are read from, and say which files of a folder are not read, and why.
 
-`datasets` could list the files of a folder, but it follows no links to folders, reads a file that lies there under two
-names twice, and does not say what it leaves out.
+`datasets` could list the files of a folder, but it follows no links to folders, reads a file twice if it has
+two names there, and does not say what it leaves out.
 """
 
 import bz2
@@ -16,9 +16,9 @@ from hf_packing.errors import PackingError
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _LEFT_OUT = ("__pycache__", "site-packages", "node_modules")
-"""Folders without documents of their own, as are those that begin with a dot."""
+"""Folders that are skipped, as are those that begin with a dot."""
 JSON = ".json"
-"""A file with rows, but a text itself where it lies beside texts."""
+"""A file with rows, or one text document if it is in a folder with text files."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = (".jsonl", ".ndjson", ".parquet", *SEPARATORS)
 """Files with a row for each document. In a folder that has one, no other files are read."""
@@ -28,11 +28,11 @@ class FoundFiles(NamedTuple):
     """The files of a place."""
 
     to_read: list[Path]
-    """In order; none for a saved dataset, and for what may be a name on the hub."""
+    """In order; none for a saved dataset, or for what may be a name on the hub."""
     not_read: list[str]
-    """Others, and why."""
+    """Files that are left out, and why."""
     broken: list[str]
-    """Those that should be read and cannot be, and why."""
+    """Files that should be read but cannot be, and why."""
 
 
 def find_files(path: Path, glob: str | None) -> FoundFiles:
@@ -43,7 +43,7 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
         glob: a pattern of names of files in the folder, at any depth, such as "*.py"; None for all.
 
     Raises:
-        PackingError: there are none; a pattern where there is no folder to look in; a folder that cannot be read.
+        PackingError: there are no files; a pattern without a folder to look in; a folder that cannot be read.
     """
     may_be_on_hub = not (path.exists() or path.suffix or path.is_absolute() or str(path).startswith("."))
     if not path.exists() and not may_be_on_hub:
@@ -54,7 +54,7 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
         raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise PackingError(
-            f"DATA: expected a file or a folder, which are read twice, {str(path)!r} is neither; write it to a file"
+            f"DATA: expected a file or a folder, {str(path)!r} is neither and cannot be read twice; write it to a file"
         )
     return FoundFiles([path] if path.is_file() else [], [], [])
 
@@ -77,19 +77,21 @@ def open_file(file: Path) -> IO[bytes]:
 
 def _files_of_folder(folder: Path, glob: str | None) -> FoundFiles:
     if glob and (Path(glob).is_absolute() or "**" in glob.removeprefix("**/")):
-        raise PackingError(f"--glob: expected a pattern of names, such as *.py, found at any depth, got {glob!r}")
+        raise PackingError(
+            f"--glob: expected a pattern of file names, such as *.py, matched at any depth, got {glob!r}"
+        )
     saved: list[Path] = []
     files = sorted(file for file in _walk(folder, saved) if file.match(glob or "*"))
     not_read = [f"{each}: not read, a saved dataset within a folder" for each in sorted(saved)]
-    broken = [f"{file}: expected a file, the link leads nowhere" for file in files if not file.exists()]
-    not_read += [f"{file}: not read, no file" for file in files if file.exists() and not file.is_file()]
+    broken = [f"{file}: expected a file, got a broken link" for file in files if not file.exists()]
+    not_read += [f"{file}: not read, not a regular file" for file in files if file.exists() and not file.is_file()]
     files = [file for file in files if file.is_file()]
     targets = {file.resolve() for file in files if not file.is_symlink()}
     again = {file for file in files if file.is_symlink() and file.resolve() in targets}
-    not_read += [f"{file}: not read, a link to a file of the folder" for file in files if file in again]
+    not_read += [f"{file}: not read, a link to another file in the folder" for file in files if file in again]
     files = [file for file in files if file not in again]
     if not files:
-        reason = "; a saved dataset in it can be named by itself" if saved else f"; {broken[0]}" if broken else ""
+        reason = "; name a saved dataset in it directly" if saved else f"; {broken[0]}" if broken else ""
         raise PackingError(
             f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(folder)!r} has none{reason}"
         )
@@ -104,7 +106,7 @@ def _walk(top: Path, saved: list[Path]) -> Iterator[Path]:
 
     Args:
         top: the folder.
-        saved: takes the saved datasets in it, whose files are not yielded.
+        saved: filled with the saved datasets in it, whose files are not yielded.
     """
 
     def refuse(error: OSError) -> None:

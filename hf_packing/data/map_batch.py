@@ -1,6 +1,6 @@
-"""Pack one batch of rows, in whatever form `datasets.map` or a user's own function hands it over.
+"""Pack one batch of rows, in whatever form `datasets.map` or a user's own function passes it.
 
-`map` passes only rows to its function. What else it was called with, such as `remove_columns`, is read from its frame.
+`map` passes only rows to its function. Its other arguments, such as `remove_columns`, are read from its stack frame.
 """
 
 import sys
@@ -38,7 +38,7 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, b
         bucket: whether rows get a column with the capacity of their pack.
 
     Returns:
-        One row for each pack: a Table if `Dataset.map` calls, or for a Table or a data frame; a dict of lists of lists
+        One row for each pack: a Table for `Dataset.map`, for a Table and for a data frame; a dict of lists of lists
         for lists; a dict of lists of arrays for anything else.
 
     Raises:
@@ -96,7 +96,7 @@ class _MapCall:
             if lost := [name for name in packed if name in self.remove_columns]:
                 raise PackingError(
                     f"remove_columns: expected none of the packed rows' columns, got {lost}; in formats such as arrow, "
-                    "IterableDataset.map removes columns after packing, and packed rows have no others: leave it out"
+                    "IterableDataset.map would remove them after packing: leave remove_columns out"
                 )
         elif kept := [name for name in given if name not in packed and name not in self.remove_columns]:
             raise PackingError(
@@ -106,7 +106,7 @@ class _MapCall:
 
 
 def _current_map_call() -> _MapCall | None:
-    """Find the `map` that passed the batch on the stack; return None if anything else calls the strategy.
+    """Find the `map` call on the stack that passed the batch; return None if anything else calls the strategy.
 
     If a formatted dataset calls the strategy as its transform for one row, that counts as a map without batched=True.
     """
@@ -132,7 +132,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _is_single_row(batch: Any) -> bool:
-    """Return whether this is what `map` passes without batched=True. A Table does not show it."""
+    """Return whether this is a single row, as `map` passes without batched=True. A Table does not show it."""
     if not isinstance(batch, Mapping) or type(batch).__name__ == "LazyBatch":
         return False
     if type(batch).__name__ == "LazyRow":
@@ -176,7 +176,7 @@ def _as_array(name: str, values: Any) -> pa.Array:
 
 
 def _as_numpy(row: Any) -> Any:
-    """Convert a row to what Arrow takes. An empty one loses its dtype: NumPy makes it float64, unlike the others."""
+    """Convert a row to a type that Arrow takes. An empty row loses its dtype: NumPy would make it float64."""
     if not hasattr(row, "__len__"):
         return row
     return np.asarray(row) if len(row) else []
@@ -189,14 +189,14 @@ def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
         return table.select([name for name in table.column_names if name in visible])
     warnings.warn(
         "map keeps the transform of a dataset, which would be applied to packed rows too: call .with_format(None) on "
-        "what map returns",
+        "the dataset that map returns",
         stacklevel=2,
     )
     return table
 
 
 def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bool) -> None:
-    """Raise if packed rows would hide a column that packing makes: `map` keeps the format of the documents.
+    """Raise if the dataset's format, which `map` keeps, would hide a column that packing makes.
 
     Only columns that change the meaning of packed rows matter: labels with loss masks applied, and capacities.
 

@@ -38,7 +38,7 @@ class PlansLengths(Protocol):
     """What `pack` needs of a strategy."""
 
     has_buckets: ClassVar[bool]
-    """Whether packs have several capacities; rows then carry theirs in a column `bucket`."""
+    """Whether packs have several capacities; if so, a column `bucket` has that of each row."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         """Return the plan for checked lengths."""
@@ -56,8 +56,8 @@ def pack(
             along; an attention_mask is dropped; all others are left out. Warnings say what is applied, left out,
             dropped or skipped. Columns hidden by `with_format(columns=[...])` are ignored.
         strategy: such as BestFit(2048).
-        position_ids: whether rows get that column. Without it the dataset is a third smaller, but only fit for trainers
-            that pass seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
+        position_ids: whether rows get that column. Without it the dataset is a third smaller, but only works with
+            trainers that pass seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
         load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
             and the same version of hf_packing.
 
@@ -108,7 +108,7 @@ def pack_split(
         strategy: such as BestFit(2048).
         position_ids: whether rows get that column.
         load_from_cache_file: whether to reuse rows that were packed before.
-        plan: the strategy's plan for the lengths of the dataset; None makes it.
+        plan: the strategy's plan for the lengths of the dataset; None to compute it.
     """
     _check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
@@ -140,9 +140,9 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
 
     Args:
         packed: what `pack` returned, neither shuffled nor selected from.
-        plan: the plan that the rows were packed with; None uses the one that `pack` saved beside its rows, which is not
-            found for rows that were saved elsewhere. With a plan given here, labels keep the -100 at the start of
-            segments, and rows with equal seq_lengths that have changed places since are not noticed.
+        plan: the plan that the rows were packed with; None uses the one that `pack` saved beside its rows, which is
+            missing if the rows were saved elsewhere. With a plan given here, labels keep the -100 at the start of
+            segments, and rows with equal seq_lengths that have been swapped are not detected.
 
     Returns:
         Dataset, one row for each document, in memory.
@@ -202,17 +202,17 @@ def _check_no_transform(dataset: datasets.Dataset) -> None:
     """Raise if the dataset has a transform: its output may be random, and must be neither stored nor ignored."""
     if dataset.format["type"] == "custom":
         raise PackingError(
-            "dataset: expected one without a transform, which may return something else at every reading; pass it to "
-            "attach or prepare_dataloader, which apply the transform at every reading, pack what it returns once with "
-            "map(strategy, batched=True, remove_columns=dataset.column_names).with_format(None), or call "
-            "with_format(None) to pack without it"
+            "dataset: expected one without a transform, since its output may differ at every read. Pass the dataset to "
+            "attach or prepare_dataloader, which apply the transform at every read; or pack one output of it with "
+            "map(strategy, batched=True, remove_columns=dataset.column_names).with_format(None); or call "
+            "with_format(None) to pack without the transform"
         )
 
 
 def _write_packs(
     columns: TokenColumns, plan: PackingPlan, strategy: PlansLengths, position_ids: bool, cache: CachedPacks
 ) -> None:
-    """Gather packed rows block by block, each while the block before is being written."""
+    """Gather packed rows block by block, each while the previous block is being written."""
     extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
     schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
     schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
@@ -250,7 +250,7 @@ def _write_packs(
 
 
 def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: pa.Schema) -> datasets.DatasetInfo:
-    """Return what is known about the documents, with the features of packed rows.
+    """Return the dataset info of the documents, with the features of packed rows.
 
     Args:
         dataset: the documents.

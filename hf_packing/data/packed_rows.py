@@ -29,7 +29,7 @@ _MAX_LIST_VALUES = 2**31 - 1
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed rows, and what they no longer show about their documents."""
+    """Packed rows, and facts about their documents that the rows no longer show."""
 
     table: pa.Table
     """One pack a row: input_ids, labels, the other token columns, position_ids, seq_lengths, bucket."""
@@ -82,7 +82,7 @@ def pack_rows(
 
 
 def check_bucket_is_free(column_names: list[str]) -> None:
-    """Raise if documents have a column of the name that rows need for the capacity of their pack."""
+    """Raise if documents have a column `bucket`, where packed rows store the capacity of their pack."""
     if BUCKET in column_names:
         raise PackingError(
             "column 'bucket': expected no such column among the documents, since packed rows store the capacity of "
@@ -130,11 +130,11 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
 def _make_labels(
     packed: dict[str, npt.NDArray[Any]], input_ids: npt.NDArray[np.int32], segment_begin: IntArray
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Return the labels of packed tokens, and those that -100 replaced; None if the documents did not have any.
+    """Return the labels of packed tokens, and those that -100 replaced (None without labels and loss masks).
 
     Args:
         packed: the other columns, [tokens] each; labels and loss masks are taken out.
-        input_ids: int32 [tokens], the labels of documents that have none.
+        input_ids: int32 [tokens], used as labels if the documents have none.
         segment_begin: int64 [segments]: where segments begin.
     """
     masks = {name: packed.pop(name) for name in LOSS_MASKS if name in packed}

@@ -1,4 +1,4 @@
-"""Write a row as the text that is tokenized: text as it is, a prompt with its completion, or a chat."""
+"""Render a row as the text to tokenize: plain text, a prompt with its completion, or a chat."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 from hf_packing.errors import PackingError
 
 ROW_KINDS = ("input_ids", "text", "prompt", "messages")
-"""Fields that a row is known by; of several the first."""
+"""Fields that tell the kind of a row; if it has several, the first counts."""
 _CHATML = ("<|im_start|>", "<|im_end|>\n")
 
 
 class BadRowError(PackingError):
-    """Raised for a row that cannot be used. The message says what it has."""
+    """Raised for a row that cannot be used. The message says what the row has."""
 
 
 class TrainOn(NamedTuple):
     """Which tokens have a loss: those that pass both conditions, as in TRL."""
 
     assistant_only: bool = False
-    """Whether of a chat only the assistant's turns count."""
+    """Whether only the assistant's turns in a chat count."""
     completion_only: bool = True
-    """Whether of a prompt and its completion only the completion counts."""
+    """Whether only the completion counts, not its prompt."""
 
     def covers(self, by_assistant: bool, in_completion: bool) -> bool:
         """Whether a piece of a row is trained on."""
@@ -40,19 +40,19 @@ class Rendered(NamedTuple):
 
     text: str
     masked: tuple[tuple[int, int], ...] = ()
-    """Where the text is not trained on: first character and end of each such piece, in order."""
+    """Pieces of the text that are not trained on, in order: first character and end of each."""
     complete: bool = False
-    """Whether a chat template has written the text, so that no tokens are put around it."""
+    """Whether a chat template has written the text, so that the tokenizer adds no special tokens."""
 
 
 Settings = Mapping[str, Any]
 """What a row gives to the chat template: `tools`, and whatever is in `chat_template_kwargs`."""
 Template = Callable[[Sequence[Mapping[str, Any]], bool, Settings], str]
-"""Messages, whether the beginning of an answer follows them, and settings -> text."""
+"""Messages, whether to add the generation prompt, and settings -> text."""
 
 
 def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
-    """Return the field that a row is known by.
+    """Return the field that tells the kind of a row.
 
     Args:
         row: of the documents.
@@ -66,7 +66,7 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
     if found is None or (found == "prompt" and row.get("completion") is None):
         expected = "prompt and completion" if field == "prompt" else field
         raise BadRowError(
-            f"expected {expected or 'text, prompt and completion, messages or input_ids'}, the fields are "
+            f"expected {expected or 'text, prompt and completion, messages or input_ids'}, got the fields "
             f"{', '.join(row) or 'none'}; --field names the one with the text"
         )
     return found
@@ -82,8 +82,8 @@ def render(
         kind: one of ROW_KINDS, or the field with the text.
         template: of chats.
         separator: between a prompt and a completion that are text.
-        train_on: which pieces have a loss. What follows the last of them in a chat is left out when only the
-            assistant's turns have one, since it changes no loss.
+        train_on: which pieces have a loss. When only the assistant's turns in a chat have one, the text after
+            the last of them is left out, since it changes no loss.
 
     Raises:
         BadRowError: values of another type, or a chat that the template cannot write.
@@ -109,7 +109,7 @@ def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: S
     """Write a chat for a tokenizer without a chat template. Tools come first, as JSON in a system message.
 
     Raises:
-        BadRowError: settings for a template, or content that is no text.
+        BadRowError: settings for a template, or content that is not text.
     """
     if others := settings.keys() - {"tools"}:
         raise BadRowError(f"expected a tokenizer with a chat template, since chat_template_kwargs sets {min(others)}")
@@ -126,7 +126,7 @@ class _Edge(NamedTuple):
     messages: int
     """Messages before it."""
     asks: bool
-    """Whether the beginning of an answer comes before it, too."""
+    """Whether the generation prompt comes before it, too."""
     trained: bool
     """Whether the piece is trained on."""
 
@@ -134,7 +134,7 @@ class _Edge(NamedTuple):
 def _render_chat(
     messages: Sequence[Mapping[str, Any]], prompt: int, template: Template, settings: Settings, train_on: TrainOn
 ) -> Rendered:
-    """Render a chat whose first messages, so many, are the prompt."""
+    """Render a chat whose first `prompt` messages are the prompt."""
     if not train_on.assistant_only and not (prompt and train_on.completion_only):
         return Rendered(_unicode(template(messages, False, settings)), complete=True)
     text, masked = "", []
@@ -143,7 +143,7 @@ def _render_chat(
         if not longer.startswith(text):
             raise BadRowError(
                 f"expected a chat template that leaves earlier turns as they are, this one rewrites those before turn "
-                f"{edge.messages}, so that they cannot be masked apart"
+                f"{edge.messages}, so that they cannot be masked separately"
             )
         if not edge.trained:
             masked.append((len(text), len(longer)))
@@ -164,7 +164,7 @@ def _edges(messages: Sequence[Mapping[str, Any]], prompt: int, train_on: TrainOn
 
 
 def _unicode(text: str) -> str:
-    """Return the text, if UTF-8 can write it."""
+    """Return the text, if it can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -194,7 +194,7 @@ def _settings(row: Mapping[str, Any]) -> Settings:
     if not isinstance(tools, (list, type(None))):
         raise BadRowError(f"expected tools as a list or as JSON, got {type(tools).__name__}")
     if not isinstance(others, (Mapping, type(None))):
-        raise BadRowError(f"expected chat_template_kwargs by name, got {type(others).__name__}")
+        raise BadRowError(f"expected chat_template_kwargs as a mapping, got {type(others).__name__}")
     return ({"tools": tools} if tools else {}) | dict(others or {})
 
 
@@ -206,11 +206,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Return the text, the texts of parts, and tool calls as JSON."""
+    """Return the content as text, joining the texts of parts, followed by tool calls as JSON."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, Sequence) and not isinstance(content, str):
         if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in content):
-            raise BadRowError("expected parts of a message that are text, some are not")
+            raise BadRowError("expected only text parts in a message, got others")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, (str, type(None))):
         raise BadRowError(f"expected text as content of a message, got {type(content).__name__}")

@@ -1,6 +1,6 @@
 """Which columns of a dataset are packed, and their token lists as NumPy arrays.
 
-Packed are `input_ids` and every other column with one number for each token, unless the format of the dataset hides it.
+`input_ids` and all other columns with one number for each token are packed, unless the dataset's format hides them.
 """
 
 from collections.abc import Collection, Iterator
@@ -126,7 +126,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
 
 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
-    """Cast token columns without any value to lists of int32; Arrow cannot know that they would hold numbers.
+    """Cast token columns without any value to lists of int32; Arrow cannot infer that they hold numbers.
 
     If input_ids have values, only the columns that decide what is trained on are cast.
     """

@@ -1,7 +1,8 @@
 """Turn rendered rows into tokens and labels, with whatever tokenizer the user names.
 
-A text is tokenized as a whole, and a piece of it that is not trained on ends where its tokens stop being those that the
-text up to there has alone. That is TRL's rule for prompts, also where a token spans the border.
+A text is tokenized as a whole. To find the token at which a masked piece begins or ends, the text before that point is
+also tokenized alone, and the leading tokens that both share are counted. That is TRL's rule for prompts, even where a
+token spans the border.
 """
 
 from collections.abc import Sequence
@@ -22,23 +23,23 @@ from hf_packing.planning.lengths import IntArray
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """What tokenizing documents needs of a tokenizer."""
+    """The parts of a tokenizer that are needed to tokenize documents."""
 
     name: str
     backend: Any
-    """A `tokenizers.Tokenizer`, or what can be called as one."""
+    """A `tokenizers.Tokenizer`, or an object with the same interface."""
     template: Template = chatml
     template_text: str = "ChatML"
-    """What tells templates apart: their text, and the special tokens they may write."""
+    """Identifies the template: its text, and the special tokens it may write."""
     end: int | None = None
-    """The token that ends a document, if there is one. A chat template ends its own."""
+    """The token that ends a document, if there is one. A chat template writes its own."""
 
     def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
         """Return int64 [documents], tokens.
 
         Args:
             rendered: the documents.
-            ended: whether each gets a token at its end.
+            ended: whether to append the end token to each.
         """
         pairs = zip(rendered, self._encode(rendered), strict=True)
         lengths = [len(encoding) + len(self._end_of(each, encoding.ids, ended)) for each, encoding in pairs]
@@ -49,7 +50,7 @@ class TextTokenizer:
 
         Args:
             rendered: the documents.
-            ended: whether each gets a token at its end.
+            ended: whether to append the end token to each.
         """
         edges = [sorted({edge for piece in each.masked for edge in piece if edge}) for each in rendered]
         before = [
@@ -71,7 +72,7 @@ class TextTokenizer:
         return input_ids, labels
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[Encoding]:
-        """Encode texts with the tokens that the tokenizer puts around them; a chat template has written its own."""
+        """Encode texts with the tokenizer's special tokens, except chats, whose template has already written them."""
         encodings: list[Encoding] = []
         for complete, group in groupby(rendered, key=lambda each: each.complete):
             texts = [each.text for each in group]
@@ -79,7 +80,7 @@ class TextTokenizer:
         return encodings
 
     def _end_of(self, document: Rendered, ids: Sequence[int], ended: bool) -> list[int]:
-        """Return the token that is put at its end, unless it is there."""
+        """Return the end token to append, as a list; empty if there is none or the document has it."""
         if not ended or document.complete or self.end is None or (ids and ids[-1] == self.end):
             return []
         return [self.end]
@@ -90,7 +91,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
 
     Args:
         name: of a repository on the hub, of a folder, or of a tokenizer.json file.
-        trust_remote_code: whether to run code that comes with the tokenizer. Without, such a tokenizer is refused.
+        trust_remote_code: whether to run code that comes with the tokenizer. Otherwise, such a tokenizer is refused.
 
     Raises:
         PackingError: there is none, or it cannot be loaded.
@@ -101,14 +102,14 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
             return TextTokenizer(name, _without_limits(Tokenizer.from_file(str(path))))
         except Exception as error:  # tokenizers raises bare exceptions
             raise PackingError(
-                f"--tokenizer: expected a tokenizer.json, {name!r} is none: {reason_of(error)}"
+                f"--tokenizer: expected a tokenizer.json, {name!r} is not one: {reason_of(error)}"
             ) from None
     from transformers import AutoTokenizer
 
     options = {"trust_remote_code": trust_remote_code, "local_files_only": not path.exists() and not hub_answers(name)}
     try:
         loaded = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # of the hub, of the network, of files
+    except Exception as error:  # from the hub, the network or files
         raise PackingError(
             f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, {name!r} cannot be loaded here: "
             f"{reason_of(error)}"
@@ -119,10 +120,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
 
 
 def text_tokenizer(tokenizer: Any) -> TextTokenizer:
-    """Return the TextTokenizer of a tokenizer of transformers, with its chat template.
+    """Wrap a tokenizer of transformers, with its chat template.
 
     Args:
-        tokenizer: a PreTrainedTokenizerBase; a slow one has no `backend.to_str()`.
+        tokenizer: a PreTrainedTokenizerBase; the backend of a slow one has no `to_str()`.
     """
     has_backend = hasattr(tokenizer, "backend_tokenizer")
     backend = _without_limits(tokenizer.backend_tokenizer) if has_backend else _SlowBackend(tokenizer)
@@ -132,7 +133,7 @@ def text_tokenizer(tokenizer: Any) -> TextTokenizer:
 
 
 class _SlowBackend:
-    """Calls a tokenizer that is written in Python as those of `tokenizers` are called."""
+    """A slow tokenizer, written in Python, with the interface of `tokenizers`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -157,14 +158,14 @@ def _template_of(tokenizer: Any) -> Template:
         usual = {"tokenize": False, "add_generation_prompt": ask}
         try:
             return str(tokenizer.apply_chat_template(list(messages), **{**settings, **usual}))
-        except Exception as error:  # templates raise what they like
-            raise BadRowError(f"expected messages that the chat template takes, {reason_of(error)}") from None
+        except Exception as error:  # templates may raise anything
+            raise BadRowError(f"expected messages that the chat template accepts, {reason_of(error)}") from None
 
     return render
 
 
 def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
-    """Switch off padding and truncation, which files may ask for and which would hide how long documents are."""
+    """Switch off padding and truncation: a tokenizer file may set them, and they would hide how long documents are."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -178,6 +179,6 @@ def _without_end(text: Encoding) -> list[int]:
 
 
 def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many tokens both begin with. Offsets do not tell: they drift where a tokenizer drops a character."""
+    """Return how many leading tokens both share. Offsets are no use: they drift where a tokenizer drops a character."""
     pairs = zip(ids, others, strict=False)
     return next((number for number, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(others)))

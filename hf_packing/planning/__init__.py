@@ -1,19 +1,19 @@
-"""Planning: from the lengths of documents, and nothing else, to a plan that says what goes into which pack.
+"""Planning: turn document lengths, and nothing else, into a plan of which documents go into which pack.
 
     lengths.py         lengths -> LengthCounts             check and count; cut what is longer than a pack
-    patterns.py        LengthCounts -> Cuts                which pieces documents become, and
-    open_packs.py      counts of pieces -> Patterns        which packs to make of them, best-fit or first-fit
+    patterns.py        LengthCounts -> Cuts                how documents are cut into pieces
+    open_packs.py      counts of pieces -> Patterns        how pieces are packed, best-fit or first-fit
     pattern_table.py   Cuts and Patterns -> PatternTable   a plan from counts alone, for any number of workers
     assign.py          PatternTable -> PackingPlan         which document goes where
     permutation.py                                         ... at random, one element at a time
-    plan.py            PackingPlan                         the plan, and the laws it is checked against
-    storage.py                                             ... on disk
-    metrics.py         PackingPlan -> PackingMetrics       what it gains and costs; lower bounds
+    plan.py            PackingPlan                         the plan, and the checks that it must pass
+    storage.py                                             ... saved to disk
+    metrics.py         PackingPlan -> PackingMetrics       padding, truncation and more; lower bounds
 
-Strategies (`hf_packing.strategies`) differ in how they make the patterns. Some need documents in their order and make
+Strategies (`hf_packing.strategies`) differ in how they make the patterns. Some need the documents in order and make
 the plan themselves. Everything here needs NumPy alone.
 
-Example, one array after the other, of what `plan_packing(lengths, BestFit(8, seed=None))` does:
+Example: what `plan_packing(lengths, BestFit(8, seed=None))` does, array by array:
     >>> from hf_packing.planning.lengths import check_lengths, count_lengths
     >>> from hf_packing.planning.open_packs import best_fit_patterns
     >>> from hf_packing.planning.pattern_table import PatternTable
@@ -37,7 +37,7 @@ Example, one array after the other, of what `plan_packing(lengths, BestFit(8, se
     >>> cuts.counts().tolist()  # pieces of 0, 1, 2, ... tokens
     [0, 0, 0, 3, 0, 1, 1, 0, 1]
 
-    Packs as patterns: how many are alike, and which lengths are in each of them:
+    Packs as patterns: how many packs share each pattern, and which segment lengths it has:
 
     >>> patterns = best_fit_patterns(cuts.counts(), 8)
     >>> patterns.packs.tolist(), patterns.entry_offsets.tolist()
@@ -45,7 +45,7 @@ Example, one array after the other, of what `plan_packing(lengths, BestFit(8, se
     >>> patterns.entry_length.tolist(), patterns.entry_copies.tolist()
     ([8, 6, 5, 3, 3], [1, 1, 1, 1, 2])
 
-    Both together are a table, which knows everything but which document is which. With the lengths it is a plan:
+    Patterns and cuts make a table, which does not yet say which document goes where. With the lengths, it makes a plan:
 
     >>> table = PatternTable(patterns=patterns, cuts=cuts, seed=None)
     >>> table

@@ -1,14 +1,14 @@
 """Assign documents to the packs of a table: all at once, or shard by shard with the same result.
 
-Both ways take the same four decisions, each at random, or in order if the seed is None:
+Both ways make the same four decisions, each at random, or in order if the seed is None:
 
-1. which of the documents of one length are cut which way, which gives each document a place in one long list;
-2. which of the pieces of one length goes into which slot of that length (a piece's rank follows from that place);
+1. which documents of one length are cut in which way; this gives each document a place in one long list;
+2. which piece of one length goes into which slot of that length (a piece's rank follows from its document's place);
 3. the order of the segments inside each pack;
 4. the order of the packs.
 
-Each is a permutation that can be evaluated one element at a time, so a shard needs only its own documents. They are
-evaluated in blocks that stay in the cache.
+Each is a permutation that can be evaluated one element at a time, so a shard needs only its own documents. It is
+evaluated in blocks that fit in the CPU cache.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class DealtShard:
     pack: IntArray
     """int64 [segments]: number of the pack among the packs of all shards."""
     place: IntArray
-    """int64 [segments]: which segment of its pack it is, from 0."""
+    """int64 [segments]: index of the segment in its pack, from 0."""
 
 
 class _Places(NamedTuple):
-    """Where segments go, one element for each."""
+    """Where segments go, one element for each segment."""
 
     pack: IntArray
     """int64: number of the pack, as the patterns number them."""
     place: IntArray
-    """int64: which segment of the pack."""
+    """int64: index of the segment in its pack."""
     length: IntArray
     """int32, tokens."""
 
@@ -57,8 +57,8 @@ class _Places(NamedTuple):
 class Slots:
     """The places for segments in all packs of some patterns, listed by length, shortest first.
 
-    Slots and pieces of one length are paired by a random permutation, or in order if the seed is None. It is evaluated
-    from either side: `block` finds the pieces for some slots, `find` finds the slots for some pieces.
+    Slots and pieces of one length are paired by a random permutation, or in order if the seed is None. The permutation
+    works in both directions: `block` finds the pieces for given slots, `find` finds the slots for given pieces.
     """
 
     def __init__(self, patterns: Patterns, seed: int | None) -> None:
@@ -68,7 +68,7 @@ class Slots:
         pattern_copies_before = np.append(copies_before, 0)[patterns.entry_offsets[:-1]]
         pattern = patterns.entry_pattern[by_length]
 
-        # one element for each entry of the patterns, by length
+        # one element for each entry of the patterns, sorted by length
         self._length = patterns.entry_length[by_length]
         self._copies = patterns.entry_copies[by_length]
         self._first_pack = pattern_first_pack[pattern]
@@ -132,9 +132,9 @@ class Assignment:
         """Make the plan for all documents.
 
         Args:
-            lengths: integers [documents], tokens, checked, and those that were counted.
-            proven_lower_bound: as the plan has it.
-            note: as the plan has it.
+            lengths: integers [documents], tokens: the checked lengths that were counted.
+            proven_lower_bound: packs, stored in the plan.
+            note: stored in the plan.
         """
         piece_document, piece_start = self._pieces_by_rank(lengths)
         final_pack, pack_offsets, pack_capacity = self._place_packs()
@@ -198,7 +198,7 @@ class Assignment:
         return self.cuts.ranks()
 
     def _places_in_list(self, kind: IntArray, number: IntArray) -> IntArray:
-        """Return the place of documents in the list of all documents by length, and of one length by group.
+        """Return the places of documents in the list of all documents, sorted by length and then by group.
 
         Arguments as in `shard`.
         """
@@ -212,7 +212,7 @@ class Assignment:
         return listed_at
 
     def _list_documents(self, lengths: IntArray) -> IntArray:
-        """Return all documents in the order of that list."""
+        """Return all documents, sorted by length and then by group."""
         order = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
         by_length = self.cuts.by_length()
         mixed = np.flatnonzero(by_length.several_groups)
@@ -225,7 +225,7 @@ class Assignment:
         return listed
 
     def _pieces_of_documents(self, group: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the pieces of documents of these groups: an index into `group` for each, and one into the pieces."""
+        """Return the pieces of documents of these groups: for each piece, indices into `group` and into `Cuts`."""
         pieces_each = self.cuts.pieces_each[group]
         nth = np.repeat(np.arange(len(group)), pieces_each)
         return nth, np.repeat(self.cuts.piece_offsets[group], pieces_each) + _count_up(pieces_each)
@@ -234,7 +234,7 @@ class Assignment:
         """Return the document of every piece, and where in it the piece begins, in the order of the pieces' ranks.
 
         Returns:
-            integers [pieces], and int64 [pieces] or None if every piece begins its document.
+            integers [pieces]; int64 [pieces], or None if every piece begins at token 0.
         """
         cuts, listed = self.cuts, self._list_documents(lengths)
         if cuts.whole.all():
@@ -274,6 +274,6 @@ class Assignment:
 
 
 def _count_up(sizes: IntArray) -> IntArray:
-    """Count 0, 1, 2, ... below each size in turn."""
+    """Return 0, 1, ..., size - 1 for each size, concatenated."""
     numbers: IntArray = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return numbers

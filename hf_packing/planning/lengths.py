@@ -169,7 +169,7 @@ def check_overflow(overflow: str) -> None:
 
 
 def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
-    """With overflow="error", raise PackingError that names the first document longer than the capacity."""
+    """With overflow="error", raise a PackingError that names the first document longer than the capacity."""
     if overflow == "error" and lengths.max(initial=0) > capacity:
         first = int(np.argmax(lengths > capacity))
         raise PackingError(
@@ -182,7 +182,7 @@ def check_num_pieces(pieces: float, capacity: int) -> None:
     """Raise PackingError if long documents become more pieces than can be planned."""
     if pieces > _MAX_PIECES:
         raise PackingError(
-            f"max_length: expected one that cuts documents into at most 2**40 pieces, {capacity} makes {pieces:.4g}"
+            f"max_length: expected to cut documents into at most 2**40 pieces, got {capacity}, which makes {pieces:.4g}"
         )
 
 
@@ -191,7 +191,7 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
 
     "split" cuts a long document into chunks of exactly `capacity` and a remainder (the minimally required truncation of
     arXiv 2404.10830); "truncate" keeps its first `capacity` tokens; "drop" leaves it out; "error" raises. Empty
-    documents have no piece.
+    documents yield no piece.
 
     Args:
         lengths: integers [documents], tokens, checked.

@@ -1,4 +1,4 @@
-"""What a plan gains and what it costs, in numbers; and the fewest packs that any plan could have."""
+"""Metrics of a plan, such as padding and truncation; and a lower bound on the packs of any plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PackingMetrics:
     packing_factor: float
     """Segments / packs."""
     lower_bound: int
-    """Packs that any plan for the same segments needs, proven."""
+    """Proven lower bound on the packs of any plan for the same segments."""
     attention_cost: float
     """Sum of squared segment lengths / sum of squared capacities: the work of attention relative to full rows."""
 
@@ -58,7 +58,7 @@ def measure_plan(
         segment_document: integers [segments].
         segment_length: integers [segments], tokens.
         pack_capacity: integers [packs], tokens.
-        proven_lower_bound: packs that the strategy has proven to be needed.
+        proven_lower_bound: lower bound on packs that the strategy has proven; 0 for none.
     """
     packs, capacity = len(pack_capacity), int(pack_capacity.max(initial=0))
     segments_of = np.bincount(segment_document, minlength=len(document_length))
@@ -125,11 +125,11 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def pack_lower_bound(counts: IntArray, capacity: int) -> int:
-    """Return a number of packs below which no plan for these segments can go.
+    """Return a lower bound on the packs of any plan for these segments.
 
     The larger of L1, tokens divided by capacity, and L2 (Martello and Toth, "Lower bounds and reduction procedures for
     the bin packing problem", 1990): for any threshold a up to half the capacity, segments above capacity - a need a
-    pack of their own, those above half cannot share one, and the rest fills the room that is left by volume.
+    pack of their own, those above half the capacity cannot share one, and the rest fills the room left, by volume.
 
     Args:
         counts: int64 [longest + 1]: how many segments there are of each length, none above capacity.

@@ -21,15 +21,15 @@ class Interval(NamedTuple):
     first_pack: int
     packs: int
     documents: int
-    """In each of them."""
+    """Documents in each pack."""
 
 
 class OpenPacks:
     """Packs with room, as intervals of pack numbers grouped by the room they have, and the moves that filled them.
 
     The rooms in use are the bits of one big integer: shifting it right by a length and taking the lowest set bit finds
-    the least room that holds the length, the highest bit is the most room. Each takes a fraction of a microsecond, and
-    there is no tree to keep. Among packs with the same room the newest are taken first.
+    the least room that holds the length, and the highest bit is the most room. Each takes a fraction of a microsecond,
+    without a search tree. Among packs with the same room, the newest are taken first.
     """
 
     def __init__(self, capacity: int, max_documents: int | None) -> None:
@@ -54,7 +54,7 @@ class OpenPacks:
         return self._intervals[room][-1]
 
     def add(self, room: int, interval: Interval) -> None:
-        """Keep packs open with this room."""
+        """Add open packs with this room."""
         self._intervals.setdefault(room, []).append(interval)
         self._rooms |= 1 << room
 
@@ -151,13 +151,13 @@ class Remaining:
         self.lengths |= 1 << length
 
     def take(self, length: int, number: int) -> None:
-        """Take so many documents of a length."""
+        """Take `number` documents of a length."""
         self.number[length] -= number
         if not self.number[length]:
             self.lengths ^= 1 << length
 
     def fill(self, room: int) -> tuple[list[tuple[int, int]], int]:
-        """Choose what fills a pack: the longest that fits, then the next. Nothing is taken yet.
+        """Choose the documents for a pack: the longest that fits, then the next. Does not take them yet.
 
         Returns:
             (length, copies) for each length in the pack, and the room that stays free.

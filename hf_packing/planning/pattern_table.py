@@ -1,4 +1,4 @@
-"""PatternTable: a plan from counts alone, which still has to be told which document is which."""
+"""PatternTable: a plan from counts alone; which document goes where is decided later."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hf_packing.planning.plan import PackingPlan
 class PatternTable:
     """Which packs to make from documents of which lengths.
 
-    Its size depends on the distinct lengths; with Bucket also on how many documents it cuts.
+    Its size depends on the number of distinct lengths; with Bucket, also on the number of cut documents.
 
     `plan_counts` makes it. Each worker needs only the table, its own documents and, for each length, how many documents
-    earlier shards have. Together they deal the same packs as a plan over all documents.
+    earlier shards have. Together, the workers make the same packs as a plan over all documents.
 
     Example:
         >>> import numpy as np, hf_packing as hfp
@@ -40,11 +40,11 @@ class PatternTable:
     patterns: Patterns
     """The packs, by the lengths of their segments."""
     cuts: Cuts
-    """The documents, by what they are cut into."""
+    """The documents, by length and by the pieces they are cut into."""
     seed: int | None
-    """Of all random orders; None deals documents of equal length in their order and leaves packs as they are."""
+    """Seed of all random orders; None keeps documents of equal length in order and does not shuffle packs."""
     proven_lower_bound: int = 0
-    """Packs that any plan under the strategy's limits needs, if it has proven more than follows from the lengths."""
+    """Lower bound on the number of packs that the strategy has proven under its limits; 0 if it has proven none."""
     note: str = ""
     """How planning went, if the strategy reports it."""
 
@@ -68,7 +68,7 @@ class PatternTable:
         """Return the plan over all documents.
 
         Args:
-            lengths: integers [documents], tokens, checked, and those that the table was made for.
+            lengths: integers [documents], tokens: the checked lengths that the table was made for.
         """
         return self._assignment.plan(lengths, self.proven_lower_bound, self.note)
 
@@ -77,11 +77,11 @@ class PatternTable:
 
         Args:
             shard_lengths: 1-d integers [documents], tokens, of this shard.
-            already_dealt: 1-d integers: already_dealt[n] documents of n tokens are in the shards before this one, that
-                is the sum of their `np.bincount`; None for the first shard. Lengths beyond its end were not dealt.
+            already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in the shards before
+                this one, the sum of their `np.bincount`; None for the first shard. Lengths beyond its end count as 0.
 
         Returns:
-            DealtShard. All shards together hold every segment of the plan once, and every place of every pack.
+            DealtShard. Together, all shards hold every segment of the plan once and fill every place of every pack.
 
         Raises:
             PackingError: a length that was not counted, more documents of a length than were counted, bad integers.
@@ -93,7 +93,7 @@ class PatternTable:
         return self._assignment.shard(order, kind, number)
 
     def metrics(self) -> PackingMetrics:
-        """Return what the plan gains and what it costs; the same as the metrics of a plan over the documents."""
+        """Return the metrics of the plan, the same as those of a plan over the documents."""
         cuts, patterns = self.cuts, self.patterns
         counts = cuts.counts()
         length = np.arange(len(counts), dtype=np.float64)
@@ -116,7 +116,7 @@ class PatternTable:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out what was computed on the way, so that a copy for another worker is small."""
+        """Leave out cached properties, so that a copy for another worker is small."""
         return _rebuild_table, (self.patterns, self.cuts, self.seed, self.proven_lower_bound, self.note)
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ def _rebuild_table(
 def _number_documents(
     by_length: DocumentsByLength, lengths: IntArray, already_dealt: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return what `Assignment.shard` wants to know of a shard's documents, which are sorted by length.
+    """Return the arguments `kind` and `number` of `Assignment.shard`, for a shard's documents sorted by length.
 
     Returns:
         int64 [documents]: the length of each, as an index into `by_length`; int64 [documents]: how many documents of
@@ -160,7 +160,7 @@ def _number_documents(
 
 
 def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> IntArray:
-    """Return how many documents of each length that occurs were dealt before, from a histogram that may be shorter."""
+    """Return how many documents of each counted length earlier shards have, from a histogram that may be shorter."""
     length, documents = by_length.length, by_length.documents
     if already_dealt is None:
         return np.zeros(len(length), dtype=np.int64)
@@ -173,7 +173,7 @@ def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> In
     uncounted[length[inside]] = 0
     if uncounted.any():
         first = int(np.argmax(uncounted != 0))
-        raise PackingError(f"already_dealt: expected none of length {first}, as counted, got {dealt[first]}")
+        raise PackingError(f"already_dealt: expected no documents of length {first}, as counted, got {dealt[first]}")
     beyond = dealt[length[inside]] > documents[inside]
     if beyond.any():
         first = int(length[inside][beyond][0])

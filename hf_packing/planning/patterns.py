@@ -1,6 +1,6 @@
 """What a counting strategy decides from counts alone: `Patterns` of packs, and `Cuts` of documents.
 
-Both list what is alike only once, so their size depends on the distinct lengths and not on the number of documents.
+Both list equal packs or documents once, so their size depends on the number of distinct lengths, not of documents.
 """
 
 from collections.abc import Iterable, Sequence
@@ -68,17 +68,17 @@ class Patterns:
 
 
 class Pattern(NamedTuple):
-    """Equal packs, while patterns are made one by one."""
+    """One pattern, for callers that make patterns one by one."""
 
     packs: int
-    """How many there are."""
+    """How many packs have this pattern."""
     capacity: int
     copies: Sequence[tuple[int, int]]
     """(length, copies), each length once."""
 
 
 class Run(NamedTuple):
-    """One move of a counting strategy: put the same copies of one length into each of several consecutive packs."""
+    """One move of a counting strategy: add the same number of copies of a length to each of some consecutive packs."""
 
     length: int
     first_pack: int
@@ -126,7 +126,7 @@ def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Pa
 
 
 class DocumentsByLength(NamedTuple):
-    """Documents by length, however they are cut; one element for each length."""
+    """Documents by length, no matter how they are cut; one element for each length."""
 
     length: IntArray
     """int64 [lengths], tokens, ascending."""
@@ -140,11 +140,11 @@ class DocumentsByLength(NamedTuple):
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which pieces documents become. Documents of one length that are cut alike form a group.
+    """Which pieces documents are cut into. Documents of one length that are cut alike form a group.
 
-    Groups are sorted by document length; of one length, the group that stays whole comes first. Documents are listed
-    in the order of groups, and so are their pieces. A piece's rank is its place among all pieces when these are sorted
-    by length, so it follows from its document's place in that list: no worker needs to see another worker's documents.
+    Groups are sorted by document length; among groups of one length, the one that stays whole comes first. Documents
+    and their pieces are listed in the order of groups. A piece's rank is its index when this list of pieces is sorted
+    by length. It follows from its document's place in the list, so no worker needs another worker's documents.
     """
 
     document_length: IntArray
@@ -154,7 +154,7 @@ class Cuts:
     piece_offsets: IntArray
     """int64 [groups + 1]: pieces of group i are piece_offsets[i]:piece_offsets[i + 1], in document order."""
     piece_length: IntArray
-    """int32 [pieces], tokens. Pieces follow each other from the document's first token; what remains is dropped."""
+    """int32 [pieces], tokens. Pieces are consecutive from a document's first token; tokens left over are dropped."""
 
     @property
     def num_documents(self) -> int:
@@ -204,11 +204,11 @@ class Cuts:
         return counts
 
     def ranks(self) -> tuple[IntArray, IntArray]:
-        """Rank the pieces of each group's first document, and tell how far apart the ranks of the next ones are.
+        """Rank the pieces of each group's first document, and return the stride from one document's ranks to the next.
 
         Returns:
-            int64 [pieces], the rank of the piece of the group's first document; int64 [pieces], what to add to it for
-            each document further on in the group.
+            int64 [pieces], the rank of the piece in the group's first document; int64 [pieces], the stride to add for
+            each further document of the group.
         """
         by_length = np.argsort(self.piece_length, kind="stable")
         group = np.repeat(np.arange(len(self.documents)), self.pieces_each)[by_length]

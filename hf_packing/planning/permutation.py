@@ -66,7 +66,7 @@ def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt
     rows, columns = _grid_sides(size)
     size = size.astype(np.uint64)
     result = _walk_inside(_walk, index.astype(np.uint64), size, rows, columns, keys)
-    # the last round is a rotation, without which sizes of 3 or 5 would favour some places by a few percent
+    # the last round is a rotation, without which sizes of 3 or 5 would favor some places by a few percent
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
     return _add_modulo(result, rotation, size).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""PackingPlan: which slice of which document goes into which pack; and the laws that every plan is checked against."""
+"""PackingPlan: which slice of which document goes into which pack; and the checks that every plan must pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PackingPlan:
     """
 
     document_length: IntArray
-    """integers [documents], tokens, of the whole documents."""
+    """integers [documents], tokens: the length of each whole document."""
     segment_document: IntArray
     """integers [segments]: the document that a segment is cut from."""
     segment_start: IntArray
@@ -52,14 +52,14 @@ class PackingPlan:
     pack_capacity: IntArray
     """int32 [packs], tokens that each pack may hold."""
     proven_lower_bound: int = 0
-    """Packs that any plan under the strategy's limits needs, if it has proven more than follows from the lengths."""
+    """Lower bound on the number of packs that the strategy has proven under its limits; 0 if it has proven none."""
     note: str = ""
     """How planning went, if the strategy reports it; not part of the fingerprint."""
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
             array = np.asanyarray(getattr(self, name))
-            # differences of unsigned integers are never negative, so the checks would miss what is out of bounds
+            # differences of unsigned integers are never negative, so the checks would miss values out of bounds
             array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
@@ -96,7 +96,7 @@ class PackingPlan:
         )
 
     def metrics(self) -> PackingMetrics:
-        """Return what the plan gains and what it costs; computed once."""
+        """Return the metrics of the plan, such as padding and truncation; computed once."""
         return self._metrics
 
     @cached_property
@@ -139,7 +139,7 @@ class PackingPlan:
             path: the folder to make.
 
         Raises:
-            PackingError: something that is not a saved plan is in the way.
+            PackingError: the path exists, and is not a saved plan.
         """
         facts = {
             "fingerprint": self.fingerprint,
@@ -168,7 +168,7 @@ class PackingPlan:
         return plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Construct, and so check, copied and unpickled plans."""
+        """Rebuild copied and unpickled plans with the constructor, which checks them."""
         arrays = {name: np.asarray(array) for name, array in self.arrays().items()}
         return _rebuild_plan, (arrays, self.proven_lower_bound, self.note)
 
@@ -232,10 +232,12 @@ def _check_laws(plan: PackingPlan) -> None:
     if not segments:
         return
     if length.min() < 1:
-        raise PackingError(f"segment_length: expected no empty segment, got {length.min()} at {int(length.argmin())}")
+        raise PackingError(
+            f"segment_length: expected no empty segment, got length {length.min()} at index {int(length.argmin())}"
+        )
     if document.min() < 0 or document.max() >= plan.num_documents:
         raise PackingError(
-            f"segment_document: expected numbers below {plan.num_documents} documents, "
+            f"segment_document: expected document numbers below {plan.num_documents}, "
             f"got {document.min()}..{document.max()}"
         )
     fill = np.add.reduceat(length, offsets[:-1], dtype=np.int64)
@@ -249,7 +251,7 @@ def _check_laws(plan: PackingPlan) -> None:
         segment = int(outside.argmax())
         raise PackingError(
             f"segment {segment} is tokens {start[segment]}:{int(start[segment]) + int(length[segment])} of document "
-            f"{document[segment]}, which has {plan.document_length[document[segment]]}"
+            f"{document[segment]}, which has {plan.document_length[document[segment]]} tokens"
         )
     _check_disjoint(document, start, length, plan.num_documents)
 

@@ -23,13 +23,13 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
 
     Args:
         folder: the plan's folder; a saved plan there is replaced.
-        arrays: by name.
+        arrays: to save, by name.
         facts: what to write to plan.json.
 
     Raises:
-        PackingError: something that is not a saved plan is in the way.
+        PackingError: the path exists, and is not a saved plan.
     """
-    folder = folder.resolve()  # a folder cannot be renamed to a link
+    folder = folder.resolve()  # a folder cannot be renamed onto a symbolic link
     _check_replaceable(folder, {f"{name}.npy" for name in arrays} | {_INDEX})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as around:
@@ -44,7 +44,7 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
 def _check_replaceable(folder: Path, files: set[str]) -> None:
     """Raise PackingError if there is something at the path that is not a saved plan with these files.
 
-    Another rank may be replacing the plan at this moment. Then look again.
+    Another rank may be replacing the plan at this moment; if so, look again.
     """
     while (found := _identity(folder)) is not None:
         with suppress(FileNotFoundError):
@@ -69,7 +69,7 @@ def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda:
     Args:
         fresh: the finished folder.
         folder: its place.
-        unless: called when there is something already; return True to keep that and leave `fresh` where it is.
+        unless: called if its place is taken; if it returns True, what is there stays and `fresh` is not moved.
     """
     replaced = []
     while not _try_rename(fresh, folder):
@@ -78,7 +78,7 @@ def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda:
         replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
         with suppress(FileNotFoundError):  # another process may have moved it
             folder.rename(replaced[-1] / folder.name)
-    for old in replaced:  # not before: until the new folder is there, its place is empty
+    for old in replaced:  # last, since removing takes time, and the place is empty until the rename
         shutil.rmtree(old)
 
 

@@ -1,4 +1,4 @@
-"""What a report counts: lengths, and what padding and each strategy make of them. Pages and tables show it."""
+"""The numbers of a report, which pages and tables show: lengths, and the results of padding and of each strategy."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import ComparedStrategy
 
 _POINTS = 200
-"""Of a curve."""
+"""Points of a curve."""
 _BINS = 24
-"""Of document lengths, equally wide on a logarithmic scale before they are split where packs end."""
+"""Bins of document lengths, equally wide on a logarithmic scale, before each pack capacity adds an edge."""
 _STEPS = 48
-"""Whose ranks are shown."""
+"""Steps whose ranks are shown."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What an epoch is assumed to run on."""
+    """Assumptions about the training run."""
 
     ranks: int = 8
     """Each works on one pack at a time."""
     padded_rows: int = 16
     """Documents of a micro-batch without packing."""
     linear_cost: float = LINEAR_COST
-    """Pairs of tokens that attention compares in the time of everything else for one token."""
+    """Pairs of tokens that attention compares in the time that linear layers take for one token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class LengthSummary:
     """Lengths of documents in tokens. Empty documents are counted, and left out of everything else."""
 
     documents: int
-    """With tokens."""
+    """Documents with tokens."""
     empty: int
     tokens: int
     mean: float
@@ -51,16 +51,16 @@ class LengthSummary:
     """int64 [longest + 1]: how many documents have each length."""
 
     def share_longer_than(self, tokens: int) -> float:
-        """Return the share of all tokens that is in documents with more tokens than so many."""
+        """Return the share of all tokens that is in documents longer than `tokens`."""
         longer = np.arange(tokens + 1, len(self.counts)) @ self.counts[tokens + 1 :]
         return float(longer / self.tokens)
 
     def longer_than(self, tokens: int) -> int:
-        """Return how many documents have more tokens."""
+        """Return how many documents are longer than `tokens`."""
         return int(self.counts[tokens + 1 :].sum())
 
     def shortest_row_for(self, share: float) -> int:
-        """Return the fewest tokens that a row needs so that at most this share of the documents is longer."""
+        """Return the length of the shortest row that at most this share of the documents exceeds."""
         longer = self.documents - np.cumsum(self.counts)
         return int(np.argmax(longer <= share * self.documents))
 
@@ -88,14 +88,14 @@ def summary_of_lengths(lengths: IntArray) -> LengthSummary:
 
 @dataclass(frozen=True)
 class PaddedRow:
-    """What padding makes of the documents."""
+    """The result of padding the documents."""
 
     max_length: int
     work: Work
     cut_documents: int
-    """Longer than max_length."""
+    """Documents longer than max_length."""
     lost_tokens: int
-    """Beyond max_length."""
+    """Tokens beyond max_length."""
 
     @property
     def padding_ratio(self) -> float:
@@ -105,13 +105,13 @@ class PaddedRow:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """What one strategy makes of the documents."""
+    """The result of packing the documents with one strategy."""
 
     compared: ComparedStrategy
     work: Work
-    """Of an epoch whose packs come in the order of the plan."""
+    """Work of an epoch whose packs come in the order of the plan."""
     leveled: Work
-    """Of one that has packs of similar cost at the same time, as with TokenBudget."""
+    """Work of an epoch with packs of similar cost at the same time, as with TokenBudget."""
     speed_up: float
     """Time per real token with padding to the same length / with these packs, leveled; counted, not measured."""
     sample: PlanSample
@@ -119,7 +119,7 @@ class ReportRow:
 
     @property
     def name(self) -> str:
-        """The strategy as one would write it."""
+        """The strategy as written in code."""
         return self.compared.name
 
     @property
@@ -130,18 +130,18 @@ class ReportRow:
 
 @dataclass(frozen=True, eq=False)
 class PlanSample:
-    """What pictures need of a plan, small however large the plan is."""
+    """The data of a plan that pictures show; small, however large the plan is."""
 
     fill: npt.NDArray[np.float64]
     """float64 [points]: the share of a pack that is filled, the emptiest first."""
     documents_per_pack: npt.NDArray[np.int64]
-    """int64 [most + 1]: how many packs have so many documents."""
+    """int64 [most + 1]: how many packs have 0, 1, 2, ... documents."""
     length_edges: npt.NDArray[np.float64]
-    """float64 [bins + 1], tokens; what just fits in a pack and what does not are in different bins."""
+    """float64 [bins + 1], tokens; lengths that just fit in a pack and lengths that do not are in different bins."""
     cut: npt.NDArray[np.float64]
-    """float64 [bins]: the share of documents of such a length that is cut; nan where there are none."""
+    """float64 [bins]: the share of the documents in the bin that is cut; nan if the bin is empty."""
     attention: npt.NDArray[np.float64]
-    """float64 [steps, ranks]: what attention costs, in the order of the plan."""
+    """float64 [steps, ranks]: attention cost, in the order of the plan."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,11 @@ class Figures:
     lengths: LengthSummary
     setup: Setup
     padded: tuple[PaddedRow, ...]
-    """One for each length of a row."""
+    """One for each max_length."""
     rows: tuple[ReportRow, ...]
     recommendation: Recommendation
     source: str = ""
-    """Where the documents are from."""
+    """Where the documents come from."""
 
     @property
     def taken(self) -> ReportRow:
@@ -183,7 +183,7 @@ def longest_row(strategy: Strategy) -> int:
 
 
 def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
-    """Count what padding makes of documents."""
+    """Count the result of padding documents to max_length."""
     work = padded_work(lengths, max_length, setup.padded_rows, setup.ranks, setup.linear_cost, seed=0)
     longer = lengths[lengths > max_length].astype(np.int64)
     return PaddedRow(max_length, work, len(longer), int((longer - max_length).sum()))
@@ -192,13 +192,13 @@ def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRo
 def row_of_strategy(
     compared: ComparedStrategy, plan: PackingPlan, setup: Setup, padded: dict[int, PaddedRow]
 ) -> ReportRow:
-    """Count what a strategy makes of documents.
+    """Count the result of packing documents with a strategy.
 
     Args:
         compared: the strategy.
         plan: its plan.
         setup: of the epoch.
-        padded: what padding makes of them, by the length of a row.
+        padded: the results of padding, by max_length.
     """
     work = packed_work(plan, setup.ranks, setup.linear_cost)
     leveled = packed_work(plan, setup.ranks, setup.linear_cost, leveled=True)

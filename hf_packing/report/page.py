@@ -1,4 +1,4 @@
-"""Write a report as one HTML page with everything inside, light or dark, to be read on a phone; and PNG pictures."""
+"""Write a report as one self-contained HTML page, light or dark, readable on a phone; and as PNG pictures."""
 
 import os
 import re
@@ -22,11 +22,11 @@ from hf_packing.report.tables import (
 )
 
 _NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
-"""Names that matplotlib gives to parts, the same in every picture. Nothing refers to them."""
+"""Ids that matplotlib gives to parts, which repeat in every picture. Nothing refers to them."""
 
 
 def check_page(path: Path) -> None:
-    """Refuse a path that no page can be written to, before anything long begins.
+    """Refuse a path that no page can be written to, before any long work begins.
 
     Raises:
         PackingError: it is a folder, or nothing can be written there.
@@ -37,7 +37,7 @@ def check_page(path: Path) -> None:
         raise PackingError(f"--output: expected a file for the page, such as report.html, {str(path)!r} is a folder")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PackingError(f"--output: expected a folder to write to, {str(above)!r} is none")
+        raise PackingError(f"--output: expected a folder to write to, {str(above)!r} is not a writable folder")
 
 
 def save_page(report: Figures, path: Path) -> list[Path]:
@@ -59,7 +59,7 @@ def save_page(report: Figures, path: Path) -> list[Path]:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write under another name first, so that a full disk leaves no half-written file; links and devices stay."""
+    """Write under another name first, so that a full disk leaves no half-written file; links and devices are kept."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
         file.write_bytes(content)
         return
@@ -101,15 +101,15 @@ def _page_of(report: Figures) -> str:
         meanings=MEANING,
         setup_line=setup_line(report),
         linear_cost=(
-            f"In the speed-up, linear layers work on a token as long as attention on {setup.linear_cost:,.0f} pairs of "
-            "tokens."
+            "The speed-up assumes that linear layers take as long for one token as attention takes for "
+            f"{setup.linear_cost:,.0f} pairs of tokens."
         ),
         version=hf_packing.__version__,
     )
 
 
 def _name_of(source: str) -> str:
-    """Return the last part of a path; a name on the hub, which looks like one, stays whole."""
+    """Return the last part of a path; a name on the hub, which looks like a path, stays whole."""
     path = Path(source)
     return path.resolve().name if source and (path.is_absolute() or path.exists()) else source
 

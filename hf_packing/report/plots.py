@@ -13,7 +13,7 @@ from hf_packing.report.figures import Figures, ReportRow
 _SIZE = (4.6, 4)
 """Inches; narrow, so that text stays readable on a phone."""
 _CHARACTERS_OF_A_LINE = 36
-"""Of a legend."""
+"""In a legend."""
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
 _ROW_LENGTHS = 200
@@ -44,7 +44,7 @@ class Plot:
     title: str
     caption: str
     draw: Callable[[Any, Figures, Theme], None]
-    """Onto matplotlib axes; what shows data gets a gid that ends in a number."""
+    """Draws onto matplotlib axes; marks that show data get a gid that ends in a number."""
 
 
 def load_figure() -> Any:
@@ -113,7 +113,7 @@ def shown_rows(report: Figures) -> list[ReportRow]:
 
 
 def _look_of(row: ReportRow, report: Figures) -> dict[str, float]:
-    """Draw the recommended strategy first and wide, so that a curve that is the same shows on it."""
+    """Draw the recommended strategy first and wide, so that an identical curve is visible on top of it."""
     return {"linewidth": 3.5, "zorder": 2} if row is report.taken else {"linewidth": 1.4, "zorder": 3}
 
 
@@ -201,7 +201,7 @@ PLOTS = (
     Plot(
         "row-lengths",
         "Documents longer than a row",
-        "The share of documents that rows of so many tokens would cut, and of the tokens in them.",
+        "The share of documents that rows of this length would cut, and of the tokens in them.",
         _draw_row_lengths,
     ),
     Plot("fill", "How full packs are", "The share of each pack that holds tokens.", _draw_fill),

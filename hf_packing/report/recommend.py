@@ -5,20 +5,19 @@ from collections.abc import Sequence
 from hf_packing.report.figures import LengthSummary, Recommendation, ReportRow
 
 _FEW_CUT = 0.01
-"""Share of the tokens that may be in documents too long for a row; and of the documents, where one says what would cut
-few."""
+"""Share of the tokens that may be in documents too long for a row; share of the documents that counts as few cut."""
 _FEW_EMPTY = 0.03
 """Share of slots that may be empty before longer rows are worth it."""
 _WORTH_IT = 0.005
-"""Share of packs that is worth another strategy."""
+"""The share of packs that a strategy must save to be preferred over a simpler one."""
 _WORTH_NAMING = 1.05
-"""Times as fast as padding."""
+"""The smallest speed-up over padding that is stated as a number."""
 
 
 def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendation:
-    """Choose a strategy: one that drops nothing and cuts as few documents as possible, and of these one with few packs.
+    """Choose a strategy that drops nothing and cuts as few documents as possible, and of these one with few packs.
 
-    Rows are as long as documents need, not longer: longer ones cost memory, and their attention is no cheaper.
+    Rows are as long as documents need, not longer: longer rows cost memory, and their attention is no cheaper.
     """
     wanted = _row_length(lengths, rows)
     of_length = [row for row in rows if row.max_length == wanted]
@@ -37,7 +36,7 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
 
 
 def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
-    """Return the shortest that few tokens exceed and that leaves few slots empty, else the one that leaves least."""
+    """Return the shortest row length that few tokens exceed and that leaves few slots empty, else the fullest."""
     given = sorted({row.max_length for row in rows})
     empty = {length: _careful_padding([row for row in rows if row.max_length == length]) for length in given}
     fitting = [length for length in given if lengths.share_longer_than(length) <= _FEW_CUT] or given[-1:]
@@ -46,14 +45,14 @@ def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
 
 
 def _careful_padding(rows: Sequence[ReportRow]) -> float:
-    """Return what the strategies leave empty that cut the fewest documents."""
+    """Return the smallest padding ratio of the strategies that cut the fewest documents."""
     fewest = min(row.compared.metrics.num_cut_documents for row in rows)
     careful = [row.compared.metrics for row in rows if row.compared.metrics.num_cut_documents == fewest]
     return min(metrics.padding_ratio for metrics in careful)
 
 
 def _simplicity(row: ReportRow) -> int:
-    """Put best fit before others: it is as fast as any, and next to the best where lengths vary."""
+    """Put best fit first: it is as fast as any, and close to the best plan if lengths vary."""
     names = ["BestFit", "Optimal"]
     kind = type(row.compared.strategy).__name__
     return names.index(kind) if kind in names else len(names)
@@ -81,7 +80,7 @@ def _cost(lengths: LengthSummary, best: ReportRow) -> str:
 
 
 def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
-    """Say which rows would cut few documents, and which none."""
+    """Say which row lengths would cut few documents, and which none."""
     few = lengths.shortest_row_for(_FEW_CUT)
     would = [f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents"] if few > max_length else []
     return f"({', '.join([*would, f'rows of {lengths.longest:,} tokens would cut none'])})"
@@ -103,7 +102,7 @@ def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Seque
         row
         for row in others
         if row.compared.metrics.num_packs > metrics.num_packs * (1 + _WORTH_IT)
-        and not row.compared.strategy.has_buckets  # which have small packs on purpose
+        and not row.compared.strategy.has_buckets  # buckets have small packs on purpose
     ]
     if more:
         worst = max(more, key=lambda row: row.compared.metrics.num_packs)

@@ -106,9 +106,9 @@ def packing_report(
         strategies: to compare; None for the usual ones of each max_length.
         ranks: processes, each of which works on one pack at a time.
         padded_rows: documents of a micro-batch without packing, padded to the longest of them.
-        linear_cost: pairs of tokens that attention compares in the time of everything else for one token; six times the
-            width of a common model.
-        source: where the documents are from, for the title: a path, or a name.
+        linear_cost: pairs of tokens that attention compares in the time that linear layers take for one token; by
+            default six times the width of a common model.
+        source: where the documents come from, for the title: a path, or a name.
 
     Returns:
         PackingReport.
@@ -134,7 +134,7 @@ def packing_report(
         row_lengths = tuple(sorted({*map(longest_row, chosen)}))
     padded = {length: row_of_padding(lengths, length, setup) for length in row_lengths}
     summary = summary_of_lengths(lengths)
-    lengths = lengths[lengths > 0]  # empty documents are in no pack and in no share
+    lengths = lengths[lengths > 0]  # empty documents are in no pack and count in no share
     found = [
         (row_of_strategy(compared, plan, setup, padded), workload_of(plan, compared.strategy))
         for compared, plan in each_planned(lengths, chosen)
@@ -159,7 +159,7 @@ def _check_row_lengths(max_length: Any) -> tuple[int, ...]:
 
 
 def _usual_strategies(row_lengths: Sequence[int]) -> list[Strategy]:
-    """Return what one would think of first; buckets only where there are several lengths."""
+    """Return the default strategies; with buckets only if there are several lengths."""
     strategies: list[Strategy] = []
     for length in row_lengths:
         strategies += [FixedLength(length), FirstCome(length), BestFit(length)]

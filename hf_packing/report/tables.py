@@ -1,4 +1,4 @@
-"""Show a report as a table: of text, and of HTML for notebooks and pages."""
+"""Show a report as a table: as text, and as HTML for notebooks and pages."""
 
 from collections.abc import Sequence
 from html import escape
@@ -28,7 +28,7 @@ MEANING = {
     "above bound": "packs beyond the fewest that are proven to be needed for the same pieces of documents",
     "steps": "of an epoch; in each, every rank works on one pack, or on one padded batch",
     "documents per step": "of all ranks together, on average; a step of padding and a step of packs differ in size",
-    "attention balance": "attention's work, mean over largest of the ranks: as packs come, and leveled by TokenBudget",
+    "attention balance": "attention's work, mean / maximum over ranks: as packs come, and leveled by TokenBudget",
     "speed-up over padding": "time per real token with padding to the same max_length / with these packs, leveled; "
     "not comparable between lengths. Counted in operations, not measured: what a pack leaves free costs nothing",
 }
@@ -125,7 +125,7 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: st
 
 
 def _html_row(name: str, cells: Sequence[str], marked: bool) -> str:
-    """Return a row whose name, if it is long, breaks before its arguments where the page lets it."""
+    """Return a row whose name may wrap before its arguments if the page allows it."""
     look = " class=taken style=font-weight:bold" if marked else ""
     values = "".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells)
     return f"<tr{look}><th scope=row style=text-align:left>{escape(name).replace('(', '(<wbr>')}</th>{values}</tr>"

@@ -18,17 +18,17 @@ class Work:
     """The work of one epoch on several ranks."""
 
     documents: int
-    """With tokens."""
+    """Documents with tokens."""
     tokens: int
-    """Without padding."""
+    """Tokens without padding."""
     slots: int
-    """With padding."""
+    """Tokens and padding."""
     steps: int
     """Of all ranks together."""
     time: float
-    """Of the slowest rank at each step, summed over steps, in pairs of tokens; linear work is counted in pairs, too."""
+    """Time of the slowest rank, summed over steps, in pairs of tokens; linear work is counted in pairs, too."""
     balance: float
-    """Attention's cost, mean over largest of the ranks, averaged over steps: 1 where no rank waits."""
+    """Attention cost, mean / maximum over ranks, averaged over steps: 1 if no rank waits."""
 
     @property
     def documents_per_step(self) -> float:
@@ -42,14 +42,14 @@ class Work:
 
 
 def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linear_cost: float, seed: int) -> Work:
-    """Count the work with padding: documents in random order, each as long as the longest of its micro-batch.
+    """Count the work with padding: documents in random order, each padded to the longest of its micro-batch.
 
     Args:
         lengths: integers [documents], tokens; empty documents do not count, longer ones are cut.
         max_length: most tokens of a row.
         rows: documents of a micro-batch.
         ranks: that work at the same time.
-        linear_cost: pairs of tokens that attention compares in the time of everything else for one token.
+        linear_cost: pairs of tokens that attention compares in the time that linear layers take for one token.
         seed: of the order.
     """
     kept = np.minimum(lengths[lengths > 0], max_length).astype(np.int64)
@@ -80,7 +80,7 @@ def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool
         order = group_by_cost(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
         order = np.concatenate([order, np.arange(whole, plan.num_packs)])
         tokens, squares = tokens[order], squares[order]
-    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # its pieces are one document
+    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # pieces of a document count once
     return _work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
 
 
@@ -92,8 +92,11 @@ def _work_of(
     ranks: int,
     linear_cost: float,
 ) -> Work:
-    """Count micro-batches in order, one on each rank at a time. An incomplete last step counts as a step, but its time
-    as if the ranks shared it evenly: how many are idle there says nothing about padding or packing."""
+    """Count micro-batches in order, one on each rank at a time.
+
+    An incomplete last step counts as a step, but its time is shared evenly by all ranks: how many of them are idle says
+    nothing about padding or packing.
+    """
     cost = linear_cost * slots.astype(np.float64) + squares
     steps = -(-len(cost) // ranks)
     whole = len(cost) // ranks * ranks

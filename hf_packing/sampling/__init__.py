@@ -4,12 +4,12 @@ A dataset's rows are measured without being read, fitted to a batching, planned 
 
     dataset -> RowSizes -> Batching.fit -> FittedRows -> Batching.plan_fitted -> EpochPlan -> RankBatchSampler -> rows
 
-row_sizes.py      what is known of rows: tokens, segments, attention cost, bucket
-data_facts.py     what ranks compare, to notice that their datasets differ
-epoch_plan.py     Batching, Epoch and EpochPlan: what batchings take and return
-fill.py           rows -> exactly as many micro-batches as wanted, with equal work on all ranks
+row_sizes.py      the size of every row: tokens, segments, attention cost, bucket
+data_facts.py     facts that ranks compare, to detect that their datasets differ
+epoch_plan.py     Batching, with the types that it takes and returns: Epoch, FittedRows, EpochPlan
+fill.py           rows -> the requested number of micro-batches, with equal work on all ranks
 token_budget.py   TokenBudget, on top of fill; what a token costs in a model
 bucket_batches.py BucketBatches, on top of fill
 sampler.py        the micro-batches of one rank, for a DataLoader; InOrder, for evaluation; EpochSummary
-sampled_rows.py   the rows of a dataset as a sampler asks for them
+sampled_rows.py   reads the rows that a sampler asks for
 """

@@ -19,16 +19,16 @@ BucketOrder = Literal["random", "short_to_long"]
 _Unit = list[SampledRow]
 """Rows that together take the place of one row of a bucket: one of its own, or leftovers of smaller buckets."""
 _Round = list[list[SampledRow]]
-"""The micro-batch of every rank, at the same time."""
+"""One micro-batch for each rank, which run at the same time."""
 
 
 class _BucketCounts(NamedTuple):
-    """How many rounds the rows of a bucket, with those that smaller ones left over, make."""
+    """The number of rounds of a bucket, from its own rows and from leftovers of smaller buckets."""
 
     capacity: int
     """Tokens that a row of the bucket may hold."""
     rows_each: int
-    """Rows of a micro-batch."""
+    """Rows per micro-batch."""
     rows: int
     """Rows of the bucket itself."""
     taken_over: int
@@ -37,23 +37,23 @@ class _BucketCounts(NamedTuple):
     left: int
     """Units left over for the next larger bucket."""
     joined: int
-    """How many of them make one unit of the next larger bucket."""
+    """How many leftover units make one unit of the next larger bucket."""
 
 
 @dataclass(frozen=True)
 class BucketBatches(Batching):
-    """Micro-batches whose rows are of one bucket, the same on all ranks at a time, with always the same tokens.
+    """Micro-batches of rows from one bucket, the same bucket on all ranks at a time, with a constant number of tokens.
 
     A micro-batch has tokens_per_batch // bucket rows. Rows of a bucket that do not fill micro-batches on all ranks move
     to the next larger bucket, joined to rows of its size. Copies with masked labels complete such joined rows, and the
-    last micro-batches of the largest bucket. Where all rows together do not fill one micro-batch on all ranks, those
+    last micro-batches of the largest bucket. If all rows together do not fill one micro-batch on every rank, the
     micro-batches are smaller.
 
     Args:
-        tokens_per_batch: tokens of a micro-batch; at least the largest bucket, best a multiple of all of them.
-        order: of the buckets: "random", or "short_to_long".
+        tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
+        order: the order of the buckets, "random" or "short_to_long".
         cycles: how many times an epoch goes from short to long.
-        seed: decides the order, with the epoch.
+        seed: decides the order, together with the epoch.
 
     Raises:
         PackingError: a bad argument, which is named.
@@ -90,14 +90,14 @@ class BucketBatches(Batching):
     def fit(self, sizes: RowSizes) -> FittedRows:
         if sizes.bucket is None:
             raise PackingError(
-                "dataset: expected a column 'bucket', which rows have that were packed with Bucket or BucketByLength; "
-                "TokenBudget takes rows without"
+                "dataset: expected a column 'bucket', as in rows packed with Bucket or BucketByLength; TokenBudget "
+                "takes rows without it"
             )
         if (sizes.tokens > sizes.bucket).any():
             row = int((sizes.tokens > sizes.bucket).argmax())
             raise PackingError(
-                f"column 'bucket': expected at least the tokens of its row, row {row} has {sizes.tokens[row]} in a "
-                f"bucket of {sizes.bucket[row]}"
+                f"column 'bucket': expected a bucket that holds all tokens of its row, row {row} has "
+                f"{sizes.tokens[row]} in a bucket of {sizes.bucket[row]}"
             )
         if (largest := int(sizes.bucket.max(initial=0))) > self.tokens_per_batch:
             raise PackingError(
@@ -149,8 +149,8 @@ class BucketBatches(Batching):
         """Return the order of rounds, int64 [rounds].
 
         Args:
-            bucket_of_round: int64 [rounds], ascending: numbers of buckets, from the smallest.
-            seed: of a random order.
+            bucket_of_round: int64 [rounds], ascending: the index of each round's bucket, from the smallest bucket.
+            seed: for a random order.
         """
         if self.order == "random":
             return random_order(len(bucket_of_round), seed, "order of steps")
@@ -190,7 +190,7 @@ def _balance_ranks(
         return
     squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
     cost = jitter_attention(squared_lengths, seed)
-    # the rows of a micro-batch are balanced one after another, as if they were accumulated
+    # `balance` treats the rows of a micro-batch like accumulated micro-batches
     places = balance(cost, world_size, bucket.rows_each, seed).reshape(bucket.rounds, bucket.rows_each, world_size)
     for of_round in places.transpose(0, 2, 1).tolist():
         yield [list(chain.from_iterable(units[place] for place in of_rank)) for of_rank in of_round]

@@ -1,4 +1,4 @@
-"""What ranks compare to notice that their datasets differ: rows, tokens, lengths, and the content of a few rows."""
+"""Facts that ranks compare to detect that their datasets differ: rows, tokens, lengths, content of a few rows."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class DataFacts:
     lengths: tuple[int, ...]
     """Tokens of the sampled rows, which are spread over the dataset."""
     contents: tuple[tuple[int, str], ...]
-    """Number and hex digest of sampled rows; empty where rows are random at each reading."""
+    """Number and hex digest of sampled rows; empty if rows change from one reading to the next."""
 
 
 def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
@@ -47,10 +47,10 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
     """Return how two datasets differ, in words; None where no difference is known.
 
     Args:
-        one: of the first.
-        other: of the second.
-        here: who has the first, such as "rank 0".
-        there: who has the second.
+        one: facts about the first dataset.
+        other: facts about the second dataset.
+        here: who has the first dataset, such as "rank 0".
+        there: who has the second dataset.
     """
     if (one.rows, one.tokens) != (other.rows, other.tokens):
         return (
@@ -61,10 +61,10 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
         if length != other_length:
             return f"row {row} has {length:,} tokens on {here}, {other_length:,} on {there}"
     if one.sizes != other.sizes:
-        return f"{here} and {there} both have {one.rows:,} rows, {one.tokens:,} tokens, but rows of other lengths"
+        return f"{here} and {there} both have {one.rows:,} rows, {one.tokens:,} tokens, but the lengths of rows differ"
     for (row, content), (_, other_content) in zip(one.contents, other.contents, strict=False):
         if content != other_content:
-            return f"row {row} has the same length on {here} and on {there}, but other tokens or labels"
+            return f"row {row} has the same length on {here} and on {there}, but different tokens or labels"
     return None
 
 
@@ -73,14 +73,14 @@ def _contents_sampled(sizes: RowSizes) -> tuple[tuple[int, str], ...]:
     sampled = rows_to_sample(len(sizes))
     widths = np.minimum(sizes.tokens[sampled], SAMPLED_TOKENS)
     values = np.frombuffer(sizes.sample, dtype="<i8")
-    if not (total := int(widths.sum())) or len(values) % total:  # some rows have a column that others have not
+    if not (total := int(widths.sum())) or len(values) % total:  # some rows have a column that others lack
         return ((int(sampled[0]), _digest(sizes.sample)),)
     rows = np.split(values.reshape(-1, total), np.cumsum(widths)[:-1], axis=1)
     return tuple((row, _digest(values.tobytes())) for row, values in zip(sampled.tolist(), rows, strict=True))
 
 
 def _contents_read(dataset: Any, rows: int) -> tuple[tuple[int, str], ...]:
-    """Return digests of rows that a transform or a class makes; of a datasets.Dataset, of the transform's inputs."""
+    """Return digests of rows that are computed when read; of a datasets.Dataset, digests of its transform's inputs."""
     sampled = rows_to_sample(rows)
     numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
     if isinstance(dataset, datasets.Dataset):

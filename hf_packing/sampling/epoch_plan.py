@@ -1,6 +1,6 @@
-"""What a batching takes and returns: rows fitted to its micro-batches, and the plan of an epoch for all ranks.
+"""The interface of batchings: rows fitted to micro-batches, and the plan of an epoch for all ranks.
 
-A batching first fits the rows, once: it cuts or leaves out what is longer than a micro-batch. It then plans each epoch
+A batching first fits the rows, once: it cuts or drops rows longer than a micro-batch. It then plans each epoch
 as a pure function of the fitted rows, its seed and the `Epoch`, so every rank computes the plan of all ranks by itself.
 """
 
@@ -56,14 +56,14 @@ class Epoch:
 class EpochPlan:
     """Which rows each rank takes in each of its micro-batches.
 
-    All ranks have equally many micro-batches and run those of the same number at the same time. Where rows do not
-    divide evenly, copies of rows with masked labels make up the rest, so that no row is trained on twice. Where a
-    batching cuts long documents, rows are their pieces.
+    All ranks have the same number of micro-batches, and run micro-batches with the same number at the same time. If
+    rows do not divide evenly, copies of rows with masked labels fill the gaps, so that no row is trained on twice. If a
+    batching cuts long documents, its rows are the pieces.
     """
 
     world_size: int
     rows: IntArray
-    """int64 [rows and copies]: row numbers, by number of the micro-batch, then by rank."""
+    """int64 [rows and copies]: row numbers, ordered by micro-batch, then by rank."""
     is_copy: BoolArray
     """bool [rows and copies]: whether the row is a copy, whose labels are masked."""
     offsets: IntArray
@@ -104,10 +104,10 @@ class EpochPlan:
         return np.diff(total[self.offsets]).reshape(-1, self.world_size)
 
     def utilization(self, of_row: IntArray) -> float:
-        """Return how busy the ranks are: 1 where none waits for another.
+        """Return how busy the ranks are: 1 if no rank waits for another.
 
-        It is the mean over ranks divided by the largest, averaged over the micro-batches that run at the same time.
-        Copies count as time, but not as work.
+        This is the mean over ranks divided by the maximum over ranks, averaged over an epoch. Copies count as time, but
+        not as work.
 
         Args:
             of_row: integers [rows]: tokens, or attention cost.
@@ -160,7 +160,7 @@ class Batching(ABC):
 
     @abstractmethod
     def fit(self, sizes: RowSizes) -> FittedRows:
-        """Return the rows as micro-batches take them; raises PackingError where they cannot."""
+        """Fit the rows into micro-batches; raise PackingError if they do not fit."""
 
     @abstractmethod
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:

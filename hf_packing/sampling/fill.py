@@ -1,12 +1,12 @@
-"""Rows -> exactly as many micro-batches as wanted, none over the token budget, with equal work on all ranks.
+"""Rows -> the requested number of micro-batches, none over the token budget, with equal work on all ranks.
 
-Rows are placed best-fit, roughly longest first. Roughly, because rows that share a micro-batch should be different in
-every epoch. The shortest rows still come last and fill the gaps, so this costs next to nothing against the exact order.
+Rows are placed best-fit, roughly longest first. The order is rough so that other rows share a micro-batch in every
+epoch. The shortest rows still come last and fill the gaps, so this packs almost as well as the exact order.
 
 A round is one micro-batch on every rank, at the same time; ranks wait for the slowest. Micro-batches with equal tokens
 can differ severalfold in attention cost. So they are sorted by cost, and each round takes neighbors (`group_by_cost`).
-Where a round is still uneven, its rows are dealt anew (`redistribute_rows`). The differences that remain are evened out
-over the rounds of one optimizer step (`assign_ranks`). The rounds themselves run in random order.
+Where a round is still uneven, its rows are dealt again (`redistribute_rows`). Remaining differences are evened out over
+the rounds of one optimizer step (`assign_ranks`). The rounds themselves run in random order.
 """
 
 import heapq
@@ -25,10 +25,10 @@ MicroBatches = list[list[int]]
 """The rows of each micro-batch."""
 
 LINEAR_COST = 6 * 2048
-"""Of a model of width 2048: its linear layers take as long for one token as attention does for 6 * 2048 pairs."""
+"""In a model of width 2048, linear layers take as long for one token as attention takes for 6 * 2048 token pairs."""
 
 _LENGTH_JITTERS = (0.2, 0.03, 0.0)
-"""By what share of its length a row may be sorted as if it were shorter; the first jitter with which all rows fit."""
+"""Rows are sorted by lengths reduced by up to this share, at random: the first share with which all rows fit."""
 
 _LOOSE = 0.95
 """Micro-batches that are at most this full need no packing: rows are spread over them evenly."""
@@ -37,23 +37,23 @@ _GRAINS = 2**16
 """Free room is rounded to 1 / 65536 of large budgets, which bounds the number of distinct values to search."""
 
 _REFILLED_PER_ADDED = 8
-"""How many micro-batches are dealt anew for each additional one, so that each of them gives up little."""
+"""How many micro-batches are refilled for each additional one, so that each of them gives up little."""
 
 _REFILLED_ROUNDS = 4
-"""At least the micro-batches of so many rounds are dealt anew."""
+"""At least this many rounds of micro-batches are refilled."""
 
 _TIE_BREAK = 1e-12
-"""A random rank comes first among equals, so that no rank has the costliest micro-batch every time."""
+"""Breaks ties between ranks at random, so that no rank gets the costliest micro-batch every time."""
 
 _COST_JITTER = 0.01
-"""By what share attention cost may be reduced, so that other micro-batches run together in every epoch."""
+"""Attention cost is reduced by up to this share, so that different micro-batches run together in every epoch."""
 
 _EVEN = 0.99
-"""Rounds whose mean cost is at least this share of their largest stay as they are."""
+"""Rounds whose mean cost is at least this share of their largest cost stay as they are."""
 
 
 def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
-    """Return how many micro-batches hold all rows in every epoch: those of best-fit decreasing.
+    """Return how many micro-batches hold all rows in every epoch: as many as best-fit decreasing needs.
 
     Small budgets are counted from the histogram of lengths, which is faster and gives the same number.
 
@@ -76,7 +76,7 @@ def fill(tokens: IntArray, max_tokens: int, num_micro_batches: int, world_size: 
         max_tokens: the budget.
         num_micro_batches: how many to make, over all ranks; at least `fewest_micro_batches`.
         world_size: how many run at the same time.
-        seed: decides which rows meet.
+        seed: decides which rows share a micro-batch.
     """
     if tokens.sum() < _LOOSE * max_tokens * num_micro_batches:
         spread = _deal_evenly(_roughly_longest_first(tokens, _LENGTH_JITTERS[0], seed), tokens, num_micro_batches)
@@ -106,10 +106,10 @@ def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, s
     """Return which micro-batch each rank runs in each round, int64 [rounds, world_size].
 
     Args:
-        cost: float64 [micro-batches], a multiple of world_size of them.
+        cost: float64 [micro-batches]; their number is a multiple of world_size.
         world_size: ranks.
         accumulation: rounds of one optimizer step.
-        seed: decides the order of rounds, and what runs together among equal costs.
+        seed: decides the order of rounds, and which micro-batches of equal cost run together.
     """
     return assign_ranks(cost, group_by_cost(cost, world_size, seed), accumulation, seed)
 
@@ -129,7 +129,7 @@ def group_by_cost(cost: npt.NDArray[np.float64], world_size: int, seed: int) -> 
 
 
 def assign_ranks(cost: npt.NDArray[np.float64], rounds: IntArray, accumulation: int, seed: int) -> IntArray:
-    """Return the same rounds with each micro-batch at the place of its rank, int64 [rounds, world_size].
+    """Return the same rounds, with each micro-batch in the column of its rank, int64 [rounds, world_size].
 
     The costliest micro-batch of a round goes to the rank that has worked least since the last optimizer step.
 
@@ -160,7 +160,7 @@ def redistribute_rows(
     tokens: IntArray,
     max_tokens: int,
 ) -> MicroBatches:
-    """Return micro-batches with the same rows in every round, whose largest cost is no larger than before.
+    """Deal the rows of uneven rounds again; the largest cost of a round never grows.
 
     Args:
         micro_batches: rows of each.
@@ -189,13 +189,13 @@ def _longest_first(rows: IntArray, tokens: IntArray) -> IntArray:
 
 def _roughly_longest_first(tokens: IntArray, jitter: float, seed: int) -> IntArray:
     """Return the rows sorted by lengths that are reduced by up to `jitter`; equal lengths come in random order."""
-    rows = random_order(len(tokens), seed, "rows that meet")  # the purpose is part of every plan's random numbers
+    rows = random_order(len(tokens), seed, "rows that meet")  # the string seeds every plan: never change it
     chance = np.arange(len(tokens)) / len(tokens)
     return rows[np.argsort(-tokens[rows] * (1 - jitter * chance), kind="stable")]
 
 
 def _best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> MicroBatches:
-    """Place row after row in the micro-batch with the least room that holds it."""
+    """Place each row in turn in the fullest micro-batch that has room for it."""
     grain = -(-max_tokens // _GRAINS)
     lengths = tokens[rows]
     micro_batches: MicroBatches = []
@@ -226,11 +226,11 @@ def _best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> MicroBatches
 def _split_more(
     micro_batches: MicroBatches, tokens: IntArray, max_tokens: int, more: int, world_size: int
 ) -> MicroBatches:
-    """Return the same rows in `more` additional micro-batches, or in as many, the last of which are then evened out.
+    """Return the same rows in `more` additional micro-batches; if it is 0, only even out those with the shortest rows.
 
-    The micro-batches with the shortest rows are emptied, and their rows dealt anew over those and the additional ones,
-    the longest first. Enough of them take part that each gives up little, that they make whole rounds, and that the
-    shortest rows do not always meet each other.
+    The micro-batches with the shortest rows are emptied, and their rows are dealt over these and the additional ones,
+    longest first. Enough micro-batches take part that each gives up little, that they fill whole rounds, and that the
+    shortest rows do not always share a micro-batch.
     """
     by_squares = np.argsort(sum_rows(micro_batches, tokens.astype(np.int64) ** 2), kind="stable")
     refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_ROUNDS * world_size) // world_size) * world_size
@@ -244,7 +244,7 @@ def _split_more(
 
 
 def _deal_evenly(rows: IntArray, tokens: IntArray, num_micro_batches: int) -> MicroBatches:
-    """Give row after row to the micro-batch with the fewest tokens; at least as many rows as micro-batches."""
+    """Give each row in turn to the micro-batch with the fewest tokens; needs as many rows as micro-batches or more."""
     dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
     heap = [(0, number) for number in range(num_micro_batches)]
     for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
@@ -273,7 +273,7 @@ def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> 
 def _deal_by_cost(
     rows: IntArray, cost: npt.NDArray[np.float64], tokens: IntArray, max_tokens: int, num_micro_batches: int
 ) -> MicroBatches | None:
-    """Give row after row, the costliest first, to the cheapest micro-batch that has room; None if a row fits nowhere.
+    """Give each row, costliest first, to the cheapest micro-batch that has room; return None if a row fits nowhere.
 
     There are at least as many rows as micro-batches, so none stays empty.
     """

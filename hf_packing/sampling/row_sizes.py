@@ -1,4 +1,4 @@
-"""What is known of a dataset's rows before training reads any: tokens, segments, attention cost and bucket."""
+"""Measure a dataset's rows before training reads any: tokens, segments, attention cost and bucket."""
 
 import hashlib
 import operator
@@ -26,7 +26,7 @@ from hf_packing.planning.lengths import IntArray, check_whole_numbers
 
 _SAMPLED_ROWS = 256
 SAMPLED_TOKENS = 64
-"""How much of each sampled row is kept."""
+"""Tokens that are kept of each sampled row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +38,13 @@ class RowSizes:
     segments: IntArray
     """int64 [rows]: 1 where the row is a document, 0 where it is empty."""
     squared_lengths: IntArray
-    """int64 [rows]: the sum of squared segment lengths, which is what attention costs."""
+    """int64 [rows]: the sum of squared segment lengths, which is the attention cost."""
     bucket: IntArray | None = None
     """int64 [rows], tokens: the capacity of the pack in the row; None where rows have no bucket."""
     packed: bool = False
     """Whether rows are packs, which cannot be cut."""
     sample: bytes = b""
-    """The first tokens of a few rows, which tell datasets apart whose rows have the same lengths."""
+    """The first tokens of a few rows, which tell apart datasets whose rows have the same lengths."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,8 +89,8 @@ def sizes_of(dataset: Any) -> RowSizes:
             hides are ignored.
 
     Raises:
-        PackingError: not map-style; neither column; seq_lengths that do not add up; packed rows whose borders are
-            hidden, or are in position_ids only.
+        PackingError: a dataset that is not map-style or has neither column; seq_lengths that do not add up; packed
+            rows whose borders are hidden, or are in position_ids only.
     """
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset))
@@ -111,13 +111,13 @@ def rows_to_sample(num_rows: int) -> IntArray:
 
 
 def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the first tokens of rows, column by column, as they are sampled from a table."""
+    """Return the first tokens of rows, column by column, as bytes: the same as `_sample_of_column` for a table."""
     columns = ([row[name] for row in rows if name in row] for name in (INPUT_IDS, LABELS, *LOSS_MASKS))
     return b"".join(_sample_of_values(values) for column in columns for values in column)
 
 
 def _sample_of_values(values: Any) -> bytes:
-    """Values that are not one number per token are left for the collator to refuse, which can name the row."""
+    """Return values as bytes. The collator refuses values that are not one number per token, and names the row."""
     try:
         with np.errstate(invalid="ignore"):  # NaN and infinity become integers
             return np.asarray(values)[:SAMPLED_TOKENS].astype("<i8").tobytes()
@@ -261,7 +261,7 @@ def _check_seq_lengths(seq_lengths: IntArray, sizes: RowSizes, tokens: IntArray)
 
 
 def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
-    """Refuse packed rows whose transform, such as one for documents that `map` has kept, returns no borders."""
+    """Refuse packed rows whose transform returns no borders, such as a transform for documents that `map` has kept."""
     if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
         raise PackingError(
             f"column {borders[0]!r}: expected in the rows that the dataset's transform returns, since they are packed; "

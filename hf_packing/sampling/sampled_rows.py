@@ -1,4 +1,4 @@
-"""The rows of a dataset as a sampler asks for them: whole, as pieces, or as copies whose labels are masked."""
+"""Read the rows that a sampler asks for: whole, as pieces, or as copies whose labels are masked."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -28,17 +28,17 @@ Row = dict[str, Any]
 
 
 class SampledRows(torch.utils.data.Dataset[Row]):
-    """A map-style dataset that takes the sampler's micro-batches, lists of (row number, whether it is a copy).
+    """A map-style dataset indexed by the sampler's micro-batches, lists of (row number, whether it is a copy).
 
     A copy has all labels masked. A row without labels gets them from its tokens and loss masks; masks beside labels are
-    passed on, for the collator to compare. Accelerate calls `set_epoch` of the dataset wherever it does not find the
-    sampler, so this passes the epoch on.
+    passed on, for the collator to compare. Accelerate calls `set_epoch` on the dataset if it does not find the sampler,
+    so this class passes the epoch on.
 
     Args:
         dataset: map-style, the rows that the sampler was made for.
         sampler: of this rank.
         unread: columns that are left out of rows.
-        apply_masks: whether loss masks make labels where a row has none; otherwise the collator refuses such a row.
+        apply_masks: whether loss masks make the labels of a row without any; otherwise the collator refuses such a row.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
         if len(rows) != len(numbers):
             raise PackingError(
-                f"dataset: expected {len(numbers)} rows for as many row numbers, got {len(rows)}; a transform must "
-                "return one row for each that it is given"
+                f"dataset: expected one row for each of {len(numbers)} row numbers, got {len(rows)} rows; a transform "
+                "must return one row for each row that it is given"
             )
         rows = [{name: row[name] for name in _columns_to_read(row, self.unread)} for row in rows]
         self._check_lengths(numbers, rows)
@@ -90,16 +90,15 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         ]
 
     def check_num_rows(self) -> None:
-        """Raise PackingError where rows came or went since the micro-batches were planned."""
+        """Raise PackingError if rows were added or removed since the micro-batches were planned."""
         if (rows := len(self.dataset)) != (planned := len(self.sampler.sizes)):
             raise PackingError(
-                f"dataset: expected the {planned} rows that it had when batches were planned, it has {rows} now; rows "
-                "that are added or removed count from the next train() or evaluate(), or from another "
-                "prepare_dataloader"
+                f"dataset: expected the {planned} rows that it had when batches were planned, it has {rows} now; "
+                "added or removed rows take effect at the next train() or evaluate(), or with a new prepare_dataloader"
             )
 
     def _with_labels(self, row: Row) -> Row:
-        """Return the row with labels, unless the collator is to refuse it."""
+        """Return the row with labels; leave it without any if the collator must refuse it."""
         masks = [name for name in LOSS_MASKS if name in row]
         if LABELS in row or (masks and not self.apply_masks):
             return row
@@ -109,7 +108,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         return {**row, LABELS: labels}
 
     def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        """Raise PackingError where rows do not have the lengths for which micro-batches were planned."""
+        """Raise PackingError if the lengths of rows differ from those that micro-batches were planned for."""
         for number, row in zip(numbers, rows, strict=True):
             if INPUT_IDS not in row:
                 raise PackingError(
@@ -129,7 +128,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
 
 def _columns_to_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
-    """Return the columns of which a batch is made, and those by which its segments are checked."""
+    """Return the columns that make up a batch, and those that its segments are checked against."""
     known = set(names).difference(unread)
     return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS) if name in known]
 

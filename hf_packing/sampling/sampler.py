@@ -26,7 +26,7 @@ from hf_packing.sampling.row_sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 2
-"""Increase it whenever the same arguments give other micro-batches, so that no older checkpoint resumes with them."""
+"""Increase it whenever the same arguments give different micro-batches, so that older checkpoints do not resume."""
 
 
 class RankBatchSampler:
@@ -35,8 +35,8 @@ class RankBatchSampler:
     Args:
         batching: TokenBudget, BucketBatches or InOrder.
         sizes: of all rows of the dataset.
-        world_size: ranks.
-        rank: this one.
+        world_size: number of ranks.
+        rank: the rank that the micro-batches are for.
         accumulation: micro-batches of each rank in one optimizer step.
 
     Raises:
@@ -60,12 +60,12 @@ class RankBatchSampler:
         self.world_size, self.accumulation = first_epoch.world_size, first_epoch.accumulation
         self.rank = check_whole_number("rank", rank, minimum=0, maximum=self.world_size - 1)
         self.rows: FittedRows = batching.fit(sizes)
-        """Rows as the micro-batches take them, cut where they were too long."""
+        """The rows that make up micro-batches, cut where they were too long."""
         batching.check_enough_rows(self.rows, first_epoch)
         self.epoch = first_epoch
         """The epoch of the next iteration."""
         self.first_micro_batch = 0
-        """Where the next iteration begins; what comes before is skipped without being read."""
+        """Where the next iteration begins; earlier micro-batches are skipped without being read."""
         self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
         self._planned: tuple[Epoch, EpochPlan] | None = None
 
@@ -97,21 +97,21 @@ class RankBatchSampler:
         }
 
     def check_can_resume(self, saved: dict[str, str | int], whole_epochs: bool = False) -> None:
-        """Refuse to resume from a checkpoint of other micro-batches.
+        """Refuse to resume from a checkpoint that was saved with different micro-batches.
 
         Args:
             saved: what `plan_inputs` returned when the checkpoint was saved.
-            whole_epochs: whether it was saved between two epochs, after which the number of ranks may change.
+            whole_epochs: whether it was saved between two epochs; then the number of ranks may change.
 
         Raises:
-            PackingError: naming what differs.
+            PackingError: something differs, which is named.
         """
         may_differ = {"world_size", "accumulation"} if whole_epochs else set()
         for name, value in self.plan_inputs().items():
             if name not in may_differ and saved.get(name) != value:
                 raise PackingError(
                     f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; "
-                    "otherwise some rows would be trained on twice and others not at all"
+                    "resuming would train on some rows twice and on others not at all"
                 )
 
 
@@ -159,7 +159,7 @@ class InOrder(Batching):
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """What the first epoch is made of, over all ranks; print it."""
+    """Counts of the first epoch, over all ranks; print it."""
 
     optimizer_steps: int
     num_micro_batches: int
@@ -175,7 +175,7 @@ class EpochSummary:
     largest_micro_batch: int
     """Tokens."""
     token_utilization: float
-    """Mean over largest number of tokens among the ranks that work at the same time, averaged: 1 if none waits."""
+    """Tokens per micro-batch, mean / maximum over the ranks, averaged over the epoch: 1 if no rank waits."""
     attention_utilization: float
     """The same for the sum of squared segment lengths."""
     copies: int
@@ -185,13 +185,13 @@ class EpochSummary:
     lost_tokens: int
     """Tokens of dropped and truncated documents."""
     unpacked_documents_per_step: int | None = None
-    """Documents in a step without packing, under the same arguments, if match_documents_per_step can keep that."""
+    """Documents in a step without packing; None if match_documents_per_step is set, or cannot match this number."""
 
     def __str__(self) -> str:
         text = (
-            f"{self.optimizer_steps:,} optimizer steps per epoch of {self.documents_per_step:,.1f} documents, "
-            f"{self.tokens_per_step:,.0f} tokens\n"
-            f"{self.world_size} x {self.num_micro_batches:,} micro-batches (ranks x micro-batches of a rank), the "
+            f"{self.optimizer_steps:,} optimizer steps per epoch, each with {self.documents_per_step:,.1f} documents, "
+            f"{self.tokens_per_step:,.0f} tokens on average\n"
+            f"{self.world_size} x {self.num_micro_batches:,} micro-batches (ranks x micro-batches per rank), the "
             f"largest with {self.largest_micro_batch:,} tokens\n"
             f"utilization of the ranks: {self.token_utilization:.1%} by tokens, {self.attention_utilization:.1%} by "
             "attention\n"
@@ -236,7 +236,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
 
 
 def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
-    """Return whether optimizer steps could have so many documents on average."""
+    """Return whether optimizer steps could have this many documents on average."""
     batching = sampler.batching
     if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
         return False

@@ -1,4 +1,4 @@
-"""TokenBudget: micro-batches of at most so many tokens, packed anew in every epoch, with equal work on all ranks."""
+"""TokenBudget: micro-batches up to a number of tokens, repacked in every epoch, with equal work on all ranks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -33,23 +33,23 @@ _MOST_LINEAR = 1e12
 class TokenBudget(Batching):
     """Micro-batches of at most max_tokens tokens, from packed rows or from plain documents.
 
-    With documents this is packing while training: which documents share a micro-batch is different in every epoch. All
-    ranks have the same number of micro-batches, in every epoch, and none is empty. Where rows do not divide evenly,
-    micro-batches are split; only where all of them have a single row are copies with masked labels added.
+    With documents, this packs while training: different documents share a micro-batch in every epoch. All ranks have
+    the same number of micro-batches, in every epoch, and none is empty. If rows do not divide evenly, micro-batches are
+    split; copies with masked labels are added only if every micro-batch has a single row.
 
-    Where packed rows are as long as the budget, there is nothing to pack. Rows of about equal cost then run at the same
-    time on different ranks and, as far as that leaves a choice, in other combinations in every epoch.
+    If packed rows are as long as the budget, there is nothing to pack. Rows of about equal cost then run at the same
+    time on different ranks and, where there is a choice, in different combinations in every epoch.
 
     Args:
         max_tokens: tokens of a micro-batch, a hard cap.
-        balance: what is made equal among the micro-batches that run at the same time on different ranks: "attention",
+        balance: what to equalize among the micro-batches that run at the same time on different ranks: "attention" for
             all work, which is linear_cost * tokens + the sum of squared segment lengths; or "tokens".
-        linear_cost: pairs of tokens that attention compares in the time in which everything else works on one token;
-            None for the model's own, where the model is known.
+        linear_cost: pairs of tokens that attention compares in the time that linear layers take for one token; None to
+            compute it from the model's configuration, if the model is known.
         match_documents_per_step: documents in an optimizer step, on average and over all ranks, to keep the schedule of
             training without packing; None for as many as fit.
         overflow: for a row with more than max_tokens: "error", "drop", and for documents also "split" or "truncate".
-        seed: decides, with the epoch, the order and which rows meet.
+        seed: decides, together with the epoch, the order and which rows share a micro-batch.
 
     Raises:
         PackingError: a bad argument, which is named.
@@ -109,7 +109,7 @@ class TokenBudget(Batching):
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         wanted = self.num_micro_batches(rows, epoch) * epoch.world_size
         filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), epoch.world_size, seed)
-        # only where each micro-batch has a single row are fewer filled than wanted: copies of the shortest are the rest
+        # fewer are filled than wanted only if each has a single row; copies of the shortest rows make up the rest
         copies = np.argsort(tokens, kind="stable")[: wanted - len(filled), None].tolist()
         micro_batches = filled + copies
 
@@ -185,11 +185,11 @@ class _Schedule:
         """Return the optimizer steps of an epoch.
 
         Args:
-            per_step: documents in an optimizer step, but for the last of an epoch, which may have fewer.
+            per_step: documents in an optimizer step; the last step of an epoch may have fewer.
             epoch: how many micro-batches an optimizer step has.
 
         Raises:
-            PackingError: the documents do not fit, or are too few, with values that work.
+            PackingError: the documents do not fit, or are too few; the message suggests values that work.
         """
         steps = -(-self.documents // per_step)
         if self._fits(per_step, epoch.slots):
@@ -228,7 +228,7 @@ def with_linear_cost(batching: Batching, config: Any) -> Batching:
 
 
 def linear_cost_of(config: Any) -> float:
-    """Return how many pairs of tokens attention compares in the time that everything else works on one token.
+    """Return how many pairs of tokens attention compares in the time that linear layers take for one token.
 
     Linear layers take two operations for each of their weights. Attention takes four for each of its dimensions and
     each pair of tokens. In a causal model half of the pairs are masked, but its kernels reach about half the speed of
@@ -239,7 +239,7 @@ def linear_cost_of(config: Any) -> float:
 
     Returns:
         The ratio, counting gated MLPs and the layers that attend to whole documents; LINEAR_COST if the configuration
-        does not have the sizes. It decides nothing but the balance between ranks.
+        does not have the sizes. It only affects the balance between ranks.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden = _first_of(config, "hidden_size", "n_embd", "d_model")

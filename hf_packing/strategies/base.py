@@ -39,15 +39,15 @@ class Strategy(ABC):
 
     As a transform it takes what `datasets.map(..., batched=True)` passes: a dict of lists, a dict of arrays, a pyarrow
     Table or a data frame. It returns one row for each pack, with `input_ids`, `labels`, `position_ids` and
-    `seq_lengths`, as int32, and with buckets `bucket`: to `Dataset.map` a Table, otherwise in the same form as the
-    batch. Each batch is planned by itself, so large batches pack better; `pack` plans over the whole dataset.
+    `seq_lengths` as int32, and `bucket` if the strategy has buckets: a Table for `Dataset.map`, otherwise the same form
+    as the batch. Each batch is planned by itself, so large batches pack better; `pack` plans over the whole dataset.
     """
 
     package_version: str = field(default_factory=_package_version, init=False, repr=False)
-    """Part of the hash that `datasets` caches by, which knows a class by its name alone: a new version packs again."""
+    """Part of the hash that `datasets` caches by. It sees only the name of a class, so a new version must change it."""
 
     has_buckets: ClassVar[bool] = False
-    """Whether packs have several capacities; rows then carry theirs in a column `bucket`."""
+    """Whether packs have several capacities; if so, a column `bucket` has that of each row."""
 
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
@@ -70,7 +70,7 @@ class Strategy(ABC):
 
 @dataclass(frozen=True)
 class CountingStrategy(Strategy):
-    """A strategy that needs nothing but how many documents there are of each length."""
+    """A strategy that needs only the number of documents of each length."""
 
     @abstractmethod
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
@@ -82,15 +82,15 @@ class CountingStrategy(Strategy):
 
 @dataclass(frozen=True)
 class Solution:
-    """Packs for counted segments, and what the search for them has found out."""
+    """Packs for counted segments, and how the search for them went."""
 
     patterns: Patterns
     lower_bound: int = 0
-    """Packs that any plan under the strategy's limits needs, if more is proven than follows from the lengths."""
+    """Lower bound on the number of packs that the search has proven under the strategy's limits; 0 for none."""
     note: str = ""
     """How the search went, if there is something to report."""
     gave_up: bool = False
-    """Whether a limit was reached, so that the packs are those of a simpler strategy."""
+    """Whether the search hit a limit and returned the packs of a simpler strategy."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ _S = TypeVar("_S", bound=Strategy)
 
 
 def register_strategy(strategy: type[_S]) -> type[_S]:
-    """Class decorator: add a strategy to the registry under its name in snake case, as "best_fit"."""
+    """Class decorator: add a strategy to the registry under its name in snake case, such as "best_fit"."""
     _REGISTERED[re.sub(r"(?<!^)(?=[A-Z])", "_", strategy.__name__).lower()] = strategy
     return strategy
 
@@ -204,7 +204,7 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
 
 
 def read_lengths(lengths: Any) -> IntArray:
-    """Check lengths, also those in a lazy column of `datasets`, which NumPy would read row by row."""
+    """Check lengths. A lazy column of `datasets` is read at once; NumPy would read it row by row."""
     if type(lengths).__module__.partition(".")[0] == "datasets":
         lengths = lengths[:]
     return check_lengths(lengths)
@@ -218,7 +218,7 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
         strategy: one that needs only counts, such as BestFit, Optimal or Bucket.
 
     Returns:
-        PatternTable; its `deal` places the documents, shard by shard, where `plan_packing` over all of them would.
+        PatternTable; its `deal` assigns documents shard by shard, as `plan_packing` over all of them would.
 
     Raises:
         PackingError: counts that are negative, not integers or not 1-d; a strategy that needs documents in order.

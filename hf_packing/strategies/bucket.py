@@ -31,17 +31,17 @@ _BUCKET_LENGTHS = (2048, 4096, 8192, 16384)
 @register_strategy
 @dataclass(frozen=True)
 class Bucket(CountingStrategy):
-    """Packs of several capacities: each takes the longest documents that fit, in the smallest bucket that holds them.
+    """Packs of several capacities: pick the smallest that holds the longest document left, then fill it longest first.
 
-    If more than `padding_threshold` of a pack stays free, the shortest document left is cut to fill it, one that is
-    already cut before a whole one (Algorithm 1 of "Bucket pre-training is all you need", arXiv 2407.07495). A document
-    longer than the largest bucket is cut into full packs and a remainder. Nothing is dropped.
+    If more than `padding_threshold` of a pack stays free, the shortest document left is cut to fill it; among equally
+    short ones, a remainder is cut before a whole document (Algorithm 1 of "Bucket pre-training is all you need", arXiv
+    2407.07495). A document longer than the largest bucket is cut into full packs and a remainder. Nothing is dropped.
 
     Args:
         bucket_lengths: ascending capacities, tokens, each at least 1.
         padding_threshold: share of a pack that may stay free, 0 to 1; with 1 no document that fits is cut.
         seed: of the random order of packs, of the documents in them, of documents of equal length, and of which of
-            those are cut; None leaves them sorted.
+            these are cut; None leaves them sorted.
 
     Raises:
         PackingError: bucket lengths empty, unsorted or repeated; an argument that is not as above.
@@ -75,9 +75,9 @@ class Bucket(CountingStrategy):
 @register_strategy
 @dataclass(frozen=True)
 class BucketByLength(Strategy):
-    """Put each document in the smallest bucket that holds it; concatenate and cut each bucket: the baseline.
+    """Put each document in the smallest bucket that holds it; concatenate and cut each bucket.
 
-    The multi-bucket baseline of arXiv 2407.07495. Documents longer than the largest bucket go there.
+    The multi-bucket baseline of arXiv 2407.07495. Documents longer than the largest bucket go to the largest.
 
     Args:
         bucket_lengths: ascending capacities, tokens, each at least 1.
@@ -109,7 +109,7 @@ class BucketByLength(Strategy):
 
 
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
-    """Return ascending capacities, or raise PackingError that names the first that is not."""
+    """Return ascending capacities, or raise a PackingError that names the first one out of order."""
     if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
         raise PackingError(f"bucket_lengths: expected a sequence of integers, got {bucket_lengths!r}")
     if not len(bucket_lengths):
@@ -134,7 +134,7 @@ _PieceLengths = tuple[int, ...]
 
 
 class _Given(NamedTuple):
-    """The pieces that a document has given so far: some copies of one length, and before them others.
+    """The pieces cut off a document so far: `copies` of one length, and those cut off before them.
 
     A linked list, so that one more piece is cheap to add.
     """
@@ -154,13 +154,13 @@ def _pieces_of(given: _Given | None) -> _PieceLengths:
 
 
 class _Fragments:
-    """What remains of documents that were cut: for each length, from which documents, and what they already gave."""
+    """Remainders of cut documents: for each length, which documents they are from and the pieces already cut off."""
 
     def __init__(self) -> None:
         self.of_length: dict[int, list[tuple[int, int, _Given | None]]] = {}
 
     def add(self, length: int, number: int, document_length: int, given: _Given | None) -> None:
-        """Add `number` fragments of this length, each from a document of document_length that gave these pieces."""
+        """Add `number` fragments of this length, each from a document of document_length after it gave these pieces."""
         self.of_length.setdefault(length, []).append((number, document_length, given))
 
     def number(self, length: int) -> int:
@@ -168,7 +168,7 @@ class _Fragments:
         return sum(number for number, _, _ in self.of_length.get(length, ()))
 
     def cut(self, length: int, room: int, whole: dict[int, int]) -> None:
-        """Cut `room` tokens off something of this length: off a fragment if there is one, or else a whole document."""
+        """Cut `room` tokens off a fragment of this length if there is one, or else off a whole document."""
         if length in self.of_length:
             number, document_length, given = self.of_length[length].pop()
             if number > 1:
@@ -238,7 +238,7 @@ def _cut_at_largest(
     """Cut documents longer than the largest bucket into full packs and a remainder.
 
     Returns:
-        The full packs; groups of documents that are done, the empty ones among them; the documents left by length; and
+        The full packs; groups of documents that are done, including the empty ones; the documents left by length; and
         the remainders.
     """
     long = counts.length > largest

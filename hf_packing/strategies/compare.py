@@ -95,7 +95,7 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
         Comparison: a sequence of ComparedStrategy with `strategy`, `metrics`, `seconds`, `gap` and `note`.
 
     Raises:
-        PackingError: bad lengths, no strategies, or something that is not one.
+        PackingError: bad lengths, no strategies, or something that is not a strategy.
         MissingDependencyError: a strategy needs scipy, and it is not installed.
 
     Example:
@@ -126,7 +126,7 @@ def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple
 
 
 def with_best_bounds(found: Sequence[tuple[ComparedStrategy, _Workload]]) -> list[ComparedStrategy]:
-    """Return the rows, each with the best bound that any of them has proven for what it had to pack."""
+    """Return the rows, each with the best bound that any of them has proven for its workload."""
     rows = []
     for row, workload in found:
         bound = max(row.metrics.lower_bound for row, other in found if workload.is_as_hard_as(other))
@@ -139,12 +139,12 @@ class _Workload(NamedTuple):
 
     capacity: int
     segments: bytes
-    """The counts of the lengths."""
+    """The counts of the segment lengths, as bytes."""
     limit: float
     """Most documents in a pack."""
 
     def is_as_hard_as(self, other: _Workload) -> bool:
-        """Return whether it needs at least as many packs: the same segments, and no more documents allowed per pack."""
+        """Return whether it needs at least as many packs as the other: same segments, no higher limit per pack."""
         return self[:2] == other[:2] and self.limit <= other.limit
 
 

@@ -1,4 +1,4 @@
-"""Turn the columns that an optimizer has chosen into packs: give their slots to documents, pack the rest best fit.
+"""Turn the columns that an optimizer has chosen into packs: give their slots to documents, pack the rest best-fit.
 
 A column is a pattern of slots, as an optimizer sees it; a document may go into a slot that is longer than it is.
 """
@@ -11,7 +11,7 @@ from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
 
 class _FreeSlots:
-    """The slots of one length that have no document yet, as intervals of packs with the same number of them."""
+    """The slots of one length that have no document yet, as intervals of packs with equally many."""
 
     def __init__(self, packs: IntArray, first_pack: IntArray, copies: IntArray) -> None:
         self.intervals = list(zip(first_pack.tolist(), packs.tolist(), copies.tolist(), strict=True))
@@ -39,14 +39,14 @@ class _FreeSlots:
 def fill_columns(
     packs: IntArray, columns: IntArray, slots: IntArray, counts: IntArray, capacity: int, max_documents: int | None
 ) -> Patterns:
-    """Pack all counted segments, as many as possible into packs made after the columns.
+    """Pack all counted segments, as many as possible into packs built from the columns.
 
     Slots go first to documents of exactly their length, or of lengths down to the next shorter slot, the longest first.
     Slots that stay free go to whatever fits, longest documents first. What is left goes into the room that packs still
-    have, or into new packs, best fit. A pack in which no slot was used is not made.
+    have, or into new packs, best-fit. Packs without a used slot are left out.
 
     Args:
-        packs: int64 [columns]: how many packs to make after each column.
+        packs: int64 [columns]: how many packs to build from each column.
         columns: integers [slots, columns]: slots of each length in a column.
         slots: int64 [slots], tokens, ascending.
         counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
@@ -84,7 +84,7 @@ def fill_columns(
 
 
 def _fill_rest(runs: list[Run], num_packs: int, left: IntArray, capacity: int, max_documents: int | None) -> Patterns:
-    """Pack what is left best fit into the room that the runs leave, then into new packs."""
+    """Pack what is left, best-fit, into the room that the runs leave and into new packs."""
     made = patterns_from_runs(runs, num_packs, capacity)
     open_packs = OpenPacks(capacity, max_documents)
     open_packs.runs, open_packs.num_packs = runs, num_packs

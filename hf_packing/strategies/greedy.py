@@ -90,7 +90,7 @@ def _shortest_pack_first_patterns(counts: IntArray, capacity: int, max_documents
                 packs.open(left, length, 1)
                 break
             taken = packs.take(room, left)
-            until = max(packs.most_room(), length)  # it stays first as long as it has at least the room of the next
+            until = max(packs.most_room(), length)  # they stay first while they have at least the room of the next
             copies = min((room - until) // length + 1, packs.limit - taken.documents, left // taken.packs)
             packs.fill(taken, room, length, copies)
             left -= taken.packs * copies

@@ -4,7 +4,7 @@ Every way to fill a pack exactly with few documents is a column; non-negative le
 come closest to the counts. Padding is allowed where it is cheap: the shortest lengths weigh less.
 
 The problem is convex, so it is solved on the columns that matter: those in use, and those that would improve on them.
-When none would, the solution is that of all columns.
+When no column would, the solution is optimal over all columns.
 """
 
 from dataclasses import dataclass, field
@@ -64,8 +64,8 @@ class NonNegativeLeastSquares(OneCapacity):
 def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int) -> Patterns:
     """Pack counted segments by non-negative least squares.
 
-    Rounding leaves some documents without a slot, and some slots without a document. Such documents are packed best fit
-    into the room that is free and into new packs; in the paper each gets a pack of its own.
+    Rounding leaves some documents without a slot, and some slots without a document. Documents without a slot are
+    packed best-fit into free room and new packs; in the paper each gets a pack of its own.
 
     Args:
         counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
@@ -82,8 +82,8 @@ def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int)
     load_scipy_optimize("NonNegativeLeastSquares")
     if capacity > _MAX_FULL_PACKS or _number_of_full_packs(capacity, max_documents, _MAX_FULL_PACKS) > _MAX_FULL_PACKS:
         raise PackingError(
-            f"max_documents: expected at most 2**23 ways to fill a pack, {max_documents} documents of together "
-            f"max_length={capacity} tokens have more; Optimal makes only the ways it needs"
+            f"max_documents: expected at most 2**23 ways to fill a pack, got {max_documents}, which has more with "
+            f"max_length={capacity}; use Optimal, which generates only the ways it needs"
         )
     demand = np.zeros(capacity + 1)
     demand[: len(counts)] = counts
@@ -98,7 +98,7 @@ def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray
 
     Args:
         demand: float64 [capacity + 1]: documents of each length.
-        ways: int32 [ways, documents]: lengths, filled up with zeros.
+        ways: int32 [ways, documents]: lengths, padded with zeros.
 
     Returns:
         int32 [used, documents] and float64 [used].
@@ -141,7 +141,7 @@ def _full_packs(capacity: int, max_documents: int) -> IntArray:
         max_documents: most lengths in a multiset, at least 1.
 
     Returns:
-        int32 [multisets, max_documents or the capacity if that is less]: lengths, descending, filled up with zeros.
+        int32 [multisets, max_documents or the capacity if that is less]: lengths, descending, padded with zeros.
 
     Example:
         >>> _full_packs(4, 3).tolist()
@@ -166,7 +166,8 @@ def _full_packs(capacity: int, max_documents: int) -> IntArray:
 def _number_of_full_packs(capacity: int, max_documents: int, enough: int) -> int:
     """Return how many rows `_full_packs` has: partitions of the capacity. Stop counting above `enough`."""
     ways = [1] + [0] * capacity
-    for length in range(1, min(max_documents, capacity) + 1):  # as many with at most d parts as with parts of at most d
+    # there are as many partitions into at most d parts as into parts of at most d
+    for length in range(1, min(max_documents, capacity) + 1):
         for tokens in range(length, capacity + 1):
             ways[tokens] += ways[tokens - length]
         if ways[capacity] > enough:

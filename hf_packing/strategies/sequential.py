@@ -71,7 +71,7 @@ class _Concatenated(NamedTuple):
 
 
 def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int | None) -> PackingPlan:
-    """Plan for documents that are concatenated and cut, each in the smallest bucket that holds it, or in the largest.
+    """Concatenate and cut each bucket; documents go to the smallest bucket that holds them, or else to the largest.
 
     Args:
         lengths: integers [documents], tokens, checked.
@@ -118,17 +118,17 @@ def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
 @register_strategy
 @dataclass(frozen=True)
 class FirstCome(Strategy):
-    """Fill one pack at a time with documents in order; one that does not fit closes the pack and opens the next.
+    """Fill one pack at a time with documents in order; a document that does not fit closes the pack and opens the next.
 
-    Random order is RandomPacking, longest first is SortedPacking of arXiv 2407.09105.
+    With order="random" it is RandomPacking, with "longest_first" it is SortedPacking (arXiv 2407.09105).
 
     Args:
         max_length: tokens that a pack holds, at least 1.
-        order: in which documents come: "random", "longest_first" (equal lengths at random) or "dataset".
+        order: of the documents, "random", "longest_first" (equal lengths at random) or "dataset".
         overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
         max_documents: most segments in a pack; None for no limit.
-        seed: of the random order in which documents come, of packs, and of the documents in them; None leaves packs as
-            they were filled, and is not allowed with order="random".
+        seed: of the random order of documents, of packs, and of the documents in them; None leaves packs as they were
+            filled, and is not allowed with order="random".
 
     Raises:
         PackingError: an argument that is not as above.
@@ -178,7 +178,7 @@ class FirstCome(Strategy):
 
 
 def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
-    """Return the order in which pieces come."""
+    """Return the order in which pieces are packed."""
     if order == "dataset":
         return np.arange(len(length))
     turn = np.arange(len(length)) if seed is None else random_order(len(length), seed, "documents")
@@ -188,7 +188,7 @@ def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
 def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:
     """Return which piece opens each pack.
 
-    If a piece opens a pack, a search finds the next piece that no longer fits, which opens the next pack.
+    For each piece that opens a pack, a search finds the first piece that no longer fits; it opens the next pack.
     """
     end = np.cumsum(length, dtype=np.int64)
     first, piece = [], 0
@@ -209,8 +209,8 @@ class Multipack(Strategy):
     """Shuffle documents and pack them window by window, first-fit or best-fit decreasing, whichever has fewer packs.
 
     The multipack sampler that the name comes from packs windows first-fit decreasing and drops the last documents of an
-    epoch (see arXiv 2407.09105). Here no document is dropped. Unlike in a plan over the whole dataset, which documents
-    can share a pack changes with the seed.
+    epoch (see arXiv 2407.09105). Here no document is dropped. Unlike in a plan over the whole dataset, the seed changes
+    which documents can share a pack.
 
     Args:
         max_length: tokens that a pack holds, at least 1.

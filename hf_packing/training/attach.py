@@ -1,7 +1,7 @@
 """`attach`: planned batches, exact losses and exact evaluation for a Trainer, in one line.
 
-`attach` checks, plans, patches the model and settles its loss; only then does it change the trainer, whose class gets
-the methods of `PackedTrainer` before its own.
+`attach` checks, plans, patches the model and decides who computes the loss. Only then does it change the trainer, whose
+class gets the methods of `PackedTrainer` before its own.
 """
 
 import math
@@ -60,31 +60,31 @@ def attach(
     """Give a Trainer or an SFTTrainer planned batches. Call it once, before `train()`, on all ranks at the same time.
 
     The trainer then gets its micro-batches from the batching: the same number on every rank and in every epoch, in a
-    new order each epoch; resumed, it goes on with exactly the next one. Its model is patched to isolate documents, on
-    the device where it is now: with FSDP or DeepSpeed that is before it moves to its device. The gradient does not
-    depend on how an optimizer step is split into ranks and accumulated micro-batches, and the evaluation loss is the
-    mean over all trainable tokens, of per_device_eval_batch_size rows at once; predictions come as one flat row for
-    each batch. per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer decide which rows share
-    a batch. Labels are those that the trainer would train on by itself: SFTTrainer applies assistant_masks, and applies
-    completion_mask if completion_only_loss is true, or unset and rows are prompts and completions. Datasets and
+    new order each epoch. A resumed run continues with exactly the next micro-batch. The model is patched to isolate
+    documents, on the device where it is now: with FSDP or DeepSpeed, before it moves to its device. The gradient does
+    not depend on how an optimizer step is split into ranks and accumulated micro-batches. The evaluation loss is the
+    mean over all trainable tokens, with per_device_eval_batch_size rows in a batch; predictions are one flat row per
+    batch. per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer decide which rows share a
+    batch. Labels are those that the trainer would train on without attach: SFTTrainer applies assistant_masks, and
+    applies completion_mask if completion_only_loss is true, or unset and rows are prompts and completions. Datasets and
     arguments that change afterwards take effect at the next train(), evaluate() or predict(), or raise there.
 
     Args:
-        trainer: transformers' Trainer or TRL's SFTTrainer, also a subclass that does not make its own batches.
+        trainer: transformers' Trainer, TRL's SFTTrainer, or a subclass that does not make its own batches.
         batching: TokenBudget or BucketBatches.
         loss: "token", the mean over the trainable tokens of an optimizer step, or "sequence", the mean over its
-            documents of each one's mean.
+            documents of each document's mean.
         match_documents_per_step: documents in an optimizer step, on average and over all ranks, to keep the schedule
             of training without packing; None for as many as the batching takes.
         prove: as in `patch_model`.
 
     Returns:
-        EpochSummary: what the first epoch is made of; print it.
+        EpochSummary: counts of the first epoch; print it.
 
     Raises:
-        PackingError: a trainer, an argument or a dataset that cannot be served, with the reason; ranks with different
-            data or arguments, on all of them; data without labels, or whose labels only repeat its tokens, for a masked
-            language model.
+        PackingError: a trainer, an argument or a dataset that is not supported, with the reason; data or arguments that
+            differ between ranks (raised on all of them); for a masked language model, data without labels, or with
+            labels that only repeat its tokens.
         ModelNotSupportedError: isolation of the documents cannot be verified for the model.
 
     Example:
@@ -147,7 +147,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of an optimizer step, and the items of the loss in them on all ranks."""
+        """Return the micro-batches of an optimizer step, and num_items_in_batch: tokens or documents on all ranks."""
         planned = self.planned_batches
         planned.check_accumulation(self)
         batches = list(islice(epoch_iterator, num_batches))
@@ -231,8 +231,8 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             if (name := f"{metric_key_prefix}_loss") in output.metrics:
                 if not planned.evaluation.batches:
                     raise PackingError(
-                        f"prediction_step: expected one that calls compute_loss, that of "
-                        f"{planned.decided.trainer_loss.kind.__name__} does not"
+                        "prediction_step: expected a method that calls compute_loss, got "
+                        f"{planned.decided.trainer_loss.kind.__name__}.prediction_step, which does not"
                     )
                 summed, tokens = planned.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
@@ -242,11 +242,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
 
 def packed_class(kind: type[Trainer]) -> type[PackedTrainer]:
-    """Return the class that a trainer of a class gets when it is attached.
+    """Return the class that a trainer of class `kind` gets when it is attached.
 
-    A trainer exists before it is attached, so its class changes: `trainer.__class__ = packed_class(type(trainer))`. For
-    a plain Trainer that is PackedTrainer. For any other class it is a subclass, in which the methods of PackedTrainer
-    come first and call those of the class by super().
+    A trainer exists before it is attached, so its class changes: `trainer.__class__ = packed_class(type(trainer))`. A
+    plain Trainer gets PackedTrainer. Any other class gets a subclass, in which the methods of PackedTrainer come first
+    and call those of the class by super().
 
     Raises:
         TypeError: the class cannot be subclassed.
@@ -292,7 +292,7 @@ def _check_and_plan(
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
-    """Patch the model, settle who computes its loss, and check the datasets against it."""
+    """Patch the model, decide who computes its loss, and check the datasets against the model."""
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *_evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
@@ -321,7 +321,7 @@ def _install(trainer: Trainer, planned: _Planned) -> None:
 
 
 def _with_documents_per_step(batching: Batching, documents: int) -> Batching:
-    """Return the batching with so many documents in an optimizer step."""
+    """Return the batching with this many documents in an optimizer step."""
     if not isinstance(batching, TokenBudget):
         raise PackingError(
             f"match_documents_per_step: expected None with {type(batching).__name__}, whose optimizer steps have a "
@@ -336,7 +336,7 @@ def _with_documents_per_step(batching: Batching, documents: int) -> Batching:
 
 
 def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
-    """Return the evaluation datasets of a trainer, by the name that errors call them."""
+    """Return the evaluation datasets of a trainer, by the names that errors use."""
     dataset = trainer.eval_dataset
     if isinstance(dataset, dict):
         return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}

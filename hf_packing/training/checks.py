@@ -1,4 +1,4 @@
-"""Trainers, arguments, accelerators and labels that cannot be served with planned batches.
+"""Refuse trainers, arguments, accelerators and labels that planned batches do not support.
 
 SFTTrainer makes labels from loss masks (`completion_mask`, `assistant_masks`); Trainer drops such columns. A model that
 sees the tokens that its labels ask for, such as a masked language model, would learn to copy them.
@@ -55,7 +55,7 @@ _BATCH_METHODS = (
 """Methods that attach replaces: those of a subclass would no longer be called."""
 
 _LOSS_METHODS = ("compute_loss", "evaluation_loop")
-"""Methods that attach wraps. One that is set on the trainer itself would be called instead of the wrapper."""
+"""Methods that attach wraps. A method set on the trainer instance would be called instead of the wrapper."""
 
 _REPLACED_COLLATORS = (
     "default_data_collator",
@@ -101,14 +101,14 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(parallelism_of(trainer.accelerator), "tp_size", 1):
         raise PackingError(
-            f"tp_size: expected that of accelerate's parallelism_config, got {trainer.get_tp_size()} from the model or "
-            "DeepSpeed, whose ranks would get different rows"
+            f"tp_size: expected the same as in accelerate's parallelism_config, got {trainer.get_tp_size()} from the "
+            "model or DeepSpeed; ranks that share a model would get different rows"
         )
     check_arguments(trainer, loss)
 
 
 def check_methods(trainer: Trainer) -> None:
-    """Refuse methods that are set on the trainer itself: they would be called instead of those of attach."""
+    """Refuse methods that are set on the trainer instance: they would be called instead of those of attach."""
     for name in (*_BATCH_METHODS, *_LOSS_METHODS):
         if name in vars(trainer):
             raise PackingError(
@@ -154,8 +154,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if accelerator.dispatch_batches:
         raise PackingError(
-            "dispatch_batches: expected False, got True: one process would read all batches, join them and cut them "
-            "elsewhere"
+            "dispatch_batches: expected False, got True: one process would read all batches, join them, and cut them "
+            "in other places"
         )
     if accelerator.split_batches:
         raise PackingError("split_batches: expected False, got True: planned batches would be split across processes")
@@ -174,15 +174,15 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     """Refuse a dataset whose labels and loss masks disagree, under the trainer's settings.
 
-    Rows that are made as they are read are left to the collator, which compares them batch by batch.
+    Rows that are computed when read are left to the collator, which compares them batch by batch.
 
     Args:
         trainer: its settings decide which masks apply.
         dataset: for training or evaluation.
 
     Raises:
-        PackingError: a loss mask without labels for a trainer that ignores it, labels to train on where a mask that
-            applies has a 0, or masked labels where completion_only_loss=False asks for all of them.
+        PackingError: a loss mask without labels, for a trainer that ignores the mask; labels other than -100 where an
+            applied mask is 0; or labels of -100 with completion_only_loss=False, which asks for all tokens.
     """
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return
@@ -206,7 +206,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
 def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
     """Refuse labels that only repeat the tokens, for a model that sees the tokens its labels ask for.
 
-    Reads a few rows from all over the dataset.
+    Reads a few rows, spread over the dataset.
 
     Args:
         dataset: map-style, packed or of documents.
@@ -255,7 +255,7 @@ def _check_collator(collator: Any) -> None:
         return
     raise PackingError(
         f"data_collator: expected one that PackingCollator can replace, such as {', '.join(_REPLACED_COLLATORS)}, got "
-        f"{name}; attach replaces this collator, so do what it does to labels in the dataset"
+        f"{name}; attach replaces this collator, so make its changes to labels in the dataset instead"
     )
 
 
@@ -265,7 +265,7 @@ def _check_masks_are_applied(dataset: datasets.Dataset, masks: list[str]) -> Non
             name, token = found
             raise PackingError(
                 f"column {name!r}: expected labels that are -100 where it is 0, row {rows[token]} has the label "
-                f"{values[LABELS][token]} there, and would be trained on it; apply the mask to the labels, or remove "
+                f"{values[LABELS][token]} there, which would be trained on; apply the mask to the labels, or remove "
                 "the column that is wrong"
             )
 
@@ -288,7 +288,7 @@ def _blocks(
     """Read columns of a dataset, about half a million tokens at a time.
 
     Yields:
-        The row of every token, the columns, flat, all [tokens], and the places where documents begin.
+        The row number of every token [tokens], the columns as flat arrays [tokens], and where documents begin.
     """
     table, numbers = dataset.data.table, row_numbers(dataset)
     columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *names)}

@@ -26,7 +26,7 @@ from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, on_all
 Batch = dict[str, Any]
 
 _OF_DATALOADER = ("sampler", "batch_sampler", "batch_size", "drop_last", "collate_fn")
-"""What accelerate's skip_first_batches and prepare_data_loader read from a DataLoader to make another one of it."""
+"""Attributes of a DataLoader that accelerate's skip_first_batches and prepare_data_loader read to build a new one."""
 
 
 def rows_loader(
@@ -46,11 +46,11 @@ def rows_loader(
         model: the model that the batches are for.
         unread: columns that are left out of rows.
         apply_masks: whether loss masks make the labels of rows without any.
-        options: further arguments of DataLoader; collate_fn defaults to `collator_for(model)`. The seeds of workers
-            come from a generator of their own: dropout's generator would be in another state after a resume.
+        options: further arguments of DataLoader; collate_fn defaults to `collator_for(model)`. Worker seeds come from
+            their own generator: drawn from the global one, they would change dropout after a resume.
     """
     has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
-    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # models without give them another meaning
+    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # other models give them another meaning
     return DataLoader(
         SampledRows(dataset, sampler, unread, apply_masks),
         batch_sampler=sampler,
@@ -61,9 +61,9 @@ def rows_loader(
 class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate has no types
     """The micro-batches of one rank, on its device; made by `prepare_dataloader`.
 
-    Iterating over it is one epoch, and the next iteration is the next epoch. Its state is the epoch and the place in
-    it: `accelerator.save_state` saves it, and after `accelerator.load_state` the next iteration goes on there without
-    reading what comes before.
+    Each iteration over the loader is one epoch. Its state is the epoch and the position within the epoch, which
+    `accelerator.save_state` saves. After `accelerator.load_state`, the next iteration continues at that position
+    without reading earlier rows.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.epoch = 0
         """The epoch of the next iteration."""
         self.micro_batches_done = 0
-        """How many micro-batches of this epoch were yielded."""
+        """How many micro-batches of this epoch have been yielded."""
         self._begin_at = 0
         self._accelerator = accelerator
         self._loader = loader
@@ -125,13 +125,13 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise _NotADataLoaderError(
             f"{name}: expected a DataLoader of torch, got a PackedLoader, whose batches are ready on every rank. "
-            "Iterate over it directly, without accelerate's prepare_data_loader. After accelerator.load_state it goes "
-            "on where it was; to begin elsewhere, use loader.skip_first_batches(n) instead of accelerate's"
+            "Iterate over it directly, without accelerate's prepare_data_loader. After accelerator.load_state it "
+            "continues where it was; to begin elsewhere, use loader.skip_first_batches(n) instead of accelerate's"
         )
 
     def __iter__(self) -> Iterator[Batch]:
         on_all_ranks(self._check_nothing_changed)
-        if self.gradient_state.active_dataloader is None:  # else another loader is in the middle of its steps
+        if self.gradient_state.active_dataloader is None:  # else another loader is in the middle of a step
             self._accelerator.step = 0
         self._sampler.set_epoch(self.epoch)
         self._sampler.first_micro_batch = self.micro_batches_done = self._begin_at
@@ -154,10 +154,10 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             self.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the micro-batches yielded of it, and what decides which micro-batches those are.
+        """Return the epoch, the number of its micro-batches already yielded, and the inputs of its plan.
 
         Raises:
-            PackingError: between two optimizer steps, since no checkpoint has the gradients accumulated so far.
+            PackingError: in the middle of an optimizer step, since a checkpoint does not hold accumulated gradients.
         """
         accumulation, done = self._sampler.accumulation, self.micro_batches_done == len(self)
         if self.micro_batches_done % accumulation and not done and not self._accelerator.sync_gradients:
@@ -173,11 +173,11 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
         Raises:
-            PackingError: a state of other micro-batches: another dataset, batching or loss, or in the middle of an
-                epoch another accumulation or number of ranks.
+            PackingError: a state with different micro-batches: a different dataset, batching or loss, or, in the middle
+                of an epoch, a different accumulation or number of ranks.
         """
         if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected one that state_dict returned, it has no {min(missing)!r}")
@@ -187,10 +187,10 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.micro_batches_done = self._begin_at = state["step"]
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
-        """Check that accumulation and the number of rows are still those that were planned for.
+        """Check that accumulation and the number of rows are still the same as when batches were planned.
 
         Raises:
-            PackingError: another accumulation or number of rows, or settings with which accelerate would cut batches.
+            PackingError: a different accumulation or number of rows, or settings by which accelerate would cut batches.
         """
         check_accelerator(self._accelerator)
         self.dataset.check_num_rows()
@@ -198,7 +198,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if accumulation != self._sampler.accumulation:
             raise PackingError(
                 f"gradient_accumulation_steps: expected {self._sampler.accumulation}, as when prepare_dataloader was "
-                f"called, got {accumulation}, which DeepSpeed may have set; give Accelerator the same"
+                f"called, got {accumulation}, which DeepSpeed may have set; give Accelerator the same value"
             )
 
     def _left_of_step(self) -> int:
@@ -206,7 +206,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         return self._sampler.accumulation - self.micro_batches_done % self._sampler.accumulation
 
     def _items(self, batches: list[Batch]) -> torch.Tensor:
-        """Return what to divide summed losses by, so that accelerate averages them to the mean over a whole step."""
+        """Return the divisor of summed losses by which accelerate's averages become the mean over a whole step."""
         here = torch.stack([items_in(batch, self._loss) for batch in batches]).sum()
         everywhere = self._accelerator.reduce(here, reduction="sum").clamp(min=1)
         averaged_over = self._accelerator.num_processes * self._accelerator.gradient_accumulation_steps
@@ -215,4 +215,4 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
 
 class _NotADataLoaderError(PackingError, AttributeError):
-    """Raised for attributes of a DataLoader: hasattr() returns False, and everything else learns why."""
+    """Raised for attributes of a DataLoader: hasattr() returns False, and other access shows the reason."""

@@ -1,4 +1,4 @@
-"""A training loop of your own: its batches, the loss of a batch, and the loss on a dataset, right on all ranks."""
+"""Functions for a training loop of your own: batches, the loss of a batch, and the loss on a dataset."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
 )
-"""Arguments of DataLoader that planned batches have no use for."""
+"""Arguments of DataLoader that the batching decides."""
 
 
 def prepare_dataloader(
@@ -59,18 +59,18 @@ def prepare_dataloader(
     """Return the batches of this rank for a training loop of your own; all ranks must call this together.
 
     The loop is the usual one: `accelerator.accumulate(model)`, `accelerator.backward(loss)`. The loss is
-    `compute_loss(model, batch)`, which is right for every split into ranks and accumulated micro-batches. With
-    loss="token" it is also `model(**batch).loss` for models that divide by `num_items_in_batch`; other models get
+    `compute_loss(model, batch)`, which is correct for every split into ranks and accumulated micro-batches. With
+    loss="token", models that divide by `num_items_in_batch` return the same as `model(**batch).loss`; other models get
     batches without labels.
 
     Args:
-        accelerator: of the loop; its gradient_accumulation_steps count.
+        accelerator: of the loop; its gradient_accumulation_steps decides the size of an optimizer step.
         dataset: map-style, packed or of documents.
         batching: TokenBudget or BucketBatches.
-        loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each one's mean.
-        model: patched here, unless it already is. Its own loss is asked once, so that compute_loss computes the same,
-            and attention is balanced by the ratio that follows from its configuration. With None you patch the model
-            yourself, its class decides which loss it is taken to compute, and a common ratio is used.
+        loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each document's mean.
+        model: patched here, unless it already is. Its own loss is probed once, so that compute_loss computes the same,
+            and its configuration gives the linear_cost of the batching. If None, patch the model yourself; its class
+            then decides which loss to compute, and linear_cost is that of a common model.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
@@ -79,8 +79,8 @@ def prepare_dataloader(
     Raises:
         PackingError: dispatch_batches, split_batches, context or sequence parallelism; not a map-style dataset; fewer
             rows than ranks; a row longer than a micro-batch; a model that computes a different loss, or that is
-            already sharded; ranks with different data or arguments, on all of them; data without labels for a masked
-            language model.
+            already sharded; data or arguments that differ between ranks (raised on all of them); data without labels
+            for a masked language model.
         ModelNotSupportedError: isolation of the documents cannot be verified for this model.
 
     Example:
@@ -136,12 +136,12 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         batch: as the loader yields it.
 
     Returns:
-        float scalar. Its gradient, averaged over ranks and accumulated micro-batches as accelerate does, is that of the
-        loss of the global batch. For a mixture of experts its weighted balancing loss is added, which accelerate
-        averages over ranks and gradient_accumulation_steps, even where the last step of an epoch has fewer.
+        float scalar. Once accelerate has averaged its gradient over ranks and accumulated micro-batches, that is the
+        gradient of the global batch's loss. For a mixture of experts, the weighted load-balancing loss is added;
+        accelerate averages it over ranks and gradient_accumulation_steps, even if the last step of an epoch has fewer.
 
     Raises:
-        PackingError: a batch that is not of prepare_dataloader; a model that is not patched, or not a language model;
+        PackingError: a batch that is not from prepare_dataloader; a model that is not patched, or not a language model;
             in training, labels that only repeat the tokens that a masked language model sees.
 
     Example:
@@ -153,11 +153,11 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         torch.Size([])
     """
     if not isinstance(batch, Mapping):
-        raise PackingError(f"batch: expected one of prepare_dataloader, got {type(batch).__name__}")
+        raise PackingError(f"batch: expected one from prepare_dataloader, got {type(batch).__name__}")
     if ITEMS in batch and "labels" in batch:
         batch = {**batch, TARGETS: batch["labels"], WEIGHTS: weights_of(batch, "token") / batch[ITEMS]}
     if WEIGHTS not in batch:
-        raise PackingError(f"batch: expected one of prepare_dataloader, got {', '.join(batch) or 'nothing'}")
+        raise PackingError(f"batch: expected one from prepare_dataloader, got {', '.join(batch) or 'nothing'}")
     check_patched(model)
     if model.training:
         refuse_copied_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
@@ -177,7 +177,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         accelerator: of the loop.
         model: a causal or masked language model of transformers, patched, as wrapped by accelerate.
         dataset: map-style, packed or of documents.
-        rows_per_batch: rows that the model is given at once; only speed and memory depend on it.
+        rows_per_batch: rows in a forward pass; affects only speed and memory.
 
     Returns:
         The same number on all ranks. Its exponential is the perplexity.

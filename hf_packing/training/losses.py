@@ -6,7 +6,7 @@ that every document weighs the same whatever its length (per-sequence loss of ar
 documents the whole batch has, over all ranks and accumulated micro-batches. A batch without trainable labels has loss
 zero.
 
-Whether the logits of a token are compared with the next token is found by asking the model (`loss_of_model`).
+`loss_of_model` probes the model to find out whether the logits of a token are compared with the next token.
 """
 
 import weakref
@@ -39,10 +39,10 @@ from hf_packing.errors import PackingError
 Loss = Literal["token", "sequence"]
 
 ITEMS = "num_items_in_batch"
-"""The argument in which models of transformers take the number that their summed loss is divided by."""
+"""The argument by which transformers models receive the divisor of their summed loss."""
 
 TARGETS, WEIGHTS = "targets", "target_weights"
-"""What a batch has instead of labels where the model must not compute the loss itself."""
+"""Entries that replace labels in batches for which the model must not compute the loss itself."""
 
 
 def check_loss(loss: Any) -> Loss:
@@ -101,12 +101,12 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
 
 
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
-    """Return the batch with what its share in the loss of the global batch is computed from.
+    """Add the entries from which the batch's share of the global batch's loss is computed.
 
     Args:
         batch: packed, with labels.
         loss: what is averaged.
-        items: float scalar: what the summed loss is divided by.
+        items: float scalar: the divisor of the summed loss.
         keep_labels: True to add num_items_in_batch, from which the model computes the loss itself; False to replace
             labels by targets and a weight for each of them.
     """
@@ -149,23 +149,23 @@ PROBED_TOKENS = 13
 
 
 class ModelLoss(NamedTuple):
-    """The loss that a model returns, where it is the mean cross-entropy of its logits plus that of its routers."""
+    """The kind of a model's loss, if it is the mean cross-entropy of the logits plus the loss of the routers."""
 
     predicts_next: bool
     """Whether the logits of a token are compared with the next token."""
     divided_by_items: bool
-    """Whether the model divides by num_items_in_batch where it is given that."""
+    """Whether the model divides by num_items_in_batch if it receives that argument."""
 
 
 _ANSWERS: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, ModelLoss | None]]" = weakref.WeakKeyDictionary()
-"""For each model that was asked: the loss function it had then, and its answer; None for another kind of loss."""
+"""For each probed model: the loss function it had then, and the result; None for an unknown kind of loss."""
 
 
 def loss_of_model(model: nn.Module) -> ModelLoss | None:
-    """Return what kind of loss a model computes, or None for a kind that is not known here.
+    """Return the kind of loss that a model computes, or None for an unknown kind.
 
-    A model is asked once for each loss function that it is given. For a model whose weights are not in memory, a small
-    model of the same kind is asked.
+    A model is probed once for each loss function that it is given. If its weights are not in memory, a small model of
+    the same kind is probed instead.
 
     Args:
         model: patched, or one whose weights are not in memory.
@@ -203,8 +203,8 @@ def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
     """Raise PackingError for a model whose own loss is not known, and which therefore cannot be trained with `loss`."""
     predicts_next(model)
     raise PackingError(
-        f"loss: expected a model whose own loss is the cross-entropy of its logits, that of "
-        f"{type(inner_model(model)).__name__} is a different one; got loss={loss!r}"
+        f"loss: expected a model whose own loss is the cross-entropy of its logits, but "
+        f"{type(inner_model(model)).__name__} computes a different loss; got loss={loss!r}"
     )
 
 
@@ -223,7 +223,7 @@ def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
 
 @contextmanager
 def without_router_loss(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model's loss is that of its logits alone, which is what an evaluation measures."""
+    """Within the block, leave the loss of the routers out of the model's loss, as evaluation requires."""
 
     def leave_out(_: nn.Module, __: Any, outputs: Any) -> None:
         if (routed := router_loss(outputs, model)) is None:

@@ -1,4 +1,4 @@
-"""What an attached trainer holds: what attach decided, the loss that was settled for its model, and its loaders."""
+"""The state of an attached trainer: what attach decided, who computes the loss of its model, and its loaders."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -47,13 +47,13 @@ class AttachDecisions:
     """What attach decides once for a trainer."""
 
     batching: Batching
-    """As given, balanced for the model."""
+    """As given, with the linear_cost of the model."""
     loss: Loss
     prove: bool
     trainer_loss: TrainerLoss
     """How the trainer computed its loss before it was attached."""
     model: Callable[[], PreTrainedModel | None]
-    """The model that the trainer had, while it exists."""
+    """Returns the model that the trainer had; None once it no longer exists."""
 
     @property
     def max_tokens(self) -> int:
@@ -63,7 +63,7 @@ class AttachDecisions:
 
 
 class _KnownSizes(NamedTuple):
-    """Sizes of a dataset that was looked at."""
+    """Cached sizes of a dataset."""
 
     dataset: Any
     state: Any
@@ -72,7 +72,7 @@ class _KnownSizes(NamedTuple):
 
 
 class PlannedBatches:
-    """What an attached trainer holds as its `planned_batches`."""
+    """The state of an attached trainer, stored as `trainer.planned_batches`."""
 
     settled: SettledLoss
     """Who computes the loss for the trainer's model."""
@@ -84,7 +84,7 @@ class PlannedBatches:
         self.evaluation: TokenMean | None = None
         """The mean of the evaluation that is running."""
         self.step_counts = StepCounts()
-        """Of the optimizer steps since the trainer last logged."""
+        """Counts of the optimizer steps since the trainer last logged."""
         self.accumulation = 1
         """Micro-batches of each rank in an optimizer step, as planned."""
         self._loss_settings: dict[str, Any] = {}
@@ -95,7 +95,7 @@ class PlannedBatches:
 
     @contextmanager
     def on_all_ranks(self, trainer: Trainer, check: Check) -> Iterator[None]:
-        """Run a method that all ranks call: check the trainer on all of them, then have them plan once together."""
+        """Run a method that all ranks call: check the trainer on every rank, then let the ranks plan together, once."""
         on_all_ranks(lambda _: check(trainer))
         with self._collective.active():
             yield
@@ -104,7 +104,7 @@ class PlannedBatches:
         """Refuse changes since attach that no loader of the trainer can take into account.
 
         Raises:
-            PackingError: another collator or method, or another setting that decides the loss.
+            PackingError: a different collator or method, or a changed setting that decides the loss.
         """
         if trainer.data_collator is not self.collator:
             raise PackingError(
@@ -141,7 +141,7 @@ class PlannedBatches:
         """Refuse an accumulation that changed while training, for example by a callback.
 
         Raises:
-            PackingError: losses are divided by the items of other optimizer steps than those that were planned.
+            PackingError: the accumulation is not the planned one, by which losses are divided.
         """
         if (accumulation := trainer.args.gradient_accumulation_steps) != self.accumulation:
             raise PackingError(
@@ -169,7 +169,7 @@ class PlannedBatches:
         """Patch the trainer's model, and decide which collator it needs and who computes its loss.
 
         Raises:
-            PackingError: its loss cannot be served.
+            PackingError: its loss is not supported.
             ModelNotSupportedError: isolation cannot be verified for it.
         """
         patch_in_precision(trainer.model, trainer.accelerator, self.decided.prove)
@@ -224,7 +224,7 @@ class PlannedBatches:
         return self._loader(trainer, dataset, sampler)
 
     def _settle_again(self, trainer: Trainer) -> None:
-        """Settle what depends on the model, if the trainer has another one by now, or its loss is a different one."""
+        """Settle the loss again if the trainer has a new model, or the model a different kind of loss."""
         if self.settled.model() is not inner_model(trainer.model):
             self.settle(trainer)
             trainer.data_collator = self.collator
@@ -251,7 +251,7 @@ class PlannedBatches:
         return RankBatchSampler(batching, sizes, world_size, rank, accumulation)
 
     def _sizes(self, dataset: Any) -> RowSizes:
-        """Return the sizes of the rows of a dataset, which is read once, and again when its state has changed."""
+        """Return the sizes of a dataset's rows; the dataset is read again only if its state has changed."""
         state = (len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None))
         known = self._known_sizes.get(id(dataset))
         if known is None or known.state != state:
@@ -274,7 +274,7 @@ class PlannedBatches:
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
-        # to accelerate this is a single process: the sampler takes care of the ranks
+        # tell accelerate that there is one process: the sampler already divides rows among ranks
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             trainer.accelerator.device,

@@ -1,9 +1,9 @@
-"""What ranks agree on: which rows each trains on, from the same data and settings, and what they count together.
+"""Make ranks agree: plan from the same data and settings, resume with the same batches, and count together.
 
 Batches are a pure function of the data, the batching and the number of ranks, and every rank computes them by itself.
 Ranks that were given different rows would train on some of them twice and on others never, or wait for each other
-forever. So planning runs on all ranks at the same time, and they exchange what they planned from, even if one failed. A
-checkpoint says which batches it was saved after, and a run that resumes is held to it.
+forever. So planning runs on all ranks at the same time, and the ranks exchange the data and settings they planned from,
+even if planning failed on one. A checkpoint records its batches, and a resumed run must have the same ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ Result = TypeVar("Result")
 LOSS = "loss"
 
 _STEPS_AHEAD = "steps_ahead"
-"""By how many optimizer steps global_step is ahead of the place in the epoch."""
+"""By how many optimizer steps global_step is ahead of the position in the epoch."""
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
-"""What is counted in a micro-batch, in this order."""
+"""The counts of a micro-batch, in this order."""
 
 
 class DataRank(NamedTuple):
@@ -62,7 +62,7 @@ class PlannedFrom:
     compared: bool = False
     """Whether there are other ranks to compare with."""
     data: dict[str, DataFacts] = field(default_factory=dict)
-    """By the name under which the user knows the dataset."""
+    """By the name of the dataset's argument."""
     settings: dict[str, str] = field(default_factory=dict)
 
     def note_data(self, name: str, dataset: Any, sizes: RowSizes) -> None:
@@ -74,12 +74,12 @@ class PlannedFrom:
 
 
 def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
-    """Call a function on every rank, and return its result if all ranks succeed from the same data and settings.
+    """Call a function on every rank, and return its result if all ranks succeed with the same data and settings.
 
     All ranks must call this at the same time.
 
     Args:
-        act: plans, and notes what it plans from. Nothing in it may wait for other ranks.
+        act: plans, and notes its data and settings in PlannedFrom. Nothing in it may wait for other ranks.
 
     Raises:
         PackingError: on every rank, if data or settings differ, or if act failed on another rank.
@@ -91,7 +91,7 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
     failure = None
     try:
         result = act(planned_from)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any kind: the other ranks must know
         failure = error
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
     reports = gather_object([_Report(planned_from, said)])
@@ -108,10 +108,10 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
 
 
 class CollectiveCall:
-    """Whether a method is running that all ranks call together, such as train(), and has not planned yet.
+    """Tracks whether a method that all ranks call together, such as train(), is running and has not planned yet.
 
-    Such a method makes its loader somewhere inside, and ranks compare what they plan it from. A loader that is made
-    outside of such a method may be made on one rank only, so nothing is compared.
+    When such a method makes its loader, the ranks compare the data and settings they plan from. A loader made outside
+    of such a method may exist on one rank only, so nothing is compared.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class CollectiveCall:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Mark the time in which all ranks plan once."""
+        """Mark the block in which all ranks plan together, once."""
         self._is_to_plan = True
         try:
             yield
@@ -152,8 +152,8 @@ def _refuse_differences(reports: list[_Report]) -> None:
             if differ := difference(first.data[name], other.data[name], "rank 0", f"rank {rank}"):
                 raise PackingError(
                     f"{name}: expected the same rows on all ranks; {differ}. Give every rank the whole dataset, "
-                    "without .shard(), split_dataset_by_node() or shuffle(seed=rank): its rows are divided among the "
-                    "ranks here"
+                    "without .shard(), split_dataset_by_node() or shuffle(seed=rank): hf_packing divides its rows "
+                    "among the ranks"
                 )
     for rank, report in enumerate(reports[1:], start=1):
         other = report.planned_from
@@ -167,18 +167,18 @@ def _refuse_differences(reports: list[_Report]) -> None:
 
 
 def _names_to_compare(first: Mapping[str, Any], other: Mapping[str, Any], complete: bool) -> list[str]:
-    """Return the names that both have, and all others, too, unless a rank has failed before it came to them."""
+    """Return the names that both have; also those that only one has, unless a rank failed before noting them all."""
     return [name for name in {**first, **other} if complete or (name in first and name in other)]
 
 
 def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
-    """Raise PackingError for a state that was saved with another loss."""
+    """Raise PackingError for a state that was saved with a different loss."""
     if saved.get(LOSS) != loss:
         raise PackingError(f"loss: expected {saved.get(LOSS)!r}, as when the checkpoint was saved, got {loss!r}")
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
-    """Saves everything that decides which batches and losses follow, with the state of the trainer."""
+    """Saves everything that decides the next batches and losses, with the state of the trainer."""
 
     def __init__(self, loss: Loss = "token") -> None:
         self.loss = loss
@@ -194,7 +194,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
         control: TrainerControl,  # noqa: ARG002
         **known: Any,
     ) -> None:
-        """Compare the batches with those of the checkpoint that is resumed, if there is one."""
+        """Compare the batches with those of the checkpoint that the run resumes from, if any."""
         rows = known["train_dataloader"].dataset
         if not isinstance(rows, SampledRows):
             return
@@ -206,15 +206,15 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             if saved is None:
                 raise PackingError(
                     "resume_from_checkpoint: expected a checkpoint of a trainer with attached batches, this one does "
-                    "not say which batches it was trained on; ignore_data_skip=True begins with a whole epoch"
+                    "not say which batches it was trained on; with ignore_data_skip=True, a new epoch begins instead"
                 )
             rows.sampler.check_can_resume(saved)
             check_same_loss(saved, self.loss)
             if saved.get(_STEPS_AHEAD):
                 raise PackingError(
                     "ignore_data_skip: expected True, since the run that saved the checkpoint was itself resumed with "
-                    f"it, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a whole epoch; got False, but its "
-                    "steps no longer say which rows come next, so some would be trained on twice and others not at all"
+                    f"it, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a new epoch; got False, with which "
+                    "global_step would give the wrong position: some rows would be trained on twice, others not at all"
                 )
         self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
         state.stateful_callbacks[type(self).__name__] = self.state()  # the checkpoint of another trainer has no entry
@@ -251,7 +251,7 @@ class StepCounts:
         self._steps.append(counts.detach())
 
     def take(self, max_tokens: int) -> dict[str, float]:
-        """Return the means over the steps, by the names that they have in logs, and begin anew.
+        """Return the means over the steps, by their names in the logs, and start over.
 
         Args:
             max_tokens: how many tokens a micro-batch may have.
@@ -272,5 +272,5 @@ class StepCounts:
 
 
 def _utilization(work: Tensor) -> float:
-    """Return mean over largest across ranks [ranks, micro-batches], averaged over micro-batches."""
+    """Return mean / maximum over ranks of work [ranks, micro-batches], averaged over micro-batches."""
     return float((work.mean(dim=0) / work.amax(dim=0)).mean())

@@ -1,8 +1,8 @@
-"""Who computes the loss of a trainer: attach, or the trainer itself, with what its loss is divided by.
+"""Decide who computes a trainer's loss, attach or the trainer itself, and what that loss is divided by.
 
-A trainer that computes its own loss is asked once whether it divides by num_items_in_batch. SFTTrainer computes its
-loss without logits, from the `log_probs` [1, tokens - 1] that its fused head returns: their sum, divided by
-num_items_in_batch. This file is the only one that knows about that.
+A trainer that computes its own loss is probed once: does it divide by num_items_in_batch? SFTTrainer computes its loss
+without logits: the sum of the `log_probs` [1, tokens - 1] that its fused head returns, divided by num_items_in_batch.
+Only this file knows about the fused head.
 """
 
 import copy
@@ -66,11 +66,11 @@ class SettledLoss:
     """Who computes the loss for one model of a trainer."""
 
     model: Callable[[], PreTrainedModel | None]
-    """The model, while it exists."""
+    """Returns the model; None once it no longer exists."""
     of_model: ModelLoss | None
-    """What the model answered when it was asked for its loss."""
+    """The result of `loss_of_model`."""
     by_trainer: bool
-    """Whether the trainer's own compute_loss is used, and is only told what to divide by."""
+    """Whether the trainer's own compute_loss is used; attach then only provides the divisor."""
     divided: bool
     """Whether the loss is divided by the items of a whole optimizer step."""
 
@@ -133,7 +133,7 @@ def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:
 
 
 def refuse_undivided(trainer: Trainer, own: TrainerLoss, settled: SettledLoss) -> None:
-    """Refuse a loss that is not divided by the items of a whole optimizer step, unless that is one micro-batch.
+    """Refuse a loss that is not divided by the items of a whole optimizer step, unless a step is one micro-batch.
 
     Raises:
         PackingError: the loss is not divided by num_items_in_batch, and a step has more than one micro-batch.
@@ -141,9 +141,9 @@ def refuse_undivided(trainer: Trainer, own: TrainerLoss, settled: SettledLoss) -
     micro_batches = trainer.args.gradient_accumulation_steps * data_rank(trainer.accelerator).world_size
     if micro_batches > 1 and not (settled.divided or own.scaled_for_accumulation):
         raise PackingError(
-            f"trainer: expected a loss that is divided by {ITEMS}, that of {own.kind.__name__} with "
-            f"{type(inner_model(trainer.model)).__name__} is not, so its gradient would depend on how a step is split "
-            f"into {micro_batches} micro-batches; use gradient_accumulation_steps=1 on one process"
+            f"trainer: expected a loss that is divided by {ITEMS}, {own.kind.__name__} with "
+            f"{type(inner_model(trainer.model)).__name__} does not divide, so its gradient would depend on how a step "
+            f"is split into {micro_batches} micro-batches; use gradient_accumulation_steps=1 on one process"
         )
 
 
@@ -155,7 +155,7 @@ def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
     """Return whether twice as many items make the loss of a short document smaller.
 
     SFTTrainer is known to divide, unless the user gave it a loss function. A model whose weights are not in memory
-    cannot be asked, and is taken to divide.
+    cannot be probed, and is assumed to divide.
     """
     sft_trainer = sft_trainer_of(trainer)
     if sft_trainer is not None and computes_loss_as(kind, sft_trainer) and trainer.compute_loss_func is None:
@@ -172,7 +172,7 @@ def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
     """Return the trainer's own loss of a random document, in training mode; metrics and random state are restored."""
     model = trainer.model
     documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
-    row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses its own tokens as labels
+    row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses labels that repeat its tokens
     batch = send_to_device(PackingCollator()([row]), input_device(inner_model(model)))
     probed: Any = copy.copy(trainer)
     probed.__class__ = kind
@@ -189,7 +189,7 @@ def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
             return float(probed.compute_loss(model, batch, num_items_in_batch=torch.tensor(items)))
     except Exception as error:  # compute_loss is the user's code
         raise PackingError(
-            f"trainer: expected a compute_loss that takes a packed batch, that of {kind.__name__} raises "
+            f"trainer: expected a compute_loss that takes a packed batch, {kind.__name__}.compute_loss raises "
             f"{type(error).__name__}: {error}"
         ) from error
     finally:

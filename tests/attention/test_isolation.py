@@ -154,5 +154,7 @@ def test_a_collator_that_fails_is_not_the_models_fault():
     def collator(rows):
         return rows[0]["no_such"]
 
-    with pytest.raises(hfp.PackingError, match="collator: expected one that takes packed rows, KeyError: 'no_such'"):
+    with pytest.raises(
+        hfp.PackingError, match="collator: expected one that takes packed rows, this one raised KeyError: 'no_such'"
+    ):
         hfp.check_isolation(build("Llama"), collator=collator)

@@ -119,7 +119,7 @@ def test_a_loss_that_is_left_in_an_attribute_of_what_runs_by_segment():
 
     with pytest.raises(
         hfp.ModelNotSupportedError,
-        match=r"Leaving \(layers.0\): it stores a number computed from all tokens of a row in its loss",
+        match=r"Leaving \(layers.0\): its attribute loss stores a number computed from all tokens of a row",
     ):
         hfp.patch_model(own(lambda: Leaving(lambda made: made.pow(2).mean())))
 
@@ -284,7 +284,7 @@ class WithoutWords(PreTrainedModel):
 
 def test_a_model_that_does_not_tell_where_its_embeddings_are():
     for call in (hfp.patch_model, hfp.check_isolation):
-        with pytest.raises(hfp.ModelNotSupportedError, match=r"expected a get_input_embeddings\(\) .* WithoutWords"):
+        with pytest.raises(hfp.ModelNotSupportedError, match=r"expected get_input_embeddings\(\) to .* WithoutWords"):
             call(WithoutWords())
 
 

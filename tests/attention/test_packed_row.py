@@ -128,11 +128,11 @@ class TestBorders:
             ({"position_ids": torch.arange(3)}, r"position_ids: expected shape \[rows, tokens\], .* got \[3\]"),
             (
                 {"position_ids": torch.tensor([[0, 1, 0]]), "cu_seq_lens_q": torch.tensor([0, 3])},
-                r"position_ids: expected the borders of cu_seq_lens_q, \[0, 3\], got \[0, 2, 3\]; positions restart",
+                r"position_ids: expected the same borders as cu_seq_lens_q, \[0, 3\], got \[0, 2, 3\]; positions must",
             ),
             (
                 {"position_ids": torch.arange(3)[None], "seq_idx": torch.tensor([[0, 0, 1]])},
-                "seq_idx: expected the borders of position_ids",
+                "seq_idx: expected the same borders as position_ids",
             ),
             (
                 {"encoder_hidden_states": torch.zeros(1, 3, 4)},
@@ -140,7 +140,7 @@ class TestBorders:
             ),
             (
                 {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 1, 3])},
-                "cu_seq_lens_k: expected the borders of cu_seq_lens_q",
+                "cu_seq_lens_k: expected the same borders as cu_seq_lens_q",
             ),
         ],
     )

@@ -306,7 +306,7 @@ class Halves(Routed):
         (
             Noting,
             "inner.0",
-            r"PackingError: Noting \(inner.0\): it stores a number computed from all tokens .* in its loss",
+            r"PackingError: Noting \(inner.0\): its attribute loss stores a number computed from all tokens",
         ),
         (Halves, "inner.0.router", r"PackingError: .*: it returns a tensor of shape \[11\] computed from all tokens"),
     ],

@@ -138,7 +138,9 @@ def test_no_small_model_can_be_built():
 def test_a_small_model_with_other_modules():
     model = on_meta(tiny_model("jamba", "causal"))
     model.model.layers[0].mamba = torch.nn.Identity()
-    with pytest.raises(hfp.ModelNotSupportedError, match=r"runs JambaMambaMixer .*, and this one has Identity there"):
+    with pytest.raises(
+        hfp.ModelNotSupportedError, match=r"runs JambaMambaMixer .*, but the model itself has Identity there"
+    ):
         hfp.patch_model(model, prove=False)
 
 
@@ -178,7 +180,7 @@ def test_two_processes_of_fsdp_with_other_numbers_of_documents(of_fsdp, architec
 
 @pytest.mark.slow
 def test_fsdp_inside_a_module_that_runs_by_segment_is_refused(of_fsdp):
-    words = "expected FSDP around JambaMambaMixer, which runs by segment, or further out; it is around"
+    words = "expected FSDP to wrap JambaMambaMixer, which runs by segment, or a module around it; it wraps"
     assert all(words in of_rank["refused"] for of_rank in of_fsdp["jamba", "inside"])
 
 

@@ -105,7 +105,7 @@ def test_a_row_of_another_length_is_refused():
 def test_positions_that_no_longer_count():
     axes = recorded({"positions": torch.arange(TOKENS)[None]})
     axes.check_row({"positions": torch.arange(2, 11)[None]}, 9)
-    with pytest.raises(PackingError, match="count the tokens of a row in positions; is there a padding token"):
+    with pytest.raises(PackingError, match="expected positions to count the tokens of a row; is there a padding token"):
         axes.check_row({"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, 9)
 
 

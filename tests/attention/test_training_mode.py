@@ -63,7 +63,7 @@ LEAKS = {
     "batch norm": (Normed, "in training mode, changing one packed document changes the logits of another"),
     "centred": (Centred, "in training mode, changing one packed document changes the logits of another"),
     "average": (lambda: MovingAverage(False), "in training mode, changing one packed document changes the logits"),
-    "late average": (lambda: MovingAverage(True), "earlier ones, through model.layers.0.mlp.1.average"),
+    "late average": (lambda: MovingAverage(True), "earlier batches, through model.layers.0.mlp.1.average"),
     "attribute": (Counting, "in training mode, changing one packed document changes the logits of another"),
 }
 
@@ -155,7 +155,8 @@ def test_training_that_cannot_be_made_quiet_is_reported():
     model = hfp.patch_model(with_module(Noisy()))
     report = hfp.check_isolation(model)
     assert report.isolated
-    assert report.route.unproven == report.unproven == "it draws random numbers there that cannot be switched off"
+    reason = "it draws random numbers in training mode that cannot be switched off"
+    assert report.route.unproven == report.unproven == reason
     assert str(report).count("training mode not proven: it draws random numbers") == 1
     with hfp.unpatch_model(model):
         model.config.use_cache = False
@@ -175,7 +176,7 @@ def test_a_model_that_is_others_each_time_in_training():
             return hidden * (1 + next(calls) % 7 * 0.1) if self.training else hidden
 
     report = hfp.check_isolation(hfp.patch_model(with_module(nn.Sequential(Noisy(), Clock()))))
-    assert "its logits for the same tokens vary there from run to run" in report.unproven
+    assert "its logits for the same tokens vary from run to run in training mode" in report.unproven
     assert report.modes == ("evaluation",)
 
 
@@ -188,7 +189,7 @@ def test_a_model_that_cannot_be_called_in_training():
 
     report = hfp.check_isolation(hfp.patch_model(with_module(Failing())))
     assert (report.isolated, report.modes) == (True, ("evaluation",))
-    assert "training mode not proven: it cannot be called there with input_ids alone: labels" in str(report)
+    assert "training mode not proven: it cannot be called in training mode with input_ids alone: labels" in str(report)
 
 
 def test_everything_is_put_back():

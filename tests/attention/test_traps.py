@@ -156,7 +156,7 @@ def test_collators_of_others_on_patched_models(name):
 
 def test_a_collator_that_loses_documents():
     with pytest.raises(
-        hfp.PackingError, match="collator: expected a batch with each document whole and once, got one of 13"
+        hfp.PackingError, match="collator: expected a batch with each document whole, exactly once, got one of 13"
     ):
         hfp.check_isolation(build("Llama"), collator=lambda rows: {"input_ids": stacked(rows)["input_ids"][:, 5:]})
 

@@ -158,7 +158,7 @@ def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
     weights = {name: value for name, value in model.state_dict().items() if name != missing}
     model.save_pretrained(tmp_path / "model", state_dict=weights)
     assert main(["check", str(tmp_path / "model"), "--weights"]) == 0
-    expected = f"the model itself, but for what its files do not have and is random: 1 weights, the first {missing}"
+    expected = f"the model itself, except for 1 random weights that its files do not have, the first {missing}"
     assert expected in capsys.readouterr().out
 
 

@@ -143,12 +143,12 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         (["report", "{folder}/none.jsonl"], "DATA: expected a file, a folder or a dataset's name"),
         (["report", "{data}"], "--tokenizer: expected one for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
-        (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "expected body, the fields are text"),
+        (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "expected body, got the fields text"),
         (["report", "{data}", "--max-length", "0"], "argument --max-length: expected an integer from 1, got '0'"),
         (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer from 1, got 'some'"),
         (["report", "{data}", "--output", "{folder}"], "--output: expected a file for the page, such as report.html"),
         (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a folder to write to"),
-        (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows what there is"),
+        (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows all options"),
         (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
         ([], "the following arguments are required: report | pack | check"),
         (
@@ -202,7 +202,7 @@ def test_the_command_is_installed():
     ("command", "defaults"),
     [
         ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "a line break"]),
-        ("pack", ["4096", "best_fit", "stop at the first", "put one", "the first there is of text, prompt and"]),
+        ("pack", ["4096", "best_fit", "stop at the first", "put one", "the first found of text, prompt and"]),
         ("check", ["make a small one of the same configuration", "refuse it"]),
     ],
 )

@@ -55,7 +55,7 @@ def test_columns_that_are_not_packed_are_named(capsys, tmp_path):
     assert main(given) == 0
     found = capsys.readouterr()
     assert json.loads(found.out)["left_out"] == ["weights", "id"]
-    assert "warning: left out beside input_ids: weights, id; hf_packing.pack packs columns with one" in found.err
+    assert "warning: left out beside input_ids: weights, id; hf_packing.pack keeps columns with one" in found.err
 
 
 def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
@@ -183,7 +183,7 @@ def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
     with FileLock(tmp_path / ".packed.lock"):
         assert main(given) == 2
-    assert "--output: expected one that no other run writes" in capsys.readouterr().err
+    assert "--output: expected a folder that no other run writes" in capsys.readouterr().err
 
 
 def test_another_end_of_sequence_tokenizes_anew(capsys, tmp_path, data, tokenizer, monkeypatch):
@@ -241,7 +241,7 @@ def test_documents_that_change_while_they_are_read(capsys, tmp_path, data, token
     monkeypatch.setattr(pack, "_tokenize", changed)
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     assert main(given) == 2
-    assert "DATA: expected files that stay as they are, some changed while they were read" in capsys.readouterr().err
+    assert "DATA: expected files that do not change, some changed while they were read" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(given) == 0
     assert json.loads(capsys.readouterr().out)["num_documents"] == 301

@@ -67,7 +67,7 @@ def test_tokens_that_are_there_already(tmp_path):
 
 def test_rows_without_text(tmp_path, tokenizer):
     file = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"body": "two"}, {"text": "three"}])
-    message = "a.jsonl, line 2: expected text as in the rows before, the fields are body"
+    message = "a.jsonl, line 2: expected text as in the rows before, got the fields body"
     with pytest.raises(PackingError, match=f"{message}.*--skip-bad"):
         Corpus(Documents(str(file)), tokenizer).lengths(lambda _: None)
     skipping = Corpus(Documents(str(file), skip_bad=True), tokenizer)
@@ -90,8 +90,8 @@ def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
     [
         ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "expected documents without padding"),
         ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "expected documents without padding, .* has a 2"),
-        ({"input_ids": [5, 6], "seq_idx": [0, 1]}, "rows with seq_idx are packed already"),
-        ({"input_ids": [5, 6], "seq_lengths": [2]}, "rows with seq_lengths are packed already"),
+        ({"input_ids": [5, 6], "seq_idx": [0, 1]}, "got rows with seq_idx, which are packed already"),
+        ({"input_ids": [5, 6], "seq_lengths": [2]}, "got rows with seq_lengths, which are packed already"),
         ({"input_ids": [5, 6], "labels": [5]}, "expected as many labels as the 2 input_ids, got 1"),
         ({"input_ids": "abc"}, "expected a list of integers from 0 to 2\\*\\*31 - 1 in input_ids, got abc"),
         ({"input_ids": [1.5]}, "expected a list of integers"),
@@ -115,7 +115,7 @@ def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
             {"messages": [{"from": "human", "value": "one"}]},
             "expected messages with role and content, one has from, value",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected parts of a message that are text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected only text parts in a message"),
         ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "expected a list of messages"),
     ],
 )

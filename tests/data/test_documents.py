@@ -157,7 +157,9 @@ def test_places_that_are_none(tmp_path):
 def test_a_dataset_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda _: (_ for _ in ()).throw(ConnectionError("offline\nmore")))
     monkeypatch.setattr("hf_packing.data.documents.hub_answers", lambda *_: True)
-    with pytest.raises(PackingError, match="'nobody/nothing' is no file, no folder and no dataset: offline more$"):
+    with pytest.raises(
+        PackingError, match="expected a file, a folder or a dataset, got 'nobody/nothing': offline more$"
+    ):
         list(Documents("nobody/nothing"))
 
 
@@ -165,11 +167,11 @@ def test_spreadsheets_and_archives_are_no_texts(tmp_path):
     for name in ("a.xlsx", "a.zip", "a.jsonl.zst"):
         (tmp_path / name).write_text("text\none\n")
         kind = name[name.rindex(".") :]
-        message = f"{name}: expected JSONL, parquet, CSV or text, a {kind} file is none of them"
+        message = f"{name}: expected JSONL, parquet, CSV or text, got a {kind} file"
         with pytest.raises(PackingError, match=message):
             list(Documents(str(tmp_path / name)))
     (tmp_path / "a.txt").write_text("one")
-    with pytest.raises(PackingError, match="a .xlsx file is none of them; --skip-bad"):
+    with pytest.raises(PackingError, match="got a .xlsx file; --skip-bad"):
         list(Documents(str(tmp_path)))
 
 

@@ -24,7 +24,7 @@ def test_a_link_to_a_file_of_the_folder_is_not_read_again(tmp_path):
     (tmp_path / "latest.txt").symlink_to(tmp_path / "within" / "a.txt")
     documents = Documents(str(tmp_path))
     assert texts(documents) == ["one"]
-    assert documents.skipped == [f"{tmp_path / 'latest.txt'}: not read, a link to a file of the folder"]
+    assert documents.skipped == [f"{tmp_path / 'latest.txt'}: not read, a link to another file in the folder"]
 
 
 def test_links_that_lead_out_of_the_folder_are_read(tmp_path):
@@ -39,13 +39,13 @@ def test_links_that_lead_out_of_the_folder_are_read(tmp_path):
 def test_a_link_that_leads_nowhere(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(PackingError, match="gone.txt: expected a file, the link leads nowhere; --skip-bad"):
+    with pytest.raises(PackingError, match="gone.txt: expected a file, got a broken link; --skip-bad"):
         list(Documents(str(tmp_path)))
     documents = Documents(str(tmp_path), skip_bad=True)
     assert texts(documents) == ["one"]
     assert len(documents.skipped) == 1
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(PackingError, match="has none; .*gone.txt: expected a file, the link leads nowhere"):
+    with pytest.raises(PackingError, match="has none; .*gone.txt: expected a file, got a broken link"):
         Documents(str(tmp_path), skip_bad=True)
 
 
@@ -91,7 +91,7 @@ def test_patterns_find_names_at_any_depth(tmp_path):
     for pattern in ("*.py", "**/*.py"):
         assert texts(Documents(str(tmp_path), glob=pattern)) == ["a.py", "x/b.py", "x/y/c.py"]
     assert texts(Documents(str(tmp_path), glob="x/*")) == ["x/b.py", "x/d.txt"]
-    with pytest.raises(PackingError, match=r"--glob: expected a pattern of names, .* got 'x/\*\*/\*.py'"):
+    with pytest.raises(PackingError, match=r"--glob: expected a pattern of file names, .* got 'x/\*\*/\*.py'"):
         Documents(str(tmp_path), glob="x/**/*.py")
 
 
@@ -102,12 +102,12 @@ def test_something_that_is_neither_file_nor_folder(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     documents = Documents(str(tmp_path))
     assert texts(documents) == ["one"]
-    assert documents.skipped == [f"{tmp_path / 'pipe'}: not read, no file"]
+    assert documents.skipped == [f"{tmp_path / 'pipe'}: not read, not a regular file"]
 
 
 def test_a_saved_dataset_in_a_folder_is_no_text(tmp_path):
     datasets.Dataset.from_dict({"input_ids": [[1]]}).save_to_disk(tmp_path / "packed")
-    with pytest.raises(PackingError, match="has none; a saved dataset in it can be named by itself"):
+    with pytest.raises(PackingError, match="has none; name a saved dataset in it directly"):
         Documents(str(tmp_path))
     (tmp_path / "a.txt").write_text("one")
     documents = Documents(str(tmp_path))

@@ -68,7 +68,7 @@ def test_a_hub_out_of_reach_costs_one_try(online, caplog):
     assert not hub_answers("nobody/nothing")
     with pytest.raises(PackingError, match="--tokenizer: .*'nobody/nothing' cannot be loaded here"):
         load_tokenizer("nobody/nothing")
-    with pytest.raises(PackingError, match="'nobody/nothing' is no file, no folder and no dataset"):
+    with pytest.raises(PackingError, match="expected a file, a folder or a dataset, got 'nobody/nothing'"):
         list(Documents("nobody/nothing"))
     assert time.monotonic() - began < 5, "huggingface_hub would retry for 24 seconds and more"
     assert not caplog.records

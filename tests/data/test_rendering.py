@@ -26,14 +26,14 @@ def test_kinds_of_rows():
     assert kind_of_row({"messages": []}, None) == "messages"
     assert kind_of_row({"text": "a", "input_ids": [1]}, None) == "input_ids"
     assert kind_of_row({"text": "a", "content": "b"}, "content") == "content"
-    with pytest.raises(PackingError, match="expected prompt and completion, the fields are prompt"):
+    with pytest.raises(PackingError, match="expected prompt and completion, got the fields prompt"):
         kind_of_row({"prompt": "a"}, "prompt")
     for row in ({"prompt": "a"}, {"body": "a"}, {"text": None, "body": "a"}):
         with pytest.raises(
-            PackingError, match="expected text, prompt and completion, .* the fields are .*--field names"
+            PackingError, match="expected text, prompt and completion, .* got the fields .*--field names"
         ):
             kind_of_row(row, None)
-    with pytest.raises(PackingError, match="expected body, the fields are text"):
+    with pytest.raises(PackingError, match="expected body, got the fields text"):
         kind_of_row({"text": "a"}, "body")
 
 
@@ -112,7 +112,7 @@ def test_tools_without_a_template_are_the_first_message():
     [
         ({"tools": "{"}, "expected tools as a list or as JSON, "),
         ({"tools": {"name": "find"}}, "expected tools as a list or as JSON, got dict"),
-        ({"chat_template_kwargs": [1]}, "expected chat_template_kwargs by name, got list"),
+        ({"chat_template_kwargs": [1]}, "expected chat_template_kwargs as a mapping, got list"),
         ({"chat_template_kwargs": {"style": 1}}, "expected a tokenizer with a chat template, since .* sets style"),
     ],
 )

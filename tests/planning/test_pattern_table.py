@@ -146,7 +146,7 @@ def test_a_strategy_that_needs_the_order_of_documents():
             np.array([0, 0, 0, 0, 0, 2**63 + 5], dtype=np.uint64),
             "already_dealt: expected at most 2 documents of length 5, as counted, got 9223372036854775813",
         ),
-        ([5], [0, 9], "already_dealt: expected none of length 1, as counted, got 9"),
+        ([5], [0, 9], "already_dealt: expected no documents of length 1, as counted, got 9"),
         ([5], [0, -1], "already_dealt: expected no negative count, got -1 documents of length 1"),
         ([5], [0.5], "already_dealt: expected integers, got float64"),
         ([-5], None, "lengths: expected no negative length"),

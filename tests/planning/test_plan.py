@@ -35,15 +35,15 @@ def test_a_plan_that_keeps_the_laws():
     ("changes", "message"),
     [
         ({"segment_length": [4, 4, 1]}, "pack 0 holds 8 tokens, its capacity is 7"),
-        ({"segment_length": [4, 3, 2]}, "segment 2 is tokens 4:6 of document 0, which has 5"),
+        ({"segment_length": [4, 3, 2]}, "segment 2 is tokens 4:6 of document 0, which has 5 tokens"),
         ({"segment_start": [0, 0, -1]}, "segment 2 is tokens -1:0 of document 0"),
         (
             {"segment_start": [0, 0, 3]},
             "segments 0 and 2 share tokens of document 0: one ends at 4, the other starts at 3",
         ),
-        ({"segment_length": [4, 3, 0]}, "segment_length: expected no empty segment, got 0 at 2"),
-        ({"segment_document": [0, 2, 0]}, "segment_document: expected numbers below 2 documents, got 0..2"),
-        ({"segment_document": [0, -1, 0]}, "segment_document: expected numbers below 2 documents, got -1..0"),
+        ({"segment_length": [4, 3, 0]}, "segment_length: expected no empty segment, got length 0 at index 2"),
+        ({"segment_document": [0, 2, 0]}, "segment_document: expected document numbers below 2, got 0..2"),
+        ({"segment_document": [0, -1, 0]}, "segment_document: expected document numbers below 2, got -1..0"),
         ({"pack_offsets": [0, 2, 2]}, "pack_offsets: expected to rise from 0 to the 3 segments"),
         ({"pack_offsets": [0, 3]}, "pack_offsets: expected one more than the 2 packs, got 2"),
         ({"segment_start": [0, 0]}, "segment_start: expected 3 segments, got 2"),
@@ -61,7 +61,10 @@ def test_a_plan_that_breaks_a_law(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"segment_length": [4, 4, 1], "pack_capacity": [9, 9]}, "segment 1 is tokens 0:4 of document 1, which has 3"),
+        (
+            {"segment_length": [4, 4, 1], "pack_capacity": [9, 9]},
+            "segment 1 is tokens 0:4 of document 1, which has 3 tokens",
+        ),
         ({"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}, "pack_offsets: expected to rise from 0"),
         ({"segment_length": [4, 4, 1]}, "pack 0 holds 8 tokens, its capacity is 7"),
     ],

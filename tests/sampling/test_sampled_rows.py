@@ -126,7 +126,7 @@ def test_a_transform_that_returns_other_rows_than_it_is_given(documents, times):
     )
     rows = sampled(transformed, hfp.TokenBudget(8))
     assert rows[0]["input_ids"] == [5, 6, 7]
-    with pytest.raises(PackingError, match=f"dataset: expected 2 rows for as many row numbers, got {2 * times}"):
+    with pytest.raises(PackingError, match=f"expected one row for each of 2 row numbers, got {2 * times} rows"):
         rows.__getitems__([(0, False), (1, False)])
 
 

@@ -70,7 +70,7 @@ def test_few_documents_are_packed_well_too(rng):
 
 
 def test_too_many_ways_to_fill_a_pack():
-    with pytest.raises(hfp.PackingError, match=r"max_documents: expected at most 2\*\*23 ways to fill a pack, 6 docu"):
+    with pytest.raises(hfp.PackingError, match=r"max_documents: expected at most 2\*\*23 ways to fill a pack, got 6, "):
         hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(512, max_documents=6))
 
 

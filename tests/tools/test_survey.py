@@ -166,12 +166,12 @@ def test_the_summary_of_the_page_counts_its_rows():
     refused = {kind: sum(section == f"Refused: {TITLES[kind].lower()}" for section, _ in rows) for kind in KINDS}
     both = [cells for kind in KINDS for cells in taken[kind]]
     parts = [f"{len(taken[kind])} of {len(taken[kind]) + refused[kind]} {kind}" for kind in KINDS]
-    assert f"Exact when patched, however fed: {parts[0]} and {parts[1]}." in PAGE
+    assert f"Exact when patched, in every way of passing borders: {parts[0]} and {parts[1]}." in PAGE
     varlen = sum(route == "varlen" for _, route, *_ in both)
     assert f"{varlen} take the `varlen` route alone." in PAGE
     assert f"Of the other {len(both) - varlen}, " in PAGE
     isolated = sum(cells[0] == "isolated" for (section, _), cells in rows.items() if "Not measured" not in section)
-    assert f"{isolated} of {len(both) + sum(refused.values())} keep documents apart." in PAGE
+    assert f"{isolated} of {len(both) + sum(refused.values())} isolate documents." in PAGE
     assert all(float(figure) <= EXACT for *_, logits, gradients, _ in both for figure in (logits, gradients))
 
 

@@ -168,7 +168,7 @@ def test_a_loss_that_nothing_divides_with_accumulation_set_after_attach(tmp_path
     trainer = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"))
     hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.args.gradient_accumulation_steps = 4
-    message = "expected a loss that is divided by num_items_in_batch, that of CallsSuper.* into 4 micro-batches"
+    message = "expected a loss that is divided by num_items_in_batch, CallsSuper.* into 4 micro-batches"
     with pytest.raises(PackingError, match=message):
         trainer.train()
     trainer.args.gradient_accumulation_steps = 1

@@ -66,7 +66,7 @@ def test_predicting_without_compute_loss(tmp_path):
 
     trainer = trainer_of(tmp_path, Own)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="prediction_step: expected one that calls compute_loss, that of Own"):
+    with pytest.raises(PackingError, match="expected a method that calls compute_loss, got Own.prediction_step"):
         trainer.evaluate(documents(9))
 
 

@@ -1,4 +1,4 @@
-"""Measure architectures: what the stock model does to packed documents, and what the patched one does."""
+"""Measure whether the stock and the patched model of each architecture isolate packed documents."""
 
 import copy
 import inspect
@@ -50,14 +50,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Model types with settings that take them through other code, by the name they have on the page."""
+"""Model types with settings that select different code, by their names on the page."""
 
 EXACT = 1e-4
 """The largest difference in a logit, and in a gradient relative to the largest gradient, that counts as exact, unless
 rounding alone was measured to cause more."""
 
 _LENGTHS = (5, 19, 2, 15, 19, 22)
-"""Tokens of the documents. Not those of the proof; the first half is as long as the second."""
+"""Tokens of the documents. They differ from those of the proof, and a document ends in the middle of the row."""
 
 _LONGER = (18, 14, 21, 16, 37)
 """For models that cannot be called with very short documents."""
@@ -143,7 +143,7 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
         patch_model(model)
     except ModelNotSupportedError as error:
         return Measured(kind, name, stock=stock, reason=str(error))
-    except Exception as error:  # patch_model promises not to
+    except Exception as error:  # patch_model should raise no other error
         return Measured(kind, name, stock=stock, reason=f"patch_model failed, {type(error).__name__}: {error}")
     route = check_isolation(model).route
     assert route is not None
@@ -212,8 +212,8 @@ def _stock_result(model: PreTrainedModel) -> str:
 
 
 def _ignores_labels(model: PreTrainedModel, tokens: list[int]) -> bool:
-    """Return whether labels change the loss only. Some decoders make their inputs from labels, or expect an image."""
-    model, ids = copy.deepcopy(model), torch.tensor([tokens])  # rotary scales remember long documents
+    """Return whether labels change only the loss: some decoders make their inputs from labels, or expect an image."""
+    model, ids = copy.deepcopy(model), torch.tensor([tokens])  # a copy, since rotary scales remember long documents
     unpatch_model(model)
     masked = ids.masked_fill(torch.arange(len(tokens)) < 2, -100)
     try:

@@ -43,24 +43,25 @@ def _summary(results: Sequence[Measured], versions: str) -> list[str]:
     lines = [
         f"Made by `{COMMAND}` with {versions}, on CPU: a tiny",
         "random float32 model of every architecture, built from its configuration class alone, and of some variants.",
-        "`patch_model` finds its route on the model in hand in the same way; this page decides nothing.",
+        "`patch_model` finds the route of your model in the same way, and does not read this page.",
         "",
-        f"Exact when patched, however fed: {counts['causal']} of {built['causal']} causal and {counts['masked']} of "
-        f"{built['masked']} masked. That is: logits within",
-        f"{EXACT:g} of those of the documents alone, no logit changed by more when another document is, and gradients",
-        f"of all parameters within {EXACT:g} of the largest; more only where rounding alone was measured to make more",
-        f"{_exceptions(taken)}. {varlen} take the `varlen` route alone.",
+        f"Exact when patched, in every way of passing borders: {counts['causal']} of {built['causal']} causal and "
+        f"{counts['masked']} of {built['masked']} masked. That is: logits differ by",
+        f"at most {EXACT:g} from those of the documents alone, no logit changes by more when another document changes,",
+        f"and gradients of all parameters differ by at most {EXACT:g} of the largest gradient. Larger differences",
+        f"count as exact only where rounding alone was measured to cause them {_exceptions(taken)}.",
+        f"{varlen} take the `varlen` route alone.",
     ]
     if shares:
-        lines += [f"Of the other {len(shares)}, the median keeps {median(shares):.0%} of its parameters packed."]
+        lines += [f"Of the other {len(shares)}, the median runs {median(shares):.0%} of parameters on the packed row."]
     unproven = [f"{each.name} ({_one_line(each.unproven, 160)})" for each in taken if each.unproven]
     which = f"all but {', '.join(unproven)}" if unproven else "all of them"
-    lines += [f"Proven in training mode as well, dropout off: {which}."]
-    return [*lines, f"Stock, as a training loop calls them, {isolated} of {sum(built.values())} keep documents apart."]
+    lines += [f"Verified in training mode as well, with dropout off: {which}."]
+    return [*lines, f"Unpatched, as a training loop calls them, {isolated} of {sum(built.values())} isolate documents."]
 
 
 def _exceptions(taken: Sequence[Measured]) -> str:
-    """Name the models that are exact only because rounding explains more, with their figures."""
+    """Name the models that count as exact only because of rounding, with their figures."""
     figures = {each.name: max(each.change, each.difference, each.gradient) for each in taken if each.exact}
     beyond = [f"{name} {figure:.0e}" for name, figure in figures.items() if figure > EXACT]
     return f"({', '.join(beyond) or 'nowhere'})"

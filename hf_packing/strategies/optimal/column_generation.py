@@ -30,7 +30,7 @@ ROUNDING = 1e-6
 """Differences in packs below this may be rounding."""
 _GUESSES = 5
 _NOISE = 0.02
-"""Relative, of each guess, so that packs of equal value come out differently every time."""
+"""Relative noise in each guess, so that packs of equal value come out differently every time."""
 _TOWARDS_BEST = 0.3
 """Weight of the duals with the best bound when prices are taken."""
 _WORTH_ADDING = 1e-7
@@ -41,7 +41,7 @@ _LEAST_PROGRESS = 1e-9
 _SCALE = 1000.0
 """HiGHS has absolute tolerances, so demand is scaled to this many documents in all."""
 _CLOSE_ENOUGH = 5e-5
-"""Of the objective, if lengths are grouped and the bound is approximate anyway."""
+"""Relative gap at which to stop if lengths are grouped, where the bound is approximate anyway."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class Relaxation:
     """Packs in all."""
     rounds: int
     finished: bool
-    """Whether it is optimal, or as close as is worth the time; otherwise the time ran out."""
+    """Whether the solution is optimal, or close enough; otherwise the time ran out."""
 
 
 def generate_columns(
     problem: Problem, start: IntArray, deadline: float, progress: Callable[[str], None]
 ) -> tuple[Relaxation | None, Duals]:
-    """Solve the problem over all possible columns, until it is solved or the time runs out.
+    """Solve the problem over all possible columns, or stop when the time runs out.
 
     Args:
         problem: what is wanted.
         start: integers [slots, columns]: columns to begin with, which cover all slots.
-        deadline: of `time.monotonic`.
+        deadline: seconds, on the clock of `time.monotonic`.
         progress: called with a line of text once a round.
 
     Returns:
@@ -115,7 +115,7 @@ def generate_columns(
         new = _without_known(_improving_columns(problem, duals, value, deadline), columns)
         if not new.shape[1] and time.monotonic() < deadline:
             return solution, duals
-        # only if the objective has decreased since, or the same columns could come and go forever
+        # only if the objective has decreased since; otherwise the same columns could come and go forever
         if columns.shape[1] > 2 * len(problem.slots) and objective < pruned_at * (1 - _LEAST_PROGRESS):
             columns = columns[:, (packs > 0) | (1 - value @ columns < _WORTH_KEEPING)]
             pruned_at = objective
@@ -138,7 +138,7 @@ def _try_prices(problem: Problem, duals: Duals, value: FloatArray) -> IntArray:
 
 
 def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[IntArray]:
-    """Return columns for guessed prices: between prices by length and by document, then the best with noise."""
+    """Return columns for guessed prices: mixes of prices by length and by document, then the best with noise."""
     by_length = problem.slots / problem.capacity
     typical = problem.max_documents or max(2, int(problem.demand.sum() / (problem.demand @ by_length)))
     for share in np.linspace(1, 0, 6):
@@ -178,7 +178,7 @@ def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tupl
     Args:
         columns: integers [slots, columns].
         demand: float64 [slots].
-        deadline: of `time.monotonic`.
+        deadline: seconds, on the clock of `time.monotonic`.
 
     Returns:
         packs of each column, the dual of each slot, packs in all; None if the time ran out.
@@ -210,7 +210,7 @@ def columns_of(patterns: Patterns, slots: IntArray) -> IntArray:
 
 
 _ROUNDED_UP = 0.5
-"""Fractions from here on become one more pack if none of its slots would stay free."""
+"""Fractions of at least this become one more pack if none of its slots would stay free."""
 
 
 def dive(
@@ -221,9 +221,9 @@ def dive(
     Args:
         relaxation: the solution in fractions.
         demand: float64 [slots]: documents that need each slot.
-        make_packs: from whole packs of each column to packs for all documents, the rest packed best fit.
-        bound: packs below which there is nothing to find.
-        deadline: of `time.monotonic`.
+        make_packs: turns whole packs of each column into packs for all documents; packs the rest best-fit.
+        bound: lower bound on packs, at which to stop.
+        deadline: seconds, on the clock of `time.monotonic`.
 
     Returns:
         The packs, and whether the dive finished before the deadline.
@@ -263,7 +263,7 @@ def _round_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_
 
 
 def _pass_down(left: IntArray) -> IntArray:
-    """Return the slots that are wanted after spare ones, which are negative, have served shorter documents."""
+    """Return the slots still wanted once spare slots (negative numbers) have served shorter documents."""
     wanted, spare = left.tolist(), 0
     for slot in range(len(wanted) - 1, -1, -1):
         spare -= min(wanted[slot], 0)

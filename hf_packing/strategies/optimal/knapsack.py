@@ -10,7 +10,7 @@ from hf_packing.planning.lengths import IntArray
 FloatArray = npt.NDArray[np.float64]
 
 LEAST_GAIN = 1e-12
-"""Differences below this are rounding."""
+"""Differences below this are rounding errors."""
 
 
 class _ValuablePacks(NamedTuple):
@@ -92,7 +92,7 @@ def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
 
 
 def _packs_of_layers(layers: list[_Layer], slots: IntArray, capacity: int) -> IntArray:
-    """Return the same under a limit on slots."""
+    """Return the same as `_packs_of_layer`, under a limit on slots."""
     columns = np.eye(len(slots), dtype=np.int32)
     pack, room = np.arange(len(slots)), capacity - slots
     for layer in reversed(layers):

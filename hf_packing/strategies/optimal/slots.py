@@ -7,7 +7,7 @@ from hf_packing.strategies.optimal.column_generation import Problem
 
 _MAX_SLOTS = 1000
 _MAX_UNITS = 1 << 17
-"""A pack of more tokens is measured in units of several, rounded up."""
+"""A pack of more tokens is measured in units of several tokens, rounded up."""
 _MAX_WORK = 1 << 28
 """Slots times room times the limit on documents, which is what one pricing costs."""
 _FEWEST_SLOTS = 50
@@ -18,7 +18,7 @@ _TOO_LARGE = 1 << 25
 
 
 def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> tuple[IntArray, Problem]:
-    """State the problem in slots.
+    """Formulate the problem in slots.
 
     Args:
         counts: int64 [longest + 1]: how many segments there are of each length, at least one in all, none empty.

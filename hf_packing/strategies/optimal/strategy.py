@@ -1,4 +1,4 @@
-"""Optimal: the fewest packs that can be found in a given time, and a bound that proves how few are possible at all."""
+"""Optimal: the fewest packs that can be found in a given time, and a proven lower bound."""
 
 import time
 import warnings
@@ -22,31 +22,31 @@ from hf_packing.strategies.optimal.knapsack import LEAST_GAIN, fill_rooms
 from hf_packing.strategies.optimal.slots import slots_wanted, too_much_work
 
 _SHARE_FOR_FRACTIONS = 0.6
-"""Of the time, for the solution in fractions; the rest is for turning it into whole packs."""
+"""Share of the time limit for the solution in fractions; the rest is for turning it into whole packs."""
 _FEW_SEGMENTS = 64
-"""Up to here the exact answer is looked for."""
+"""Up to this many segments, the problem may also be solved exactly."""
 _MAX_WORK_FOR_BOUND = 1 << 29
-"""Lengths times capacity: up to here the duals of grouped lengths are priced on all lengths, for a better bound."""
+"""Lengths times capacity up to which duals of grouped lengths are priced on all lengths, for a better bound."""
 
 
 @register_strategy
 @dataclass(frozen=True)
 class Optimal(OneCapacity):
-    """The fewest packs that column generation finds, with a bound that proves how few are possible.
+    """The fewest packs that column generation finds, with a proven lower bound.
 
-    Never more packs than BestFit. It is worth its time if best fit is not close to the bound: with lengths in a narrow
-    range, as in most fine-tuning data. More than 1,000 distinct lengths are rounded up to 1,000 while planning, or to
-    fewer with `max_documents` and long packs; packs of more than 131,072 tokens are measured in units of several
-    tokens. The plan's `note` says what was done, its `metrics().lower_bound` is the bound. The same input gives the
-    same plan unless the time runs out; if several processes need it, let one of them plan. Needs scipy:
+    Never more packs than BestFit. Worth its time if best fit is far from the bound: with lengths in a narrow range, as
+    in most fine-tuning data. More than 1,000 distinct lengths are rounded up to 1,000 while planning, or to fewer with
+    `max_documents` and long packs; packs of more than 131,072 tokens are measured in units of several tokens. The
+    plan's `note` says what was done, its `metrics().lower_bound` is the bound. The same input gives the same plan
+    unless the time runs out; if several processes need it, let one of them plan. Needs scipy:
     `pip install "hf-packing[optimal]"`.
 
     Args:
         max_length: tokens that a pack holds, at least 1.
         overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
         max_documents: most segments in a pack; None for no limit.
-        time_limit: seconds to plan in, 0 or more; if they are too few for column generation, or it is too much work
-            with max_documents, the plan is that of BestFit, with a warning.
+        time_limit: seconds for planning, 0 or more; if that is too short for a first solution, or max_documents makes
+            it too much work, the plan is that of BestFit, with a warning.
         seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
             them sorted.
 
@@ -152,17 +152,17 @@ def _optimal_packs(
 
 
 def _least_packs_of_slots(problem: Problem) -> int:
-    """Return the packs that the slots need by volume, which is what rounding lengths up costs at least."""
+    """Return the packs that the slots need by volume: no plan with rounded-up lengths has fewer."""
     return int(np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING))
 
 
 def _proven_bound(
     counts: IntArray, capacity: int, slots: IntArray, problem: Problem, duals: Duals, deadline: float
 ) -> int:
-    """Return how many packs the documents need, by what the duals say their slots are worth.
+    """Return a lower bound on packs, from the values that the duals give to slots.
 
-    If lengths are grouped, a document is worth at least as much as the next shorter slot. A better value is on the line
-    between the slots around it, but then the most valuable pack of such documents has to be found again.
+    If lengths are grouped, a document is worth at least as much as the next shorter slot. Interpolating
+    between the slots around it gives a better value, but then the most valuable pack has to be found again.
     """
     if not problem.grouped:
         return _whole_packs(duals.bound, problem.capacity)
@@ -178,7 +178,7 @@ def _proven_bound(
 
 
 def _whole_packs(bound: float, rooms: int) -> int:
-    """Return the whole packs that a bound proves, less what a knapsack over so many rooms may lose to rounding."""
+    """Return the whole packs that a bound proves, allowing for the rounding errors of a knapsack over `rooms`."""
     return int(np.ceil(bound * (1 - LEAST_GAIN * (rooms + 1)) - ROUNDING))
 
 
@@ -192,7 +192,7 @@ def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | No
         counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
         capacity: tokens that a pack holds.
         max_documents: most segments in one pack; None for no limit.
-        deadline: of `time.monotonic`.
+        deadline: seconds, on the clock of `time.monotonic`.
     """
     lengths = np.flatnonzero(counts)
     demand = counts[lengths]
