@@ -1,9 +1,9 @@
-"""Attention in a packed row on the CPU: by segment, beside sdpa with the mask that packing needs, and a plain loop.
+"""Attention in a packed row on the CPU: by segment, compared with sdpa with the mask that packing needs, and a loop.
 
 python benchmarks/attention.py
 
-Forward and backward of one layer. The mask is made once for all layers, so its time is shown apart. Peak memory is that
-of a process of its own for each side, beyond what it had before its first call.
+Forward and backward of one layer. The mask is made once for all layers, so its time is shown separately. Peak memory is
+measured in a separate process for each side, as what its first call adds.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def mask_of(row: PackedRow) -> Tensor | None:
 
 
 def plain_loop(query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
-    """A call of torch's attention for each segment, one after the other."""
+    """Call torch's attention for each segment, one after the other."""
     outputs = []
     for start, end in row.slices:
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
@@ -55,7 +55,7 @@ def plain_loop(query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Ten
 
 
 def side(name: str, lengths: list[int]) -> Callable[[], Tensor]:
-    """Forward and backward of one layer; returns what it attends to."""
+    """Return a call that runs forward and backward of one layer, and returns the attention output."""
     row, module = PackedRow.from_lengths(lengths), Attention()
     q, k, v = tensors(row.tokens)
     mask = mask_of(row) if name == "sdpa with mask" else None
@@ -77,12 +77,12 @@ def side(name: str, lengths: list[int]) -> Callable[[], Tensor]:
 
 
 def peak() -> int:
-    """KiB of this process at its largest, which its parent's do not enter (Linux)."""
+    """Return the peak memory of this process in KiB, without its parent's (Linux)."""
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
 
 
 def memory_of(name: str, lengths: list[int]) -> float:
-    """MiB beyond what the process had, in a process of its own, mask included."""
+    """Return the MiB that a side adds, mask included; to be called in a fresh process."""
     torch.set_num_threads(1)
     plain_loop(*tensors(8), PackedRow.from_lengths([8])).sum().backward()
     before = peak()

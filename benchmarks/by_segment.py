@@ -1,10 +1,10 @@
-"""Training a small Mamba and a small Jamba on real documents, padded and packed, 16 documents a step.
+"""Training a small Mamba and a small Jamba on real documents, padded and packed, 16 documents per step.
 
 python benchmarks/by_segment.py
 
 The documents are the functions of Python's standard library. Both sides see the same documents in the same steps; a
 round is one step of each. Without mamba-ssm the scan is transformers' own, a loop over positions whose backward pass
-grows with the square of the longest document of a call: try --max-length 64 for what packing alone is worth.
+grows with the square of the longest document of a call: use --max-length 64 to see what packing alone gains.
 """
 
 import argparse
@@ -78,9 +78,11 @@ class Training:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--documents", type=int, default=16, help="of a step")
+    parser.add_argument("--documents", type=int, default=16, help="documents per step")
     parser.add_argument("--max-length", type=int, default=256)
-    parser.add_argument("--sample", type=int, default=None, help="train the tokenizer on as many documents, to try it")
+    parser.add_argument(
+        "--sample", type=int, default=None, help="use only this many of the functions, to try the script"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     print(machine("hf-packing", "transformers", "torch"))

@@ -1,4 +1,4 @@
-"""PackingCollator beside transformers' DataCollatorWithFlattening and TRL's padding-free collator.
+"""PackingCollator compared with transformers' DataCollatorWithFlattening and TRL's padding-free collator.
 
 python benchmarks/collate.py
 """
@@ -18,7 +18,7 @@ CALLS = 50
 
 
 def make_rows(tokens: int, documents: int) -> tuple[list[dict], list[dict]]:
-    """The documents one a row, and all in one packed row."""
+    """Make documents, one in each row, and the same documents in one packed row."""
     rng = np.random.default_rng(0)
     lengths = rng.multinomial(tokens, rng.dirichlet(np.full(documents, 3.0))).clip(1)
     rows = [{"input_ids": rng.integers(0, 32_000, n, dtype=np.int32)} for n in lengths]

@@ -1,11 +1,12 @@
-"""Training a model of about 0.6B parameters on a card: padding, masks, ours, and the ideal, in one run.
+"""Training a model of about 0.6B parameters on a GPU: padding, masks, ours, and the ideal, in one run.
 
 python benchmarks/gpu_train.py
 
 Documents have lengths of a lognormal distribution, or of a file of integers (--lengths). Every step of every side has
-at most the same number of tokens in memory: padded rows of documents, packed rows under sdpa with the mask that
-transformers makes, packed rows patched, and, wasting nothing, rows that are one document each: of the full length of a
-row, and of the mean length of the documents, where attention has as little to do as in packed rows.
+at most the same number of tokens in memory. The sides are padded documents; packed rows through sdpa, with the mask
+that transformers makes; packed rows in a patched model; and two ideals that waste nothing, with one document in each
+row: of the full length of a row, or of the mean length of the documents, where attention has as little work as in
+packed rows.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from hf_packing.columns import IGNORED_LABEL
 
 @dataclass
 class Step:
-    """A batch, and how many of its tokens are of documents."""
+    """A batch, and how many of its tokens are not padding."""
 
     batch: dict
     real: int
@@ -62,7 +63,7 @@ def documents(lengths: np.ndarray, arguments: argparse.Namespace) -> list[list[i
 
 
 def padded_steps(lengths: np.ndarray, arguments: argparse.Namespace) -> Iterator[Step]:
-    """As many documents as fit when each is padded to the longest of them."""
+    """Yield steps of as many documents as fit when each is padded to the longest of them."""
     begin = 0
     while True:
         count = 1
@@ -131,7 +132,7 @@ class Training:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a step")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens per step")
     parser.add_argument("--row", type=int, default=4096, help="longest document")
     parser.add_argument("--lengths", type=Path, help="integers, as .npy or text")
     parser.add_argument("--hidden", type=int, default=1024)
@@ -149,7 +150,7 @@ def main() -> None:
         "ideal, mean length": ideal_steps_of_mean_length,
     }
     print(machine("hf-packing", "transformers", "torch"))
-    print(torch.cuda.get_device_name() if device == "cuda" else "no card: the CPU, to try the script")
+    print(torch.cuda.get_device_name() if device == "cuda" else "no GPU: on the CPU, to try the script")
     runs = {}
     for name, make_steps in makers.items():
         model = new_model(arguments, device)

@@ -1,4 +1,4 @@
-"""Lengths like those of real datasets, drawn from laws."""
+"""Lengths like those of real datasets, drawn from probability distributions."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ BLOCK = 1 << 22
 
 
 def log_normal(documents: int, mean: float, deviation: float, longest: int, seed: int = 0) -> np.ndarray:
-    """int32 [documents], drawn in blocks so that memory is that of the result."""
+    """Draw int32 [documents] in blocks, to use little more memory than the result."""
     rng = np.random.default_rng(seed)
     lengths = np.empty(documents, dtype=np.int32)
     for begin in range(0, documents, BLOCK):
@@ -20,7 +20,7 @@ def uniform(documents: int, shortest: int, longest: int, seed: int = 0) -> np.nd
 
 
 def refinedweb_like(documents: int, seed: int = 0) -> np.ndarray:
-    """Two log-normals whose baselines have the figures of 100 GB of RefinedWeb (arXiv 2407.07495, Table 1)."""
+    """Draw from two log-normals, with the baseline figures of 100 GB of RefinedWeb (arXiv 2407.07495, Table 1)."""
     rng = np.random.default_rng(seed)
     wide = rng.random(documents) < 0.3831637
     mean, deviation = np.where(wide, 5.2399588, 6.2047192), np.where(wide, 1.6609820, 0.8323742)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: how a figure is taken, what it was taken on, and where it is kept."""
+"""What the benchmarks share: how they measure, how they describe the machine, and where they save results."""
 
 import importlib.metadata
 import io
@@ -25,13 +25,13 @@ figures: list[dict[str, Any]] = []
 
 
 def figure(**facts: Any) -> None:
-    """Keep what was measured, beside printing it."""
+    """Keep a measured figure for the result file."""
     figures.append(facts)
 
 
 @contextmanager
 def recorded(script: str, named: str | None = None) -> Iterator[None]:
-    """With --save, which is taken from the command line, what is printed and measured goes to results as JSON.
+    """With --save on the command line, write what is printed and measured to results as JSON; remove the flag.
 
     Args:
         script: the benchmark's __file__.
@@ -63,7 +63,7 @@ VERSIONS = ("hf-packing", "torch", "transformers", "trl", "accelerate", "dataset
 
 
 class Copy(io.StringIO):
-    """Keeps what is written, and hands it on.
+    """Keep what is written, and pass it on.
 
     Args:
         other: where it also goes.
@@ -88,7 +88,7 @@ def machine(*packages: str) -> str:
 
 
 def in_turn(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side, the sides called one after the other in every round so that drift hits all alike."""
+    """Time each side in seconds; every round calls all sides in turn, so that drift affects them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, call in sides.items():
@@ -99,6 +99,6 @@ def in_turn(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
 
 
 def ratio(slow: list[float], fast: list[float]) -> str:
-    """Median of the ratios round by round, with the smallest and the largest."""
+    """Return the median of the ratios round by round, with the smallest and the largest."""
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     return f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})"

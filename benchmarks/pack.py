@@ -1,4 +1,4 @@
-"""pack() beside trl.pack_dataset: the same dataset on disk to a packed dataset on disk, in turn.
+"""pack() compared with trl.pack_dataset: from the same dataset on disk to a packed dataset on disk, in turn.
 
 python benchmarks/pack.py --tokens 20000000
 """

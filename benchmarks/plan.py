@@ -1,11 +1,11 @@
-"""Seconds and peak memory of planning, everything included, beside TRL's best-fit decreasing on fewer documents.
+"""Seconds and peak memory of planning, with everything included, and compared with TRL's best-fit decreasing.
 
     python benchmarks/plan.py
     python benchmarks/plan.py --documents 1000000 --max-length 2048 8192 --strategy Bucket
     python benchmarks/plan.py --shards 100        # a billion documents at 8192, dealt in 100 shards
 
-Each size runs in a process of its own, so that its peak memory is its own. The lengths are drawn before the clock
-starts; their array is counted in the memory.
+Each size runs in a separate process, to measure its own peak memory. The lengths are drawn before the clock starts;
+their array counts as memory. The comparison with TRL is on fewer documents.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import hf_packing as hfp
 
 TRL_DOCUMENTS = 200_000
 LARGE = 50_000_000
-"""From here on one call is enough."""
+"""From this many documents on, one call is enough."""
 SHARD = 10_000_000
 
 
@@ -33,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
     parser.add_argument("--max-length", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
-    parser.add_argument("--strategy", default="BestFit", help="of one max_length, by its name in hf_packing")
+    parser.add_argument(
+        "--strategy", default="BestFit", help="a strategy with one max_length, by its name in hf_packing"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shards", type=int, help=f"deal this many shards of {SHARD:,} documents instead")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -88,7 +90,7 @@ def plan_once(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def deal_shards(shards: int, max_length: int) -> None:
-    """A histogram, a table, and shard after shard dealt from it; every pack is checked to be filled once."""
+    """Count lengths, plan a table, and deal shard after shard from it; check that every pack is filled once."""
     drawing = time.perf_counter()
     counts = np.zeros(max_length + 1, dtype=np.int64)
     for shard in range(shards):
@@ -117,7 +119,7 @@ def deal_shards(shards: int, max_length: int) -> None:
 
 
 def beside_trl(max_lengths: list[int]) -> None:
-    """TRL plans and gathers in one function; a byte a token keeps the gathering small."""
+    """Compare with TRL, which plans and gathers in one function; one byte per token keeps the gathering small."""
     import pyarrow as pa
     from trl.data_utils import _pack_bfd
 

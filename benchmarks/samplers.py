@@ -1,4 +1,4 @@
-"""TokenBudget beside what else shares documents among ranks: padding, idle ranks, largest batch, seconds to plan.
+"""TokenBudget compared with other ways to deal documents to ranks: padding, idle ranks, largest batch, seconds to plan.
 
 python benchmarks/samplers.py
 """
@@ -23,7 +23,7 @@ Steps = list[list[np.ndarray]]
 
 
 def in_steps(order: list[int], size: int, ranks: int) -> Steps:
-    """Documents in order, so many to a micro-batch, dealt to the ranks in turn, as accelerate deals them."""
+    """Cut documents, in order, into micro-batches of `size`, dealt to the ranks in turn, as accelerate does."""
     whole = np.array(order[: len(order) // (size * ranks) * size * ranks]).reshape(-1, ranks, size)
     return [list(step) for step in whole]
 
@@ -49,7 +49,7 @@ def ours(lengths: np.ndarray, tokens: int, ranks: int) -> Steps:
 
 
 def busy(work: np.ndarray) -> float:
-    """Mean over largest across ranks, averaged over steps."""
+    """Return mean / largest work across ranks, averaged over steps."""
     return float((work.mean(1) / work.max(1)).mean())
 
 

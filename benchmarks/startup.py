@@ -1,10 +1,10 @@
-"""How long until something happens: importing, and the first batch of a tokenised dataset.
+"""How long a start takes: importing, and the first batch of a tokenized dataset.
 
 python benchmarks/startup.py
 
-Importing is timed in fresh interpreters. The first batch is of a tokenised dataset on disk: packed by TRL and collated
-padding-free, packed by us, with labels and position_ids beside input_ids (three times the bytes of TRL's), or shared
-out by a token budget without packing first; every round starts from a copy that no cache knows.
+Importing is timed in fresh interpreters. The first batch is of a tokenized dataset on disk: packed by TRL and collated
+padding-free; packed by us, with labels and position_ids beside input_ids (three times the bytes of TRL's); or batched
+by a token budget without packing first. Every round starts from a copy that is in no cache.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What each strategy makes of lengths like those of real datasets: padding, cuts, packs, and how few are possible.
+"""Each strategy on lengths like those of real datasets: padding, cuts, packs, and how few packs are possible.
 
 python benchmarks/strategies.py --documents 1000000
 """

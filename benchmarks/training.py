@@ -4,9 +4,9 @@ python benchmarks/training.py
 
 The documents are the functions of Python's standard library. Padded batches have as many documents as a packed row has
 on average, so that all sides take about equally many steps. TRL packs with its best fit and keeps documents apart by
-the mask that transformers makes of position_ids for sdpa; ours runs by segment. Before training, the loss of the
-documents is taken from the batches of every side: it has to be the same. Then all sides train in turn, round by round,
-a number of steps of each. Real tokens are those of documents, once each.
+the mask that transformers makes from position_ids for sdpa; ours runs by segment. Before training, the loss of the
+documents is computed from the batches of every side, and has to be the same. Then all sides train in turn, a few steps
+of each in every round. Real tokens are those of documents, without padding.
 """
 
 import argparse
@@ -39,12 +39,12 @@ EQUAL_LOSS = 1e-4
 
 
 class Side:
-    """One way to train, and its batches, again and again.
+    """One way to train, with an endless iterator over its batches.
 
     Args:
         name: of SIDES.
         documents: with input_ids.
-        tokenizer: theirs.
+        tokenizer: that made them.
         arguments: of the command line.
     """
 
@@ -84,7 +84,7 @@ class Side:
             yield from self.trainer.get_train_dataloader()
 
     def loss_before(self) -> tuple[float, int]:
-        """The mean over all labels of one epoch, and how many there are."""
+        """Return the mean loss over all labels of one epoch, and the number of labels."""
         total, labels = 0.0, 0
         self.model.eval()
         with torch.no_grad():
@@ -98,7 +98,7 @@ class Side:
         return total / labels, labels
 
     def train(self, steps: int) -> None:
-        """Some steps as SFTTrainer takes them."""
+        """Take some steps as SFTTrainer does."""
         self.real_tokens = 0
         for _ in range(steps):
             batch = next(self.batches)
@@ -138,9 +138,9 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=2, help="of each side in a round")
+    parser.add_argument("--steps", type=int, default=2, help="steps of each side per round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sample", type=int, help="look at so many of the functions only, to try it")
+    parser.add_argument("--sample", type=int, help="use only this many of the functions, to try the script")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

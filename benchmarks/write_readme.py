@@ -1,4 +1,4 @@
-"""benchmarks/README.md from the results: what was measured, by which command, on what.
+"""Write benchmarks/README.md from the results: what was measured, by which command, on which machine.
 
 python benchmarks/write_readme.py
 """
@@ -13,15 +13,15 @@ from measure import RESULTS
 HERE = Path(__file__).parent
 HEAD = """# Benchmarks
 
-`make bench` runs them and writes `results/*.json` and this page; not the plan in shards, which takes minutes, and
-`gpu_train.py`, which needs a card. Each by itself: `python benchmarks/NAME.py`, with `--save` to keep its result. Both
-sides of a comparison run in turn in one process on the same data; ratios are medians over the rounds, with the smallest
-and the largest. Machines are noisy: trust ratios, not seconds.
+`make bench` runs them and writes `results/*.json` and this page, except for the plan in shards, which takes minutes,
+and `gpu_train.py`, which needs a GPU. To run one, call `python benchmarks/NAME.py`, with `--save` to keep its result.
+Both sides of a comparison run in turn in one process on the same data; ratios are medians over the rounds, with the
+smallest and the largest. Machines are noisy: trust ratios, not seconds.
 """
 
 
 def section(result: dict) -> str:
-    """One benchmark's heading, purpose, command, machine and figures."""
+    """Return one benchmark's heading, purpose, command, machine and figures."""
     script = HERE.parent / shlex.split(result["command"])[1]
     first, *others = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")
     about = "\n\n".join(paragraph for paragraph in others if not paragraph.startswith("python "))
@@ -31,7 +31,7 @@ def section(result: dict) -> str:
 
 
 def page() -> str:
-    """The whole page, benchmarks in alphabetical order."""
+    """Return the whole page, with benchmarks in alphabetical order."""
     results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     return "\n\n".join([HEAD.rstrip(), *map(section, results)]) + "\n"
 

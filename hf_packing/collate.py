@@ -121,8 +121,8 @@ def _check_loss_masks(row: Row, number: int) -> None:
         return
     if LABELS not in row:
         raise PackingError(
-            f"column {names[0]!r}: expected labels beside it that are -100 where it is 0, row {number} has no labels; "
-            "pack() and map(strategy) apply it"
+            f"column {names[0]!r}: expected labels that are -100 where it is 0, row {number} has no labels; pack() and "
+            "map(strategy) apply the mask to the labels"
         )
     labels = read_integers(LABELS, row, number)
     masks = {name: np.asarray(row[name]) for name in names}
@@ -153,8 +153,8 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:
     """Raise if accelerate reads batches in one process and slices them for the others, its default for streams.
 
-    It would also slice cu_seq_lens, as if it had a value for each row. Accelerate is not imported here: if it is
-    loaded, its active loader shows whether it dispatches the batches of this collator.
+    Accelerate would also slice cu_seq_lens, as if it had a value for each row. Accelerate is not imported here: if it
+    is loaded, its active loader shows whether it dispatches the batches of this collator.
     """
     state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
     if state is None or data_loader is None:
@@ -175,7 +175,7 @@ def _collator_of(loader: Any) -> Any:
 
 
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
-    """Return the lengths of all segments of rows: int64 [segments], tokens. A row without a token has none.
+    """Return the lengths of all segments of rows: int64 [segments], tokens. A row without tokens has no segments.
 
     A row without a segment column is one segment. position_ids beside another segment column are not read here:
     `check_positions` compares those of all rows at once.
@@ -211,9 +211,9 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
     """Return a column of a row as a NumPy array; Python lists and torch tensors are converted.
 
     Args:
-        name: of the column.
-        row: with that column.
-        number: of the row, for error messages.
+        name: name of the column.
+        row: the row, by column name.
+        number: number of the row, for error messages.
 
     Returns:
         Integers [values]; any dtype if the column is empty.
@@ -222,7 +222,9 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
         PackingError: a missing column, or one that is not a list of integers.
     """
     if name not in row:
-        raise PackingError(f"column {name!r}: expected in every row, row {number} has {', '.join(row) or 'none'}")
+        raise PackingError(
+            f"column {name!r}: expected this column in every row, row {number} has {', '.join(row) or 'none'}"
+        )
     try:
         values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
     except ValueError as error:
@@ -298,7 +300,7 @@ def _from_positions(name: str, positions: IntArray, tokens: int, row: int) -> In
         raise PackingError(
             f"column {name!r}: expected positions that restart at 0 at every segment, row {row} has {positions[token]} "
             f"at token {token}; remove the column: positions are computed from seq_lengths, and models whose "
-            "positions start at another number add it themselves"
+            "positions start at another number add that number themselves"
         )
     return np.diff(begin, append=tokens)
 

@@ -31,9 +31,9 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--loss", choices=["token", "sequence"], default="token", help="mean over tokens, or over documents"
     )
-    parser.add_argument("--epochs", type=positive, default=1, help="in all, counting those before a resume")
+    parser.add_argument("--epochs", type=positive, default=1, help="epochs in all, counting those before a resume")
     parser.add_argument(
-        "--steps", type=positive, help="stop and save after this many optimizer steps, counted from the start or resume of this run"
+        "--steps", type=positive, help="stop and save after this many more optimizer steps; default: do not stop"
     )
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     add_checkpoints(parser, "outputs/accelerate_loop")

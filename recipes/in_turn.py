@@ -56,7 +56,7 @@ class Side:
 
 
 def now() -> float:
-    """Return the time once the device is done; on a CPU, the CPU seconds of this process, which others do not affect."""
+    """Return the seconds once the device is done; on a CPU, this process's CPU seconds, which others do not affect."""
     if DEVICE == "cpu":
         return time.process_time()
     torch.cuda.synchronize()

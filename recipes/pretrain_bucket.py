@@ -7,7 +7,8 @@
         --tokenizer gpt2 --buckets 2048 4096 8192 16384 --tokens-per-batch 16384
 
 Without --data the documents are the functions of the Python standard library, and the model is a small Llama from
-scratch. Prints how many tokens all processes have in a micro-batch, and the speed of every bucket (arXiv 2407.07495, Table 2).
+scratch. Prints how many tokens all processes have in a micro-batch, and the speed of every bucket (arXiv 2407.07495,
+Table 2).
 """
 
 import argparse
@@ -37,7 +38,9 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--buckets", type=positive, nargs="+", default=[256, 512, 1024, 2048], help="tokens a row may hold"
     )
-    parser.add_argument("--tokens-per-batch", type=positive, default=2048, help="tokens of a micro-batch on each process")
+    parser.add_argument(
+        "--tokens-per-batch", type=positive, default=2048, help="tokens of a micro-batch on each process"
+    )
     parser.add_argument("--order", choices=["random", "short_to_long"], default="random", help="order of the buckets")
     parser.add_argument("--cycles", type=positive, help="passes from short to long in an epoch; default: 1")
     parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches per optimizer step")
@@ -156,7 +159,7 @@ def report(seen: list[Step], processes: int) -> None:
     same = all(len({each.bucket for each in together}) == 1 for together in steps.values())
     moved = sum(bucket < each.bucket for each in seen for bucket in each.rows)
     print(f"\n{len(steps)} micro-batches on {processes} processes, the same bucket on all of them each time: {same}")
-    print(f"{moved} of {sum(len(each.rows) for each in seen)} rows were left over in their bucket and trained in a larger one")
+    print(f"{moved} of {sum(len(each.rows) for each in seen)} rows left over and trained in a larger bucket")
     apart = 1 - min(tokens) / max(tokens)
     print(f"tokens of all processes at a time: {min(tokens):,} to {max(tokens):,}, {apart:.2%} apart")
     print(f"loss of the first micro-batch {steps[0][0].loss:.3f}, of the last {steps[len(steps) - 1][0].loss:.3f}\n")

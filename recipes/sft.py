@@ -204,7 +204,7 @@ def prepare(
 
 
 def end(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group. Keep no trainer: a DDP model that outlives the group hangs at exit."""
+    """Free the model, then end the process group. Keep no trainer: a DDP model that outlives the group hangs."""
     accelerator.free_memory()
     accelerator.end_training()
 

@@ -44,7 +44,7 @@ BY_RECIPE = (
     ),
     Rule(
         "output_dir",
-        "refused where it holds checkpoints of an earlier run, unless that run is resumed",
+        "where checkpoints and the model go; refused if it holds checkpoints of an earlier run, unless that is resumed",
         "test_checkpoints_are_not_overwritten",
     ),
     Rule(
@@ -167,7 +167,9 @@ BY_TRAINER = (
         needs_eval_data=True,
     ),
     Rule(
-        "pad_token", "as in SFTTrainer; rows have no padding, but the saved tokenizer and model name it", "test_pad_token"
+        "pad_token",
+        "as in SFTTrainer; rows have no padding, but the saved tokenizer and model name it",
+        "test_pad_token",
     ),
 )
 

@@ -102,10 +102,13 @@ def test_columns_that_tell_the_same_segments(kind):
         ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 0]}, "'position_ids': expected 6 values in row 1"),
         ({"seq_lengths": [6], "position_ids": [[*range(6)]] * 3}, r"'position_ids': expected a list .* shape \(3, 6\)"),
         ({"seq_lengths": [6], "position_ids": [*map(float, range(6))]}, "'position_ids': expected a list of integers"),
-        ({"seq_lengths": [6], "seq_idx": [0, 0, 0, 1, 1, 1]}, r"column 'seq_idx': .* row 1, \[6\] .* \[3, 3\]"),
+        (
+            {"seq_lengths": [6], "seq_idx": [0, 0, 0, 1, 1, 1]},
+            r"column 'seq_idx': .* row 1, with lengths \[6\], got .* \[3, 3\]",
+        ),
         (
             {"position_ids": [*range(6)], "cu_seq_lens_k": [0, 3, 6]},
-            r"'cu_seq_lens_k' in row 1, \[3, 3\] tokens .* \[6\]",
+            r"'cu_seq_lens_k' in row 1, with lengths \[3, 3\], .* \[6\]",
         ),
         ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rising to the 6 tokens of row 1, got \[0, 3, 5\]"),
         ({"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}, "'attention_mask': expected ones, row 1 has a 2"),
@@ -160,10 +163,10 @@ def test_empty_rows_have_no_segment():
     [
         ([], "rows: expected at least one token, got 0 rows without any"),
         ([{"input_ids": []}], "rows: expected at least one token, got 1 rows without any"),
-        ([{"input_ids": [1]}, {"ids": [1]}], "column 'input_ids': expected in every row, row 1 has ids"),
+        ([{"input_ids": [1]}, {"ids": [1]}], "column 'input_ids': expected this column in every row, row 1 has ids"),
         (
             [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
-            "column 'labels': expected in every row, row 1 has input_ids",
+            "column 'labels': expected this column in every row, row 1 has input_ids",
         ),
         (
             [{"input_ids": [1, 2], "labels": [1]}],
@@ -199,7 +202,7 @@ def test_empty_rows_have_no_segment():
         ),
         (
             [{"input_ids": [1, 2], "completion_mask": [0, 1]}],
-            "column 'completion_mask': expected labels beside it that are -100 where it is 0, row 0 has no labels",
+            "column 'completion_mask': expected labels that are -100 where it is 0, row 0 has no labels",
         ),
         (
             [

@@ -50,7 +50,7 @@ class ReplacedForward:
         self.installed = True
 
     def remove(self) -> None:
-        """Restore the forward. If other code has wrapped this object since, it stays and only passes calls on."""
+        """Restore the forward. An object that other code has wrapped since stays in place, and only passes calls on."""
         self.installed = False
         if vars(self.module).get("forward") is self:
             del self.module.forward
@@ -186,8 +186,8 @@ class SegmentedForward(ReplacedForward):
 
         Args:
             inputs: args and kwargs for the row.
-            calls: which segments go through together.
-            num_segments: in all calls.
+            calls: which segments share a call.
+            num_segments: number of segments in all calls.
             fill: makes the padding of shorter segments in a call.
 
         Returns:
@@ -209,7 +209,7 @@ class SegmentedForward(ReplacedForward):
         return output, parts
 
     def join(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
-        """Join the segments' outputs, and run the module `after`, if there is one, on the whole row."""
+        """Join the outputs of the segments, and run the module in `plan.after`, if any, on the whole row."""
         whole = join_outputs(output, self.plan.outputs, parts)
         if (after := self.plan.after) is None:
             return whole
@@ -224,7 +224,7 @@ class SegmentedForward(ReplacedForward):
             return self.forward(*args, **kwargs)
 
     def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
-        """Run the modules `ahead` on the whole row, and return their outputs by name."""
+        """Run the modules in `plan.ahead` on the whole row, and return their outputs by name."""
         made: dict[str, Tensor] = {}
         arguments = dict(leaves(inputs)) if self.plan.ahead else {}
         for inner in self.plan.ahead:
@@ -237,7 +237,10 @@ class SegmentedForward(ReplacedForward):
 
     @contextmanager
     def _with_results(self, ahead: dict[str, Tensor]) -> Iterator[None]:
-        """Inside the block, modules that ran ahead return their results, and the one to run after returns its input."""
+        """Inside the block, modules that ran ahead return their stored results, and `plan.after` returns its input.
+
+        The module in `plan.after` then runs once, on the joined outputs of all segments.
+        """
         replaced: list[tuple[nn.Module, Any]] = []
 
         def replace(name: str, forward: Any) -> None:
@@ -295,14 +298,15 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
             where = f"{type(inner).__name__} ({plan.name}.{name})"
             if is_fsdp(inner):
                 raise PackingError(
-                    f"model: expected FSDP to wrap {plan.kind}, which runs by segment, or a module around it; it wraps "
-                    f"{where} inside"
+                    f"model: expected FSDP to wrap {plan.kind}, which runs by segment, or a module around it; FSDP "
+                    f"wraps {where} inside it"
                 )
             gathered = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
             if gathered and not _is_gathered_at_once(model, plan.name):
                 raise PackingError(
-                    f"model: expected DeepSpeed to gather all of {plan.kind}, which runs by segment, at once; it "
-                    f"gathers {where} at every call. Call deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
+                    f"model: expected DeepSpeed to gather all of {plan.kind}, which runs by segment, at once; "
+                    f"DeepSpeed gathers {where} at every call. Call deepspeed.utils.set_z3_leaf_modules(model, "
+                    f"[{plan.kind}])"
                 )
 
 

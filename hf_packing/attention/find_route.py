@@ -77,21 +77,21 @@ def find_and_prove(model: PreTrainedModel) -> None:
 
 
 def _in_two_rows(exam: Exam) -> Exam:
-    """Return the same documents in a batch of two packed rows."""
+    """Return an exam of the same documents in a batch of two packed rows."""
     probe = Probe(exam.probe.model, 1, exam.probe.lengths, _pack_in_two_rows)
     probe.rounding = exam.probe.rounding
     return replace(exam, probe=probe, rows=2)
 
 
 def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
-    """Pack documents whose first and second half have equally many tokens."""
+    """Pack the first half of the documents in one row and the second in another; both have equally many tokens."""
     half = len(documents) // 2
     rows = [pack_in_one_row(each) for each in (documents[:half], documents[half:])]
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
 def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Run documents with pad tokens inside. None if there is no pad token, or the model fails on one even alone."""
+    """Run documents that contain pad tokens. Return None if there is no such token, or if the model fails on them."""
     if (token := pad_token_of(model)) is None:
         return None
     probe = Probe(model, 2)

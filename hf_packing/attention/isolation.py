@@ -150,8 +150,8 @@ def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory
         return f"{probe.mode}a document's logits depend on earlier batches{through(memory)}"
     else:
         reason = (
-            f"gradients of one document reach another, at up to {gradient_leak:.2g} of the largest in the document "
-            "itself"
+            f"gradients of one document reach another document; the largest is {gradient_leak:.2g} of the largest in "
+            "the document itself"
         )
     if not probe.training and _leaks_only_with_cache(probe):
         reason += "; with use_cache=False it does not, since transformers detects packed rows only without a cache"

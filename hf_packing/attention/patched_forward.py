@@ -39,18 +39,18 @@ _FEWEST = 3
 left as they are, only one in 300,000 batches of 3 tokens has no other tokens."""
 
 _MANY = 4096
-"""The same if earlier labels differed from the input: fewest trained labels in a row that repeat it. The labels of a
-spelling corrector repeat its input wherever there is no mistake."""
+"""The same if earlier labels differed from the input, counted since the last one that did. The labels of a spelling
+corrector repeat its input wherever there is no mistake."""
 
 
 class PatchedForward(ReplacedForward):
     """The forward of a patched model: read the packed row, make it the current row, build the inputs, run the model.
 
     Args:
-        module: the model, or a model inside it that others call directly.
+        module: the model, or a model inside it that other libraries, such as PEFT, call directly.
         model: the model that is patched.
-        route: its route.
-        segmented: the modules in it that run by segment.
+        route: the route of the model.
+        segmented: the forwards of the model's modules that run by segment.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LabelCheck:
                 "repeat input_ids. "
                 "Mask tokens before they are packed, in a map or with_transform of the dataset, as transformers' "
                 "DataCollatorForLanguageModeling does, with labels of -100 where nothing is asked for (or shift labels "
-                "by one, for a causal model that does not)"
+                "by one, for a causal model that does not shift them)"
             )
 
 
@@ -173,7 +173,7 @@ class Patch:
     attention_during: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
     """The same while the patch is installed."""
     replaced: list[ReplacedForward] = field(default_factory=list)
-    """The latest first."""
+    """All forwards that the patch has replaced, the latest first."""
     label_check: LabelCheck = field(default_factory=LabelCheck)
 
     def replace(self, forward: ReplacedForward) -> None:
@@ -188,7 +188,7 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
 
     Args:
         model: not patched.
-        route: to install.
+        route: the route to install.
         before: the model's attention, as `attention_of` returns it; `remove` restores it.
     """
     patch = Patch(route, before)

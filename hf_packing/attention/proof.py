@@ -1,4 +1,4 @@
-"""The proof of patch_model: packed documents do not affect each other, and have the same outputs as alone.
+"""The proof of patch_model: packed documents do not affect each other, and have the outputs that they have unpacked.
 
 Also measured here: whether a model sees the input token at each label's position.
 """
@@ -149,7 +149,7 @@ def _prove_no_leak(probe: Probe) -> None:
 
 
 def can_detect_leaks(probe: Probe) -> bool:
-    """Return whether, without borders, changing one document changes its neighbor."""
+    """Return whether, without borders, changing one document changes the logits of its neighbor."""
     before = _second_of_one_document(probe, probe.documents)
     after = _second_of_one_document(probe, probe.with_other(0))
     return largest_difference(before, after) > probe.tolerance.leak * spread(before)
@@ -188,13 +188,18 @@ def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
     leak = largest_gradient_leak(gradients)
     if not leak <= LARGEST_GRADIENT_LEAK:
         raise ModelNotSupportedError(
-            f"gradients of a packed document reach another, at up to {leak:.2g} of the largest in the document itself"
+            f"gradients of a packed document reach another document; the largest is {leak:.2g} of the largest in the "
+            "document itself"
         )
     return [found[number] for number, found in enumerate(gradients)]
 
 
 def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
-    """Return the largest gradient with respect to another document, as a share of the largest in its own."""
+    """Return the largest gradient with respect to another document, as a share of the largest in the document itself.
+
+    Args:
+        gradients: of the logits of each document, with respect to the embeddings of each document.
+    """
     leak = 0.0
     for number, found in enumerate(gradients):
         own = float(found[number].abs().max())
@@ -231,7 +236,7 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
     A head that predicts the token after next does so: the collator masks the first label of a document, not the second.
 
     Args:
-        probe: of a patched model, with three documents.
+        probe: a probe of a patched model, with three documents.
         width: logits of a token.
 
     Raises:
@@ -240,15 +245,15 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
     if (reached := _loss_gradient_in_others(probe, width)) > _REACHES:
         raise ModelNotSupportedError(
             f"{type(probe.model).__name__}: {probe.mode}its own loss compares labels of a packed document with outputs "
-            "of another, as heads that predict the token after next do (gradients reach the other document, at up to "
-            f"{reached:.2g} of the largest in the document itself); pass no labels, and compute the loss of each "
-            "document yourself"
+            "of another, as heads that predict the token after next do (gradients reach the other document; the "
+            f"largest is {reached:.2g} of the largest in the document itself); pass no labels, and compute the loss of "
+            "each document yourself"
         )
 
 
 def _loss_gradient_in_others(probe: Probe, width: int) -> float:
     """Return the largest gradient, with respect to the other documents, of the loss on one document's labels, as a
-    share of the largest with respect to itself; 0 for a model that computes no loss."""
+    share of the largest with respect to that document; 0 for a model that computes no loss."""
     if not probe.signature.takes("labels"):
         return 0.0
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
@@ -280,7 +285,7 @@ def model_sees_labels(probe: Probe, width: int) -> bool:
     loss decide; the answer is False if the model computes no loss, or has no gradients.
 
     Args:
-        probe: of a model that is not patched.
+        probe: a probe of a model that is not patched.
         width: logits of a token.
     """
     return bool(_loss_gradient_at_label(probe, width) > _SEES)

@@ -190,7 +190,7 @@ _DROPOUTS = (
 
 @contextmanager
 def without_randomness(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, switch off dropout, layer dropping and noise; everything else in training mode stays."""
+    """Inside the block, switch off dropout, layer dropping and noise, but leave training mode on."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_zero_settings(module, ("p",) if isinstance(module, _DropoutNd) else ()))
@@ -216,7 +216,7 @@ def _zero_settings(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout returns its input, wherever its probability comes from."""
+    """Inside the block, dropout functions return their input, whatever probability they are called with."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -171,8 +171,10 @@ def _check_arguments(
 def _borders_and_lengths(
     module: torch.nn.Module, rows: int, tokens: int, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None
 ) -> tuple[Tensor, list[int] | None]:
-    """Return the borders of the current row, or those given, or those of positions; and the lengths, if they are known
-    without reading a tensor."""
+    """Return the borders of segments: those of the current row, else cu_seq_lens_q, else as position_ids give them.
+
+    The second value is the lengths of the segments, or None if finding them would require reading a tensor.
+    """
     row = None if torch.compiler.is_compiling() else current_row.get()
     if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
         if row.rows * row.tokens != rows * tokens:

@@ -131,7 +131,7 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
     """Return the model to check, and a description of it.
 
     Args:
-        name: of a model on the hub, a folder, or an architecture of transformers such as "llama".
+        name: a model on the hub, a folder, or an architecture of transformers such as "llama".
         weights: whether to load the model itself; otherwise a small one of the same configuration is made.
         trust_remote_code: whether to run code that comes with the model; otherwise such a model is refused.
 
@@ -162,7 +162,9 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
         raise
     except Exception as error:  # a configuration may raise anything
         reason = f"{type(error).__name__}: {reason_of(error)}"
-        raise PackingError(f"MODEL: expected a configuration that makes a model, {name!r} does not: {reason}") from None
+        raise PackingError(
+            f"MODEL: expected a configuration of a model, none can be built from {name!r}: {reason}"
+        ) from None
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
 
 
@@ -177,9 +179,10 @@ def _load_config(name: str, trust_remote_code: bool, options: dict[str, bool]) -
 
 
 def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the class that a configuration names or brings, else the language model of its type; and a note for users.
+    """Return the class to load a model with, and a note for users if the configuration names no known class.
 
-    The class is one of transformers, or an Auto class that loads the class that the configuration brings.
+    The class is the one of transformers that the configuration names, or an Auto class that loads the code that comes
+    with the configuration, or else the language model of the configuration's type.
     """
     named = list(getattr(config, "architectures", None) or [])
     known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
@@ -200,7 +203,7 @@ def _is_model(cls: Any) -> bool:
 
 
 def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
-    """Return the kind of the Auto class that the configuration brings, else of its model type; masked if both exist."""
+    """Return the kind of the Auto class in the configuration's auto_map, else of its type; masked if both exist."""
     mappings = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,

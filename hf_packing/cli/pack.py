@@ -31,7 +31,7 @@ _PLAN = "plan"
 _REPLACED = "replaced"
 """Where the overwritten dataset is kept until the new one is in place."""
 _SHARDS, _TOKENIZED = "shards", "[0-9]*.arrow"
-"""The folder, and its files; `pack` keeps its own cache beside them."""
+"""The folder of shards, and a pattern of their names; `pack` keeps its own cache beside them."""
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
 
 
@@ -105,7 +105,7 @@ def _make_packed_dataset(
 
     Args:
         corpus: documents and their tokenizer.
-        strategy: that packs them.
+        strategy: packs the documents.
         output: the folder to create, for `datasets.load_from_disk`.
         seen: called with the number of documents tokenized.
         overwrite: whether to replace an existing dataset, once the new one is complete.
@@ -153,7 +153,7 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
         )
     if not lengths.any():
         shutil.rmtree(partial)
-        raise PackingError(f"DATA: expected documents with tokens, got {len(lengths)} without")
+        raise PackingError(f"DATA: expected documents with tokens, none of the {len(lengths)} has any")
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
     plan = plan_packing(lengths, strategy)
@@ -167,7 +167,7 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
 
 
 def _partial_folder(output: Path) -> Path:
-    """Return the folder for shards of an unfinished run: beside the output, so that it is not mistaken for one."""
+    """Return the folder for shards of an unfinished run: beside the output, so that it is not taken for finished."""
     return output.parent / f".{output.name}.partial"
 
 
@@ -224,7 +224,7 @@ def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]
 
 
 def _replace(output: Path, fresh: Path, aside: Path) -> None:
-    """Move a finished folder to the output. Move an existing output aside first, and restore it if that fails."""
+    """Replace the output by a finished folder. If that fails, restore the output that was there before."""
     shutil.rmtree(aside, ignore_errors=True)
     if output.exists():
         output.rename(aside)

@@ -64,7 +64,7 @@ class Origin:
 
     plan: PackingPlan
     strategy: str
-    """Its repr."""
+    """The strategy's repr."""
     labels_made: bool
     """Whether the documents had neither labels nor loss masks."""
     first_labels: npt.NDArray[np.int32] | None
@@ -120,13 +120,13 @@ class CachedPacks:
 
     @contextmanager
     def create(self, schema: pa.Schema) -> Iterator[tuple[pa.ipc.RecordBatchStreamWriter, Path]]:
-        """Write the rows. Once complete, they replace any older ones.
+        """Open an Arrow stream to write rows to. If the block ends without an error, they replace any older rows.
 
         Args:
-            schema: of the rows.
+            schema: schema of the rows.
 
-        Returns:
-            When entered: the Arrow stream to write to, and a folder for `save_origin`.
+        Yields:
+            The stream, and the work folder to pass to `save_origin`.
         """
         with work_folder(self.rows) as folder:
             unfinished = folder / self.rows.name
@@ -135,7 +135,10 @@ class CachedPacks:
             unfinished.replace(self.rows)
 
     def save_origin(self, origin: Origin, folder: Path) -> None:
-        """Write the origin in a folder, then move it into place. Keep an equal one there: others may be reading it."""
+        """Write the origin in the work folder, then move it into place.
+
+        If an equal origin is already in place, it is kept, since other processes may be reading it.
+        """
         fresh = folder / self.origin.name
         fresh.mkdir()
         origin.plan.save(fresh / _PLAN)
@@ -148,7 +151,7 @@ class CachedPacks:
         """Return what the rows were made from.
 
         Raises:
-            PackingError: it is damaged, or belongs to other rows.
+            PackingError: the origin is damaged, or belongs to other rows.
         """
         again = f"in {str(self.origin)!r}; pack again with load_from_cache_file=False"
         try:
@@ -220,8 +223,8 @@ def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
 def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
     """Choose where to store packed rows, and remove what killed processes left there.
 
-    As with `Dataset.map`, that is beside the dataset's own files; in the cache of datasets if it has no files or may
-    not write there; in a temporary folder if caching is disabled.
+    As with `Dataset.map`, they go beside the dataset's own files; into the cache folder of `datasets` if there are no
+    such files or their folder is not writable; into a temporary folder if caching is disabled.
     """
     name = f"cache-{fingerprint}.arrow"
     if not datasets.is_caching_enabled():

@@ -54,7 +54,7 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
         raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise PackingError(
-            f"DATA: expected a file or a folder, {str(path)!r} is neither and cannot be read twice; write it to a file"
+            f"DATA: expected a file or a folder, {str(path)!r} is neither, and cannot be read twice; write it to a file"
         )
     return FoundFiles([path] if path.is_file() else [], [], [])
 

@@ -99,7 +99,7 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
         first_labels: int32 [segments]: the labels that -100 replaced; None leaves -100 there.
 
     Raises:
-        PackingError: rows that are not those of the plan.
+        PackingError: the rows were not packed with this plan.
     """
     _check_rows_of_plan(packed, plan)
     order = np.lexsort((plan.segment_start, plan.segment_document))
@@ -165,7 +165,7 @@ def _as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def _positions(length: IntArray) -> npt.NDArray[np.int32]:
-    """Return 0, 1, 2, ... for every segment, int32 [tokens]; slices of one ramp are faster than arithmetic."""
+    """Return 0, 1, 2, ... for every segment, int32 [tokens]. Slicing one range is faster than subtracting starts."""
     ramp = np.arange(length.max(initial=0), dtype=np.int32)
     return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
 

@@ -14,7 +14,7 @@ _CHATML = ("<|im_start|>", "<|im_end|>\n")
 
 
 class BadRowError(PackingError):
-    """Raised for a row that cannot be used. The message says what the row has."""
+    """Raised for a row that cannot be used. The message says what was expected, and what the row has."""
 
 
 class TrainOn(NamedTuple):
@@ -55,7 +55,7 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
     """Return the field that tells the kind of a row.
 
     Args:
-        row: of the documents.
+        row: a row of the documents.
         field: the one that the user names, or None.
 
     Raises:
@@ -78,9 +78,9 @@ def render(
     """Return the text of a row.
 
     Args:
-        row: of the documents.
+        row: a row of the documents.
         kind: one of ROW_KINDS, or the field with the text.
-        template: of chats.
+        template: writes chats.
         separator: between a prompt and a completion that are text.
         train_on: which pieces have a loss. When only the assistant's turns in a chat have one, the text after
             the last of them is left out, since it changes no loss.
@@ -109,7 +109,7 @@ def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: S
     """Write a chat for a tokenizer without a chat template. Tools come first, as JSON in a system message.
 
     Raises:
-        BadRowError: settings for a template, or content that is not text.
+        BadRowError: the chat has settings for a template, or content that is not text.
     """
     if others := settings.keys() - {"tools"}:
         raise BadRowError(f"expected a tokenizer with a chat template, since chat_template_kwargs sets {min(others)}")

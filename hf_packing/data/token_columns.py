@@ -108,7 +108,9 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
             "already (remove the column if it is not)"
         )
     if INPUT_IDS not in names:
-        raise PackingError(f"column 'input_ids': expected in the dataset, got columns {', '.join(names) or 'none'}")
+        raise PackingError(
+            f"column 'input_ids': expected this column in the dataset, got columns {', '.join(names) or 'none'}"
+        )
     if not is_token_type(table.schema.field(INPUT_IDS).type):
         raise PackingError(f"column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}")
     for name, values in TRAINING_COLUMNS.items():

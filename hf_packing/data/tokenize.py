@@ -1,8 +1,8 @@
 """Turn rendered rows into tokens and labels, with whatever tokenizer the user names.
 
 A text is tokenized as a whole. To find the token at which a masked piece begins or ends, the text before that point is
-also tokenized alone, and the leading tokens that both share are counted. That is TRL's rule for prompts, even where a
-token spans the border.
+also tokenized by itself, and the leading tokens that the two results share are counted. That is TRL's rule for prompts,
+even where a token spans the border.
 """
 
 from collections.abc import Sequence
@@ -90,11 +90,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
     """Load a tokenizer.
 
     Args:
-        name: of a repository on the hub, of a folder, or of a tokenizer.json file.
+        name: a repository on the hub, a folder, or a tokenizer.json file.
         trust_remote_code: whether to run code that comes with the tokenizer. Otherwise, such a tokenizer is refused.
 
     Raises:
-        PackingError: there is none, or it cannot be loaded.
+        PackingError: there is no such tokenizer, or it cannot be loaded.
     """
     path = Path(name)
     if path.is_file():
@@ -179,6 +179,6 @@ def _without_end(text: Encoding) -> list[int]:
 
 
 def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many leading tokens both share. Offsets are no use: they drift where a tokenizer drops a character."""
+    """Return how many leading tokens two texts share. Offsets would drift where a tokenizer drops a character."""
     pairs = zip(ids, others, strict=False)
     return next((number for number, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(others)))

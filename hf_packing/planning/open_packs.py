@@ -3,9 +3,9 @@
 Document by document, best-fit decreasing puts each length, longest first, into the pack with the least room that still
 holds it (arXiv 2404.10830). By counts, all packs with the same room and the same content are filled together: as long
 as the room left is at least the length, the same pack stays the best fit, so it takes as many copies as it holds before
-another is touched. The cost depends on the distinct lengths, not on the number of documents. With a limit on documents
-per pack this is longest-pack-first histogram packing (arXiv 2107.02027). First-fit decreasing fills one pack after the
-other with the longest document that fits.
+another pack is touched. The cost depends on the distinct lengths, not on the number of documents. With a limit on
+documents per pack this is longest-pack-first histogram packing (arXiv 2107.02027). First-fit decreasing fills one pack
+after the other with the longest document that fits.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ class Interval(NamedTuple):
 class OpenPacks:
     """Packs with room, as intervals of pack numbers grouped by the room they have, and the moves that filled them.
 
-    The rooms in use are the bits of one big integer: shifting it right by a length and taking the lowest set bit finds
-    the least room that holds the length, and the highest bit is the most room. Each takes a fraction of a microsecond,
-    without a search tree. Among packs with the same room, the newest are taken first.
+    The rooms that occur are the set bits of one big integer: shifting it right by a length and taking the lowest set
+    bit finds the least room that holds the length, and the highest set bit is the most room. Either takes a fraction of
+    a microsecond, without a search tree. Among packs with the same room, the newest are taken first.
     """
 
     def __init__(self, capacity: int, max_documents: int | None) -> None:
@@ -69,14 +69,14 @@ class OpenPacks:
         return Interval(interval.first_pack, min(packs, interval.packs), interval.documents)
 
     def fill(self, interval: Interval, room: int, length: int, copies: int) -> None:
-        """Put copies of a length into each pack of a taken interval; close packs that are full or at the limit."""
+        """Put `copies` segments into each pack of a taken interval; close packs that are full or at the limit."""
         self.runs.append(Run(length, interval.first_pack, interval.packs, copies))
         room, documents = room - copies * length, interval.documents + copies
         if room and documents < self.limit:
             self.add(room, Interval(interval.first_pack, interval.packs, documents))
 
     def open(self, packs: int, length: int, copies: int) -> None:
-        """Open new packs, each with copies of a length."""
+        """Open new packs, and put `copies` segments of this length into each."""
         self.fill(Interval(self.num_packs, packs, 0), self.capacity, length, copies)
         self.num_packs += packs
 
@@ -128,7 +128,7 @@ def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None
 
 
 class Remaining:
-    """How many documents are left of each length. The lengths in use are the bits of one big integer."""
+    """How many documents are left of each length. The lengths that occur are the set bits of one big integer."""
 
     def __init__(self, number: Mapping[int, int]) -> None:
         self.number = dict(number)

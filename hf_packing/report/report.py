@@ -106,15 +106,15 @@ def packing_report(
         strategies: to compare; None for the usual ones of each max_length.
         ranks: processes, each of which works on one pack at a time.
         padded_rows: documents of a micro-batch without packing, padded to the longest of them.
-        linear_cost: pairs of tokens that attention compares in the time that linear layers take for one token; by
-            default six times the width of a common model.
+        linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
+            of tokens; by default six times the width of a common model.
         source: where the documents come from, for the title: a path, or a name.
 
     Returns:
         PackingReport.
 
     Raises:
-        PackingError: a bad argument, which is named; no documents with tokens.
+        PackingError: a bad argument, and the message names it; no documents with tokens.
 
     Example:
         >>> import hf_packing as hfp
@@ -124,7 +124,7 @@ def packing_report(
     """
     lengths = read_lengths(lengths)
     if not lengths.any():
-        raise PackingError(f"lengths: expected documents with tokens, got {len(lengths)} without")
+        raise PackingError(f"lengths: expected documents with tokens, none of the {len(lengths)} has any")
     row_lengths = _check_row_lengths(max_length)
     if strategies is not None and not strategies:
         raise PackingError("strategies: expected at least one, got none")

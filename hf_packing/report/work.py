@@ -49,7 +49,8 @@ def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linea
         max_length: most tokens of a row.
         rows: documents of a micro-batch.
         ranks: that work at the same time.
-        linear_cost: pairs of tokens that attention compares in the time that linear layers take for one token.
+        linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
+            of tokens.
         seed: of the order.
     """
     kept = np.minimum(lengths[lengths > 0], max_length).astype(np.int64)

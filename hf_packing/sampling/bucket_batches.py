@@ -56,7 +56,7 @@ class BucketBatches(Batching):
         seed: decides the order, together with the epoch.
 
     Raises:
-        PackingError: a bad argument, which is named.
+        PackingError: a bad argument; the message names it.
 
     Source:
         The sampler of arXiv 2407.07495; short to long in cycles: Dataset Decomposition, arXiv 2405.13226.

@@ -34,7 +34,7 @@ class Epoch:
         accumulation: micro-batches of each rank in one optimizer step.
 
     Raises:
-        PackingError: a bad argument, which is named.
+        PackingError: a bad argument; the message names it.
     """
 
     number: int = 0

@@ -117,7 +117,7 @@ def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _sample_of_values(values: Any) -> bytes:
-    """Return values as bytes. The collator refuses values that are not one number per token, and names the row."""
+    """Return the first values of a row as bytes, even malformed ones: the collator refuses those, and names the row."""
     try:
         with np.errstate(invalid="ignore"):  # NaN and infinity become integers
             return np.asarray(values)[:SAMPLED_TOKENS].astype("<i8").tobytes()
@@ -229,7 +229,9 @@ def _check_columns_like_first(row: Mapping[str, Any], first: Mapping[str, Any], 
     of_packs = (SEQ_LENGTHS, BUCKET) if SEQ_LENGTHS in row else (SEQ_LENGTHS,)
     for name in (*of_packs, LABELS, *LOSS_MASKS):
         if (name in row) != (name in first):
-            raise PackingError(f"column {name!r}: expected in all rows or in none, row {number} differs from row 0")
+            raise PackingError(
+                f"column {name!r}: expected this column in all rows or in none, row {number} differs from row 0"
+            )
 
 
 def _check_list(name: str, values: Any, number: int) -> None:
@@ -264,7 +266,7 @@ def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
     """Refuse packed rows whose transform returns no borders, such as a transform for documents that `map` has kept."""
     if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
         raise PackingError(
-            f"column {borders[0]!r}: expected in the rows that the dataset's transform returns, since they are packed; "
-            "call .with_format(None) if the transform was made for documents, or remove the column if rows are not "
-            "packed"
+            f"column {borders[0]!r}: expected this column in what the dataset's transform returns, since rows are "
+            "packed; call .with_format(None) if the transform was made for documents, or remove the column if rows are "
+            "not packed"
         )

@@ -34,7 +34,7 @@ class RankBatchSampler:
 
     Args:
         batching: TokenBudget, BucketBatches or InOrder.
-        sizes: of all rows of the dataset.
+        sizes: the sizes of all rows of the dataset.
         world_size: number of ranks.
         rank: the rank that the micro-batches are for.
         accumulation: micro-batches of each rank in one optimizer step.
@@ -101,10 +101,10 @@ class RankBatchSampler:
 
         Args:
             saved: what `plan_inputs` returned when the checkpoint was saved.
-            whole_epochs: whether it was saved between two epochs; then the number of ranks may change.
+            whole_epochs: whether the checkpoint was saved between two epochs; then the number of ranks may change.
 
         Raises:
-            PackingError: something differs, which is named.
+            PackingError: something differs; the message names it.
         """
         may_differ = {"world_size", "accumulation"} if whole_epochs else set()
         for name, value in self.plan_inputs().items():
@@ -159,14 +159,14 @@ class InOrder(Batching):
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """Counts of the first epoch, over all ranks; print it."""
+    """Counts of the first epoch, over all ranks; `print` shows them as sentences."""
 
     optimizer_steps: int
     num_micro_batches: int
-    """Of each rank."""
+    """Micro-batches of each rank."""
     world_size: int
     documents: int
-    """A packed row counts as its segments; pieces of a document that was split count one by one."""
+    """Every segment of a packed row counts as a document, and so does every piece of a document that was split."""
     tokens: int
     documents_per_step: float
     """Mean over the optimizer steps."""
@@ -210,7 +210,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
     """Return the summary of the sampler's current epoch.
 
     Args:
-        sampler: of any rank.
+        sampler: the sampler of any rank.
         unpacked: documents in an optimizer step without packing.
     """
     plan, fitted = sampler.plan, sampler.rows

@@ -44,15 +44,16 @@ class TokenBudget(Batching):
         max_tokens: tokens of a micro-batch, a hard cap.
         balance: what to equalize among the micro-batches that run at the same time on different ranks: "attention" for
             all work, which is linear_cost * tokens + the sum of squared segment lengths; or "tokens".
-        linear_cost: pairs of tokens that attention compares in the time that linear layers take for one token; None to
-            compute it from the model's configuration, if the model is known.
+        linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
+            of tokens; None to compute it from the model's configuration, if the model is known.
         match_documents_per_step: documents in an optimizer step, on average and over all ranks, to keep the schedule of
             training without packing; None for as many as fit.
-        overflow: for a row with more than max_tokens: "error", "drop", and for documents also "split" or "truncate".
+        overflow: what happens to a row with more than max_tokens: "error" or "drop"; for documents also "split" or
+            "truncate".
         seed: decides, together with the epoch, the order and which rows share a micro-batch.
 
     Raises:
-        PackingError: a bad argument, which is named.
+        PackingError: a bad argument; the message names it.
 
     Source:
         Balance by attention: arXiv 2503.07680 (hierarchical balance packing), here with micro-batches of one size.
@@ -136,9 +137,9 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
     """Return the pieces of all rows under a budget.
 
     Args:
-        sizes: of the dataset's rows.
+        sizes: the sizes of the dataset's rows.
         max_tokens: the budget of a micro-batch.
-        overflow: what happens to a row with more: "error"; "drop"; and to a document also "split" or "truncate".
+        overflow: what happens to a longer row: "error" or "drop"; for documents also "split" or "truncate".
 
     Raises:
         PackingError: a row is too long, and overflow is "error", or the row is packed and would have to be cut.
@@ -149,11 +150,11 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
     if overflow == "error" or (sizes.packed and overflow != "drop"):
         row = int(too_long[0])
         accepted = (
-            "pack rows of at most max_tokens, or overflow='drop'"
+            "pack rows of at most max_tokens, or use overflow='drop'"
             if sizes.packed
-            else "accepted with overflow='split', 'truncate' or 'drop'"
+            else "use overflow='split', 'truncate' or 'drop'"
         )
-        others = f", as have {len(too_long) - 1} others" if len(too_long) > 1 else ""
+        others = f" (other rows that are too long: {len(too_long) - 1})" if len(too_long) > 1 else ""
         raise PackingError(
             f"max_tokens: row {row} has {sizes.tokens[row]} tokens, more than the {max_tokens} of a "
             f"micro-batch{others}; {accepted}"
@@ -228,14 +229,14 @@ def with_linear_cost(batching: Batching, config: Any) -> Batching:
 
 
 def linear_cost_of(config: Any) -> float:
-    """Return how many pairs of tokens attention compares in the time that linear layers take for one token.
+    """Return the time that linear layers take for one token, in units of the time of attention for a pair of tokens.
 
     Linear layers take two operations for each of their weights. Attention takes four for each of its dimensions and
     each pair of tokens. In a causal model half of the pairs are masked, but its kernels reach about half the speed of
     large matrix products, so both halves are counted.
 
     Args:
-        config: of a transformers model.
+        config: the configuration of a transformers model.
 
     Returns:
         The ratio, counting gated MLPs and the layers that attend to whole documents; LINEAR_COST if the configuration

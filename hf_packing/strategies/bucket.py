@@ -160,7 +160,7 @@ class _Fragments:
         self.of_length: dict[int, list[tuple[int, int, _Given | None]]] = {}
 
     def add(self, length: int, number: int, document_length: int, given: _Given | None) -> None:
-        """Add `number` fragments of this length, each from a document of document_length after it gave these pieces."""
+        """Add `number` fragments of this length, each the rest of a document after the pieces `given` were cut off."""
         self.of_length.setdefault(length, []).append((number, document_length, given))
 
     def number(self, length: int) -> int:

@@ -21,7 +21,7 @@ _SHORT, _WEIGHT_OF_SHORT = 8, 0.09
 """Lengths up to 8 are cheap to pad, as in the paper's code."""
 _MAX_FULL_PACKS = 1 << 23
 _FEWEST_TRIED, _SHARE_TRIED = 256, 0.5
-"""How many columns are added at once: the larger of a number, and a share of the lengths."""
+"""How many columns are added at once: this number, or this share of the lengths if that is more."""
 _GAIN_TOLERANCE = 1e-9
 
 
@@ -94,11 +94,11 @@ def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int)
 
 
 def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the ways to fill a pack that are used, and how many packs of each, not rounded.
+    """Return the ways to fill a pack that the solution uses, and the number of packs of each, not yet rounded.
 
     Args:
         demand: float64 [capacity + 1]: documents of each length.
-        ways: int32 [ways, documents]: lengths, padded with zeros.
+        ways: int32 [ways, documents]: the lengths in each way, padded with zeros.
 
     Returns:
         int32 [used, documents] and float64 [used].

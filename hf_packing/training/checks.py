@@ -92,7 +92,11 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
     of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
     if own or (of_trl and sft_trainer is None):
-        what = f"{kind.__name__}.{own[0]} makes its own" if own else f"{kind.__name__} makes its own batches or losses"
+        what = (
+            f"{kind.__name__}.{own[0]} makes its own batches"
+            if own
+            else f"{kind.__name__} makes its own batches or losses"
+        )
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, whose batches can be planned; {what}")
     if loss == "sequence" and not computes_loss_as(kind, sft_trainer or Trainer):
         raise PackingError(f"loss: expected 'token', since {kind.__name__} has its own compute_loss, got {loss!r}")
@@ -178,7 +182,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
 
     Args:
         trainer: its settings decide which masks apply.
-        dataset: for training or evaluation.
+        dataset: the dataset to train or evaluate on.
 
     Raises:
         PackingError: a loss mask without labels, for a trainer that ignores the mask; labels other than -100 where an
@@ -190,8 +194,8 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     masks = [name for name in LOSS_MASKS if name in names]
     if masks and LABELS not in names and not applies_masks(trainer):
         raise PackingError(
-            f"column {masks[0]!r}: expected labels beside it, since {type(trainer).__name__} ignores it; pack(dataset, "
-            "strategy) applies it to the labels, and so does SFTTrainer"
+            f"column {masks[0]!r}: expected a column 'labels' too, since {type(trainer).__name__} ignores this mask; "
+            "pack(dataset, strategy) applies it to the labels, and so does SFTTrainer"
         )
     if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
         return
@@ -210,7 +214,7 @@ def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> 
 
     Args:
         dataset: map-style, packed or of documents.
-        sizes: of its rows.
+        sizes: the sizes of its rows.
         model: patched.
 
     Raises:
@@ -276,9 +280,9 @@ def _check_all_labels(dataset: datasets.Dataset) -> None:
         masked[begins] = False
         if masked.any():
             raise PackingError(
-                "completion_only_loss: expected None, since labels already say what to train on, got False, which asks "
-                f"for all tokens, while row {rows[int(masked.argmax())]} has labels of -100; to train on all tokens, "
-                "remove the labels, and pack packed rows again without completion_mask"
+                "completion_only_loss: expected None, got False, which asks to train on all tokens; but row "
+                f"{rows[int(masked.argmax())]} has labels of -100, and labels already say what to train on. To train "
+                "on all tokens, remove the labels; if rows are packed, pack them again without completion_mask"
             )
 
 

@@ -64,7 +64,7 @@ def prepare_dataloader(
     batches without labels.
 
     Args:
-        accelerator: of the loop; its gradient_accumulation_steps decides the size of an optimizer step.
+        accelerator: the Accelerator of the loop; its gradient_accumulation_steps decides the size of an optimizer step.
         dataset: map-style, packed or of documents.
         batching: TokenBudget or BucketBatches.
         loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each document's mean.
@@ -157,7 +157,7 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if ITEMS in batch and "labels" in batch:
         batch = {**batch, TARGETS: batch["labels"], WEIGHTS: weights_of(batch, "token") / batch[ITEMS]}
     if WEIGHTS not in batch:
-        raise PackingError(f"batch: expected one from prepare_dataloader, got {', '.join(batch) or 'nothing'}")
+        raise PackingError(f"batch: expected one from prepare_dataloader, this one has {', '.join(batch) or 'no keys'}")
     check_patched(model)
     if model.training:
         refuse_copied_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
@@ -174,7 +174,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     The result is the same for any rows_per_batch and any number of ranks.
 
     Args:
-        accelerator: of the loop.
+        accelerator: the Accelerator of the loop.
         model: a causal or masked language model of transformers, patched, as wrapped by accelerate.
         dataset: map-style, packed or of documents.
         rows_per_batch: rows in a forward pass; affects only speed and memory.

@@ -62,7 +62,7 @@ class PlannedFrom:
     compared: bool = False
     """Whether there are other ranks to compare with."""
     data: dict[str, DataFacts] = field(default_factory=dict)
-    """By the name of the dataset's argument."""
+    """Facts by the name of the argument, such as "train_dataset"."""
     settings: dict[str, str] = field(default_factory=dict)
 
     def note_data(self, name: str, dataset: Any, sizes: RowSizes) -> None:
@@ -127,7 +127,7 @@ class CollectiveCall:
             self._is_to_plan = False
 
     def runner(self) -> Callable[[Callable[[PlannedFrom], Result]], Result]:
-        """Return `on_all_ranks` at the first call while active, else a function that acts on this rank alone."""
+        """Return `on_all_ranks` at the first call while active, else a function that acts on this rank only."""
         is_to_plan, self._is_to_plan = self._is_to_plan, False
         return on_all_ranks if is_to_plan else lambda act: act(PlannedFrom())
 
@@ -167,7 +167,7 @@ def _refuse_differences(reports: list[_Report]) -> None:
 
 
 def _names_to_compare(first: Mapping[str, Any], other: Mapping[str, Any], complete: bool) -> list[str]:
-    """Return the names that both have; also those that only one has, unless a rank failed before noting them all."""
+    """Return the names on both ranks; also those on one only, unless a rank failed before it had noted them all."""
     return [name for name in {**first, **other} if complete or (name in first and name in other)]
 
 
@@ -212,16 +212,21 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             check_same_loss(saved, self.loss)
             if saved.get(_STEPS_AHEAD):
                 raise PackingError(
-                    "ignore_data_skip: expected True, since the run that saved the checkpoint was itself resumed with "
-                    f"it, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a new epoch; got False, with which "
-                    "global_step would give the wrong position: some rows would be trained on twice, others not at all"
+                    "ignore_data_skip: expected True, got False. The run that saved the checkpoint was itself resumed "
+                    f"with ignore_data_skip=True, {saved[_STEPS_AHEAD]} steps into an epoch, and began a new epoch "
+                    "then, so global_step does not give its position: some rows would be trained on twice, others not "
+                    "at all"
                 )
         self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
         state.stateful_callbacks[type(self).__name__] = self.state()  # the checkpoint of another trainer has no entry
 
 
 def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
-    """Count tokens, documents, squared segment lengths and items of the loss: int64 [batches, 4] on their device."""
+    """Count tokens, documents, squared segment lengths and items of the loss, on the device of the batches.
+
+    Returns:
+        int64 [batches, 4].
+    """
     rows = []
     for batch in batches:
         borders = batch["cu_seq_lens_q"]

@@ -1,8 +1,8 @@
 """Decide who computes a trainer's loss, attach or the trainer itself, and what that loss is divided by.
 
-A trainer that computes its own loss is probed once: does it divide by num_items_in_batch? SFTTrainer computes its loss
-without logits: the sum of the `log_probs` [1, tokens - 1] that its fused head returns, divided by num_items_in_batch.
-Only this file knows about the fused head.
+A trainer that computes its own loss is probed once, to find out whether it divides the loss by num_items_in_batch.
+SFTTrainer computes its loss without logits: its fused head returns `log_probs` [1, tokens - 1], and the loss is their
+sum divided by num_items_in_batch. Only this file knows about the fused head.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Bucket pre-training is all you need (arXiv 2407.07495): its Table 1, and the order of its Table 2.
+"""Bucket pre-training is all you need (arXiv 2407.07495): its Table 1, and the order of speeds in its Table 2.
 
     python recipes/reproduce/bucket_pretraining.py
 
@@ -23,7 +23,7 @@ import hf_packing as hfp
 BUCKETS = (2048, 4096, 8192, 16384)
 SMALLER_BUCKETS = (512, 1024)
 POOL = 1000
-"""Documents packed together where not all are."""
+"""Documents packed at a time, in the variant that does not pack all at once."""
 PAPER = {
     "fixed 2048": (0.0003, 0.2839, 2.85),
     "fixed 4096": (0.0005, 0.1565, 5.70),
@@ -34,7 +34,7 @@ PAPER = {
 }
 """Table 1: padding, truncation, concatenation."""
 PAPER_SPEED = {2048: 0.246, 4096: 0.105, 8192: 0.0, 16384: -0.116}
-"""Table 2, tokens per second more than in rows of 8192 tokens."""
+"""Table 2, gain in tokens per second over rows of 8192 tokens."""
 COMPARED_WITH = 8192
 SHRUNK = 8
 """How much shorter the trained buckets are than the paper's."""
@@ -74,15 +74,15 @@ def table_1(lengths: np.ndarray, report: Report) -> None:
     fixed, theirs = PAPER["fixed 2048"][2], PAPER["buckets"][2]
     report.say(
         """
-        Rows of one length and the multi-bucket baseline: truncation and concatenation are the paper's to what a law of
-        two log-normals can say; padding is that of the last row alone, the paper's probably that of many files.
+        Rows of one length and the multi-bucket baseline: truncation and concatenation match the paper's as far as two
+        log-normals can; padding here is in the last row alone, while the paper's is probably that of many files.
         """
     )
     report.say(
         f"""
         Buckets: {(lengths > BUCKETS[-1]).mean():.3%} of the documents are longer than {BUCKETS[-1]} and cut in any
-        plan; of the others {cut_by_choice:,} are. The paper does not say what share of a pack may stay free, nor over
-        how many documents it plans; where few are packed at a time, padding comes near its figure.
+        plan; of the others {cut_by_choice:,} are cut. The paper does not say what share of a pack may stay free, nor
+        over how many documents it plans; if few are packed at a time, padding comes closer to its figure.
         """
     )
     report.say(
@@ -96,7 +96,7 @@ def table_1(lengths: np.ndarray, report: Report) -> None:
 
 
 def beside(ours: tuple[float, ...], papers: tuple[float, ...] | None) -> list[str]:
-    """Our figures, each with the paper's behind it."""
+    """Return our figures, each followed by the paper's."""
     forms = ((".3%", ".2%"), (".3%", ".2%"), (".2f", ".2f"))
     theirs = papers or (None,) * len(ours)
     cells = (
@@ -107,7 +107,7 @@ def beside(ours: tuple[float, ...], papers: tuple[float, ...] | None) -> list[st
 
 
 def in_pools(lengths: np.ndarray, strategy: hfp.Bucket) -> tuple[float, float, float]:
-    """The documents packed some at a time, as they are where data streams in."""
+    """Pack the documents some at a time, as for streamed data, and return the three figures."""
     pools = np.array_split(lengths, -(-len(lengths) // POOL))
     plans = [hfp.plan_packing(pool, strategy) for pool in tqdm(pools, desc=f"Pools of {POOL}", leave=False)]
     found = [plan.metrics() for plan in plans]
@@ -141,21 +141,21 @@ def table_2(arguments: argparse.Namespace, report: Report) -> None:
     same = sorted(buckets, key=lambda bucket: -speed[bucket]) == buckets
     report.say(
         f"""
-        The shorter the rows, the faster, as in the paper: {yes_or_no(same)}. How much faster depends on what attention
-        weighs in the model, here one {arguments.hidden} wide in rows {SHRUNK} times as short, and on documents that
-        fill their bucket, as they do here: short documents that share a long row, kept apart, cost what they cost in a
-        short one.
+        The shorter the rows, the faster, as in the paper: {yes_or_no(same)}. How much faster depends on how much of
+        the work is attention, here in a model {arguments.hidden} wide with rows {SHRUNK} times as short. It also
+        depends on documents that fill their bucket, as they do here: short documents that are kept apart in a long row
+        cost as much as in a short one.
         """
     )
 
 
 def train_in_turn(buckets: Sequence[int], rounds: int, hidden: int) -> dict[int, list[float]]:
-    """CPU seconds of every step in each bucket, on documents that fill it, the same number of tokens in every step."""
+    """Return CPU seconds of every step in each bucket, on documents that fill it, with equal tokens per step."""
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=max(buckets), **sizes)
     model = hfp.patch_model(LlamaForCausalLM(config)).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rng, collate = np.random.default_rng(0), hfp.PackingCollator()
     seconds: dict[int, list[float]] = {bucket: [] for bucket in buckets}
     for number in tqdm(range(rounds + 1), desc="Training in each bucket in turn"):
@@ -164,15 +164,15 @@ def train_in_turn(buckets: Sequence[int], rounds: int, hidden: int) -> dict[int,
             batch = collate([{"input_ids": document} for document in tokens])
             began = time.process_time()
             model(**batch).loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             if number:
                 seconds[bucket].append(time.process_time() - began)
     return seconds
 
 
 def speed_beside(reference: list[float], own: list[float]) -> float:
-    """How many times as fast, by the median of the ratios round by round."""
+    """Return how many times as fast it is, by the median of the ratios round by round."""
     return statistics.median(theirs / ours for theirs, ours in zip(reference, own, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What arXiv 2407.09105 claims of its methods, and whether it is so of what was trained here."""
+"""The claims of arXiv 2407.09105 about its methods, and whether they hold for what was trained here."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Judge = Callable[[Outcomes], str]
 MORE_STEPS = f"{MULTIPACK}, 1 pack a step"
 SORTED_IN_STEPS, RANDOM_IN_STEPS = (f"{name}, steps of multipack" for name in (SORTED, RANDOM))
 AHEAD = (WITH, MULTIPACK, SORTED, RANDOM)
-"""Packed ahead, with position ids."""
+"""Methods that pack ahead, with position ids."""
 AHEAD_IN_STEPS = (WITH, MULTIPACK, RANDOM_IN_STEPS)
-"""In as many steps as multipack, but for sorted ones."""
+"""The same with as many steps as multipack, sorted packing left out."""
 EQUAL = 0.01
-"""Losses that differ by less count as equal: what another order of the documents makes of them."""
+"""Losses that differ by less count as equal; another order of the documents changes them by about as much."""
 MOST = 0.5
-"""Share of a gap that is most of it."""
+"""Closing more than this share of a gap is closing most of it."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Claim:
 
     text: str
     paper: str
-    """Its figures: Mistral-7B on FLAN."""
+    """The paper's figures, for Mistral-7B on FLAN."""
     judge: Judge
     """Whether it holds, and the figures that say so."""
 
@@ -43,7 +43,7 @@ def faster(fast: Sequence[str], slow: str) -> Judge:
 
 
 def lower(low: Sequence[str], high: Sequence[str], *, training: bool = False) -> Judge:
-    """All of the ones below all of the others."""
+    """Judge whether all losses of `low` are below all losses of `high`."""
 
     def judge(found: Outcomes) -> str:
         losses = {name: each.training_loss if training else each.validation_loss for name, each in found.items()}
@@ -89,5 +89,5 @@ CLAIMS = (
 
 
 def verdicts(outcomes: Mapping[str, Outcomes]) -> list[list[str]]:
-    """A line for each claim: it, the paper's figures, and whether it holds on each set."""
+    """Return a line for each claim: its text, the paper's figures, and whether it holds on each set."""
     return [[claim.text, claim.paper, *(claim.judge(found) for found in outcomes.values())] for claim in CLAIMS]

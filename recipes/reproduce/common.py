@@ -23,7 +23,7 @@ TOY_RESULTS = Path("outputs/reproduce")
 
 
 def options(documentation: str) -> argparse.ArgumentParser:
-    """A parser with what all scripts take; the scripts add their sizes."""
+    """Return a parser with the options that all scripts share; each script adds its own."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toy sizes, to see that it runs; its figures mean nothing")
     parser.add_argument(
@@ -33,27 +33,28 @@ def options(documentation: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
-    """Read the options; with --quick those that were not given take the values here."""
+    """Read the options; with --quick, those that were not given take the values in `quick`."""
     if parser.parse_known_args()[0].quick:
         parser.set_defaults(**quick)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # speeds are per CPU second, in which threads that wait for each other would count
+    torch.set_num_threads(1)  # speeds are per CPU second, and threads that wait for each other would count
     arguments.output = arguments.output or (TOY_RESULTS if arguments.quick else RESULTS)
     arguments.output.mkdir(parents=True, exist_ok=True)
     return arguments
 
 
 def shared_file(name: str, source: str) -> Path:
-    """A file of the folder that HF_PACKING_DATA names.
+    """Return the path of a file in the folder that HF_PACKING_DATA names, or exit if it is not there.
 
     Args:
         name: of the file.
-        source: where others find it, for the message that it is not there.
+        source: what the file is and where it comes from, for the message if it is missing.
     """
     folder = Path(os.environ.get("HF_PACKING_DATA") or HERE.parents[2] / "shared" / "data")
     if not (folder / name).is_file():
         sys.exit(
-            f"expected {name} in {folder.resolve()}, it is not there. It is {source}; HF_PACKING_DATA names its folder"
+            f"expected {name} in {folder.resolve()}, it is not there. The file is {source}; set HF_PACKING_DATA to its "
+            "folder"
         )
     return folder / name
 
@@ -70,7 +71,7 @@ def yes_or_no(holds: bool) -> str:
 
 
 class Report:
-    """Text and tables, printed as they come, and in the end a Markdown file with hardware and versions on top.
+    """Print text and tables as they come, and save them as a Markdown file with hardware and versions on top.
 
     Args:
         title: of the paper, with its arXiv number.
@@ -83,7 +84,7 @@ class Report:
         self.add(f"# {title}")
 
     def say(self, text: str) -> None:
-        """A paragraph; its line breaks do not count."""
+        """Add a paragraph; line breaks in the text are ignored."""
         self.add(textwrap.fill(" ".join(text.split()), LINE, break_long_words=False, break_on_hyphens=False))
 
     def add(self, part: str) -> None:
@@ -91,7 +92,7 @@ class Report:
         self.parts.append(part)
 
     def table(self, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A section with a table whose first column is words and the others are figures."""
+        """Add a section with a table: words in the first column, figures in the others."""
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
         drawn = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in (header, rule, *rows)]

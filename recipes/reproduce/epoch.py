@@ -1,4 +1,4 @@
-"""One epoch of training by one method, and what it came to."""
+"""One epoch of training by one method, and its outcome."""
 
 import time
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ WARM_UP = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an epoch came to."""
+    """Speed and losses of an epoch."""
 
     steps: int
     speed: float
-    """Tokens of documents per CPU second, which others on the machine do not change."""
+    """Tokens of documents per CPU second, which other processes do not affect."""
     training_loss: float
-    """Over all tokens of the epoch, each as it was trained on."""
+    """Mean over all tokens of the epoch, each measured in the step that trained on it."""
     validation_loss: float
 
 
 def new_model(vocabulary: int, hidden: int, layers: int, longest: int) -> LlamaForCausalLM:
-    """The same random weights at every call."""
+    """Return a model with the same random weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -51,20 +51,20 @@ def train(
     validation: datasets.Dataset,
     learning_rate: float,
 ) -> Outcome:
-    """One epoch, with a learning rate that falls to zero by its last step, and the loss of the validation documents."""
+    """Train one epoch with a learning rate that falls to zero by the last step, then measure the validation loss."""
     model.train()
     if not method.padded:
         hfp.patch_model(model)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    schedule = get_linear_schedule_with_warmup(optimiser, round(WARM_UP * len(steps)), len(steps))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    schedule = get_linear_schedule_with_warmup(optimizer, round(WARM_UP * len(steps)), len(steps))
     summed_loss, tokens, seconds = 0.0, 0, 0.0
     for rows in tqdm(steps, desc=title):
         began = time.process_time()
         loss = model(**batch_of(method, rows), use_cache=False).loss
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         seconds += time.process_time() - began
         trained = sum(len(row["input_ids"]) for row in rows)
         summed_loss, tokens = summed_loss + trained * loss.item(), tokens + trained

@@ -1,10 +1,11 @@
-"""Fewer truncations improve language modeling (arXiv 2404.10830): its Tables 1 and 2, and who is cut.
+"""Fewer truncations improve language modeling (arXiv 2404.10830): its Tables 1 and 2, and which documents are cut.
 
     python recipes/reproduce/fewer_truncations.py
     python recipes/reproduce/fewer_truncations.py --documents 1000000 10000000 100000000    # 6 GB of memory
 
-Table 1: seconds of planning, beside the paper's and beside the paper's algorithm run here. Table 2: rows against plain
-concatenation. And the share of documents that are cut, by their length, with a picture. Lengths are like RefinedWeb's.
+Table 1: seconds of planning, compared with the paper's figures and with the paper's algorithm run here. Table 2: rows
+compared with plain concatenation. Then the share of documents that are cut, by their length, with a picture. Lengths
+are like RefinedWeb's.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import matplotlib.pyplot as plt
 
 TIMED_LENGTH = 2048
 PAPER_SECONDS = {10**6: 10, 10**7: 106, 10**8: 1066, 10**9: 10_816, 2 * 10**9: 22_244}
-"""Table 1, optimised best-fit decreasing, one thread, RefinedWeb, 2048."""
+"""Table 1, optimized best-fit decreasing, one thread, RefinedWeb, 2048."""
 PAPER_MORE_ROWS = {2048: 0.000024, 8192: 0.0000063}
 """Table 2, RefinedWeb."""
 EDGES = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 1 << 18)
@@ -42,7 +43,7 @@ EXAMPLE, EXAMPLE_LENGTH = (14, 7, 5, 2, 3), 8
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000], help="to plan")
+    parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000], help="documents to plan")
     parser.add_argument("--theirs", type=int, default=1_000_000, help="documents for the paper's algorithm, in Python")
     parser.add_argument("--max-length", type=int, nargs="+", default=[2048, 8192], help="tokens of a row")
     arguments = parse(parser, documents=[50_000], theirs=10_000)
@@ -94,9 +95,9 @@ def table_1(arguments: argparse.Namespace, report: Report) -> None:
     )
     report.say(
         """
-        Ours takes a time that grows with the number of distinct lengths, and with that of documents only where each is
-        given its place; from counts alone a billion take no longer than a million, and are then dealt shard by shard.
-        The paper's machine is another one; the ratio on this one is the fair one.
+        Our time grows with the number of distinct lengths, and with the number of documents only where each is given
+        its place: from counts alone, a billion take no longer than a million, and are then dealt shard by shard. The
+        paper used another machine, so the ratio measured on this one is the fair comparison.
         """
     )
 
@@ -155,21 +156,21 @@ def table_2(
     )
     report.say(
         """
-        The paper's data need some more rows than concatenation. Very short documents fill the last gaps of rows, and
-        the sampler probably has more of them than RefinedWeb, which was filtered: without the shortest, ours need more
-        rows too.
+        On the paper's data, best fit needs a few more rows than concatenation. Very short documents fill the last gaps
+        of rows, and the lengths sampled here probably have more of them than RefinedWeb, which was filtered: without
+        the shortest, best fit needs more rows here too.
         """
     )
 
 
 def more_rows(lengths: np.ndarray, max_length: int) -> float:
-    """Rows of best fit beside those of concatenation, from counts alone."""
+    """Return the share of rows that best fit needs beyond those of concatenation, from counts alone."""
     rows = hfp.plan_counts(np.bincount(lengths), hfp.BestFit(max_length)).num_packs
     return rows / -(-int(lengths.sum(dtype=np.int64)) // max_length) - 1
 
 
 def cut_by_length(lengths: np.ndarray, plan: hfp.PackingPlan) -> np.ndarray:
-    """Share of the documents of each bin that are in more than one segment."""
+    """Return the share of the documents of each bin that are in more than one segment."""
     cut = np.bincount(plan.segment_document, minlength=len(lengths)) > 1
     bins = np.searchsorted(EDGES, lengths) - 1
     documents = np.bincount(bins, minlength=len(EDGES) - 1)
@@ -189,8 +190,8 @@ def table_of_cuts(lengths: np.ndarray, shares: dict[tuple[str, int], np.ndarray]
     ]
     report.say(
         f"""
-        Concatenation cuts a document of n tokens with the probability n / row, whatever it holds; best fit never where
-        it fits. By hand: documents of {", ".join(map(str, EXAMPLE))} tokens in rows of {EXAMPLE_LENGTH}:
+        Concatenation cuts a document of n tokens with the probability n / row, whatever it holds; best fit never cuts a
+        document that fits. By hand: documents of {", ".join(map(str, EXAMPLE))} tokens in rows of {EXAMPLE_LENGTH}:
         {example[0].num_packs} rows with {example[0].num_cut_documents} documents cut by concatenation,
         {example[1].num_packs} with {example[1].num_cut_documents} by best fit.
         """
@@ -205,8 +206,8 @@ def draw(shares: dict[tuple[str, int], np.ndarray], max_lengths: list[int], file
     figure, axes = plt.subplots(1, len(max_lengths), figsize=(6 * len(max_lengths), 4.2), squeeze=False)
     place = np.arange(len(EDGES) - 1)
     for axis, max_length in zip(axes[0], max_lengths, strict=True):
-        for side, (name, colour) in enumerate((("concatenate and cut", "#b04030"), ("best fit", "#488858"))):
-            axis.bar(place + 0.4 * side, 100 * shares[name, max_length], 0.4, color=colour, label=name)
+        for side, (name, color) in enumerate((("concatenate and cut", "#b04030"), ("best fit", "#488858"))):
+            axis.bar(place + 0.4 * side, 100 * shares[name, max_length], 0.4, color=color, label=name)
         axis.set_xticks(place + 0.2, names_of_bins(), rotation=40, ha="right")
         axis.set(xlabel="tokens of the document", ylabel="documents cut (%)", title=f"rows of {max_length} tokens")
         axis.legend(frameon=False)

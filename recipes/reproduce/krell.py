@@ -2,7 +2,7 @@
 
     python recipes/reproduce/krell.py
 
-The table is of the lengths of BERT's Wikipedia data, 16 million sequences of at most 512 tokens, from counts alone. The
+The table uses the lengths of BERT's Wikipedia data, 16 million sequences of at most 512 tokens, from counts alone. The
 BERT is a small one with random weights, trained on text of Wikipedia cut into sequences with half those lengths.
 """
 
@@ -29,11 +29,11 @@ PAPER_PACKS = {
     | {None: 8_138_483},
     "NNLSHP": {3: 8_155_059},
 }
-"""Of the paper and, for LPFHP, of its authors' code on the same histogram."""
+"""Packs by depth, from the paper and, for LPFHP, from its authors' code on the same histogram."""
 PAPER_SPEED = 2.0
 """BERT-large, second phase."""
 PAPER_ACCURACY = (0.721, 0.718)
-"""Masked tokens that are right, with positions that restart and with positions that do not."""
+"""Share of masked tokens predicted correctly, with positions that restart and with positions that do not."""
 SHOWN = 8
 """Rows of the loss table."""
 
@@ -90,14 +90,14 @@ def efficiency(counts: np.ndarray, no_solvers: bool, report: Report) -> None:
         ["", "depth", "packs", "paper", "efficiency", "paper", "packing factor"],
         rows,
     )
-    report.say(f"SPFHP and LPFHP have as many packs as the paper's, to the pack: {yes_or_no(same)}.")
+    report.say(f"SPFHP and LPFHP need exactly as many packs as in the paper: {yes_or_no(same)}.")
     if not no_solvers:
         report.say(
             f"""
-            NNLSHP has fewer than the paper's, since what rounding leaves over is packed together here, while the paper
-            gives each such sequence a pack of its own. Optimal is not in the paper; at depth 3 it takes
+            NNLSHP needs fewer packs than in the paper: sequences that rounding leaves over are packed together here,
+            while the paper gives each of them a pack of its own. Optimal is not in the paper; at depth 3 it takes
             {seconds["Optimal", 3] / seconds["NNLSHP", 3]:.1f} of the time of NNLSHP, and proves that at most {spare} of
-            its packs could be spared at either depth.
+            its packs could be saved at either depth.
             """
         )
 
@@ -136,17 +136,19 @@ def packed_bert(counts: np.ndarray, arguments: argparse.Namespace, report: Repor
     report.say(
         f"""
         Largest difference of a step's loss from the unpacked one: {apart(packed, unpacked):.1e} packed,
-        {apart(leaking, unpacked):.1e} packed and not kept apart. As in the paper, packed is the same training as
-        unpacked where sequences are kept apart, count their own positions and weigh the same in the loss, and another
-        one where they are not. Mean of the last {last} steps: {late(unpacked):.4f} unpacked, {late(packed):.4f} packed,
-        {late(leaking):.4f} not kept apart. In the paper, over a whole pre-training, {PAPER_ACCURACY[0]:.1%} of the
-        masked tokens are right packed as unpacked, and {PAPER_ACCURACY[1]:.1%} where positions alone run on.
+        {apart(leaking, unpacked):.1e} packed and not kept apart. As in the paper, packed training is the same as
+        unpacked if sequences are kept apart, count their own positions and weigh the same in the loss; if they are not
+        kept apart, it differs. Mean of the last {last} steps: {late(unpacked):.4f} unpacked, {late(packed):.4f} packed,
+        {late(leaking):.4f} not kept apart. In the paper, after a whole pre-training, {PAPER_ACCURACY[0]:.1%} of
+        the masked tokens are predicted correctly, packed as well as unpacked, and {PAPER_ACCURACY[1]:.1%} if only the
+        positions do not restart.
         """
     )
     report.say(
         f"""
-        {factor:.2f} sequences in a pack; packed is {speed:.2f} times as fast in sequences per CPU second as padded to
-        {corpus.length} (paper: {PAPER_SPEED:.0f} times for BERT-large), {speed / factor:.0%} of the packing factor.
+        A pack holds {factor:.2f} sequences. Packed is {speed:.2f} times as fast as padded to {corpus.length}, in
+        sequences per CPU second (paper: {PAPER_SPEED:.0f} times for BERT-large); that is {speed / factor:.0%} of the
+        packing factor.
         """
     )
 

@@ -1,4 +1,4 @@
-"""Document lengths with the figures of RefinedWeb."""
+"""Document lengths distributed like RefinedWeb's."""
 
 import numpy as np
 
@@ -12,8 +12,8 @@ BLOCK = 1 << 22
 def refinedweb_like(documents: int, seed: int = 0) -> np.ndarray:
     """int32 [documents], tokens, from two log-normals.
 
-    They were fitted to Table 1 of arXiv 2407.07495: cut every 2048, 4096, 8192 and 16384 tokens they have the shares of
-    cut documents that 100 GB of RefinedWeb have. Drawn in blocks, so that memory is that of the result.
+    They were fitted to Table 1 of arXiv 2407.07495: cut every 2048, 4096, 8192 or 16384 tokens, they have the same
+    shares of cut documents as 100 GB of RefinedWeb. Drawn in blocks, to use little more memory than the result.
     """
     rng = np.random.default_rng(seed)
     lengths = np.empty(documents, dtype=np.int32)

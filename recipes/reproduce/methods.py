@@ -14,7 +14,7 @@ import hf_packing as hfp
 from hf_packing.columns import IGNORED_LABEL
 
 BATCH = 4
-"""Rows of a step: documents, or packs."""
+"""Rows per step: documents, or packs."""
 Row = dict[str, Any]
 Batch = dict[str, Any]
 
@@ -25,9 +25,9 @@ class Method:
 
     name: str
     rows: Callable[[datasets.Dataset, int], Sequence[Row]]
-    """Documents, and tokens a row may hold, to rows in the order in which they are trained on."""
+    """Turns documents, and the number of tokens a row may hold, into rows in training order."""
     padded: bool = False
-    """Whether a batch is padded to its longest row, for a model as it came; else it is flat, for a patched one."""
+    """Whether a batch is padded to its longest row, for an unpatched model; else it is flat, for a patched one."""
 
 
 def in_random_order(documents: datasets.Dataset, _: int) -> Sequence[Row]:
@@ -35,7 +35,7 @@ def in_random_order(documents: datasets.Dataset, _: int) -> Sequence[Row]:
 
 
 def grouped_by_length(documents: datasets.Dataset, _: int) -> Sequence[Row]:
-    """As Trainer groups them: sorted within blocks of 50 batches."""
+    """Group as Trainer does: sorted by length within blocks of 50 batches."""
     lengths = list(map(len, documents["input_ids"]))
     order = get_length_grouped_indices(lengths, BATCH, generator=torch.Generator().manual_seed(0))
     return list(documents.select(order))
@@ -46,12 +46,12 @@ def packed(strategy: Callable[[int], Any]) -> Callable[[datasets.Dataset, int], 
 
 
 def fixed_length(row_length: int) -> hfp.FixedLength:
-    """Documents stay in their order, which is random as it is."""
+    """Keep documents in their order, which is random already."""
     return hfp.FixedLength(row_length, seed=None)
 
 
 def without_position_ids(documents: datasets.Dataset, row_length: int) -> Sequence[Row]:
-    """Rows that are each one document to the model: attention and positions go on across the borders."""
+    """Make rows that look like one document to the model: attention and positions continue across the borders."""
     return [{"input_ids": row["input_ids"]} for row in packed(fixed_length)(documents, row_length)]
 
 
@@ -71,20 +71,20 @@ BY_NAME = {method.name: method for method in METHODS}
 
 
 def steps_of(method: Method, documents: datasets.Dataset, row_length: int, batch: int = BATCH) -> list[Sequence[Row]]:
-    """The epoch, cut into steps; the last one may be smaller."""
+    """Cut the epoch into steps; the last one may be smaller."""
     rows = method.rows(documents, row_length)
     return [rows[begin : begin + batch] for begin in range(0, len(rows), batch)]
 
 
 def in_as_many_steps(steps: Sequence[Sequence[Row]], number: int) -> list[Sequence[Row]]:
-    """The same rows in the same order, as evenly as they go."""
+    """Cut the same rows, in the same order, into this number of steps, as evenly as possible."""
     rows = [row for step in steps for row in step]
     ends = np.linspace(0, len(rows), number + 1).round().astype(int).tolist()
     return [rows[begin:end] for begin, end in pairwise(ends)]
 
 
 def padded_batch(rows: Sequence[Row]) -> Batch:
-    """Filled up with zeros to the longest."""
+    """Pad rows with zeros to the longest one."""
     longest = max(len(row["input_ids"]) for row in rows)
     ids, mask = np.zeros((len(rows), longest), dtype=np.int64), np.zeros((len(rows), longest), dtype=np.int64)
     for place, row in enumerate(rows):

@@ -20,7 +20,7 @@ import hf_packing as hfp
 from hf_packing.columns import IGNORED_LABEL
 
 FIRST, LAST, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
-"""In the places of [CLS], [SEP] and [PAD]."""
+"""Used in place of [CLS], [SEP] and [PAD]."""
 MASKED, BECOME_MASK, BECOME_RANDOM = 0.15, 0.8, 0.1
 
 Document = dict[str, np.ndarray]
@@ -28,7 +28,7 @@ Document = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences with their masks, made once, and the packs they stand in."""
+    """Sequences, masked once, and the packs they are in."""
 
     documents: list[Document]
     """input_ids with masked tokens, and labels."""
@@ -41,7 +41,7 @@ class Corpus:
 
 
 def make_corpus(texts: Sequence[str], tokenizer: Tokenizer, lengths: np.ndarray, row_length: int) -> Corpus:
-    """The texts one after the other, cut into sequences of these lengths, masked, and packed best fit."""
+    """Concatenate the texts, cut them into sequences of these lengths, mask them, and pack them best fit."""
     first, last, pad = map(tokenizer.token_to_id, (FIRST, LAST, PAD))
     mask = tokenizer.get_vocab_size()
     rng = np.random.default_rng(0)
@@ -55,7 +55,7 @@ def make_corpus(texts: Sequence[str], tokenizer: Tokenizer, lengths: np.ndarray,
 
 
 def masked(tokens: np.ndarray, mask: int, rng: np.random.Generator) -> Document:
-    """15 % of the tokens are asked for: 80 % of those are masked, 10 % random, 10 % as they were."""
+    """Choose 15 % of the tokens to predict: 80 % of them become the mask, 10 % a random token, 10 % stay."""
     inner = np.arange(1, len(tokens) - 1)
     asked = rng.choice(inner, max(1, round(MASKED * len(inner))), replace=False)
     labels = np.full(len(tokens), IGNORED_LABEL)
@@ -68,7 +68,7 @@ def masked(tokens: np.ndarray, mask: int, rng: np.random.Generator) -> Document:
 
 
 def new_model(corpus: Corpus, hidden: int) -> BertForMaskedLM:
-    """The same weights at every call; no dropout, whose draws would depend on the layout."""
+    """Return a model with the same weights at every call; no dropout, since its draws would depend on the layout."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=corpus.vocabulary,
@@ -113,7 +113,7 @@ def packed(corpus: Corpus, packs: Sequence[np.ndarray]) -> tuple[dict[str, Tenso
 
 
 def mean_over_sequences(logits: Tensor, labels: Tensor, sequence: Tensor) -> Tensor:
-    """The mean over sequences of the mean over the labels of each; all but logits [rows, tokens]."""
+    """Average the loss over each sequence, then over sequences; labels and sequence numbers are [rows, tokens]."""
     asked = labels != IGNORED_LABEL
     losses = F.cross_entropy(logits[asked], labels[asked], reduction="none")
     own = sequence[asked]
@@ -124,31 +124,31 @@ def mean_over_sequences(logits: Tensor, labels: Tensor, sequence: Tensor) -> Ten
 
 @dataclass
 class Run:
-    """A model, how it is given packs, and what came of it."""
+    """A model, how packs become its batches, and the losses and time of its steps."""
 
     model: PreTrainedModel
     make_batch: Callable[[Corpus, Sequence[np.ndarray]], tuple[dict[str, Tensor], Tensor, Tensor]]
     learning_rate: float
     losses: list[float] = field(default_factory=list)
     seconds: float = 0
-    """Of this process's CPU time, so that others on the machine do not count."""
+    """CPU time of this process, so that other processes do not count."""
 
     def __post_init__(self) -> None:
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, eps=1e-6)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, eps=1e-6)
 
     def step(self, corpus: Corpus, packs: Sequence[np.ndarray]) -> None:
         began = time.process_time()
         batch, labels, sequence = self.make_batch(corpus, packs)
         loss = mean_over_sequences(self.model(**batch).logits, labels, sequence)
         loss.backward()
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.seconds += time.process_time() - began
         self.losses.append(loss.item())
 
 
 def train(corpus: Corpus, steps: int, packs_per_step: int, hidden: int, learning_rate: float) -> dict[str, Run]:
-    """All three, step by step in turn."""
+    """Train all three models, alternating step by step."""
     runs = {
         "unpacked": Run(new_model(corpus, hidden).train(), padded, learning_rate),
         "packed": Run(hfp.patch_model(new_model(corpus, hidden)).train(), packed, learning_rate),

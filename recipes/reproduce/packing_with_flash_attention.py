@@ -3,7 +3,7 @@
     python recipes/reproduce/packing_with_flash_attention.py
     python recipes/reproduce/packing_with_flash_attention.py --sets python --documents 8000    # needs no data
 
-A small Llama is trained on rows of concatenated documents of all sets, as large models mostly are. From there each
+A small Llama is trained on rows of concatenated documents of all sets, as most large models are. From there, each
 method trains it for one epoch on each set, 4 rows a step: 4 documents, or 4 packs. Validation is always on documents
 alone. The paper fine-tunes models of 7 billion parameters and more on GPUs.
 """
@@ -31,21 +31,21 @@ from methods import (
     in_as_many_steps,
     steps_of,
 )
-from sets import NAMES, Texts, read_texts, tokenise, train_tokenizer
+from sets import NAMES, Texts, read_texts, tokenize, train_tokenizer
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 VOCABULARY = 2048
 FIRST_LEARNING_RATE, LEARNING_RATE = 2e-3, 5e-4
 FIRST_ROWS = 2
-"""Rows of a step before the methods part."""
+"""Rows per step of the base training, which all methods start from."""
 PAPER_BY_ROW = {512: "1.294 (4k)", 1024: "1.352 (8k)", 2048: "1.431 (16k)"}
 """Validation loss without position ids, rows 8 times as long."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """What all methods begin with."""
+    """The tokenizer and weights that all methods start from."""
 
     tokenizer: Tokenizer
     weights: dict[str, Any]
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--documents", type=int, default=1500, help="of each set, to train on")
     parser.add_argument("--validation", type=int, default=200, help="other documents of each set")
-    parser.add_argument("--before", type=int, default=1500, help="other documents of each set, before the methods part")
+    parser.add_argument("--before", type=int, default=1500, help="other documents of each set, for the base training")
     parser.add_argument("--row-length", type=int, default=1024)
     parser.add_argument("--row-lengths", type=int, nargs="*", default=[512, 2048], help="more, on the first set")
     parser.add_argument("--hidden", type=int, default=96)
@@ -82,10 +82,10 @@ def main() -> None:
     )
     report.say(
         """
-        Speed: a CPU has as much to do with 4 documents as with 4 packs, so that packing ahead gains little over a
-        minibatch; the paper's factor is that of a GPU. Sorted and random packing leave more room free than multipack,
-        so that they have more packs and more steps, and steps count for more than the order does; hence the lines in
-        as many steps. The paper has sorted behind on FLAN, whose lengths vary more than those here.
+        Speed: a CPU is as busy with 4 documents as with 4 packs, so packing ahead gains little over a minibatch; the
+        paper's factor is that of a GPU. Sorted and random packing leave more room free than multipack, so they have
+        more packs and more steps, and the number of steps matters more than the order; hence the lines with as many
+        steps. In the paper, sorted packing falls behind on FLAN, whose lengths vary more than those here.
         """
     )
     first = arguments.sets[0]
@@ -94,21 +94,21 @@ def main() -> None:
 
 
 def train_base(texts: dict[str, Texts], arguments: argparse.Namespace) -> Base:
-    """A tokenizer and weights from documents of all sets that no method sees."""
+    """Train a tokenizer and weights on documents of all sets that no method sees."""
     before = [text for each in texts.values() for text in each.before]
     tokenizer = train_tokenizer(before, VOCABULARY)
-    documents = tokenise(before, tokenizer, arguments.row_length).shuffle(seed=0)
+    documents = tokenize(before, tokenizer, arguments.row_length).shuffle(seed=0)
     longest = max(arguments.row_length, *arguments.row_lengths, 0)
     sizes = {"vocabulary": VOCABULARY, "hidden": arguments.hidden, "layers": arguments.layers, "longest": longest}
     model, method = new_model(**sizes), BY_NAME[WITHOUT]
     steps = steps_of(method, documents, arguments.row_length, FIRST_ROWS)
     validation = documents.select(range(min(len(documents), arguments.validation)))
-    train("the model all begin with", model, method, steps, validation, FIRST_LEARNING_RATE)
+    train("base model", model, method, steps, validation, FIRST_LEARNING_RATE)
     return Base(tokenizer, copy.deepcopy(model.state_dict()), sizes)
 
 
 def compare(name: str, base: Base, texts: Texts, arguments: argparse.Namespace, report: Report) -> dict[str, Outcome]:
-    """All methods on one set, and some of them with another number of steps."""
+    """Train by all methods on one set, and by some of them with another number of steps."""
     training, validation = parts(texts, base, arguments)
     epochs = {method.name: (method, steps_of(method, training, arguments.row_length)) for method in METHODS}
     multipack = BY_NAME[MULTIPACK]
@@ -140,14 +140,14 @@ def compare(name: str, base: Base, texts: Texts, arguments: argparse.Namespace, 
 
 
 def parts(texts: Texts, base: Base, arguments: argparse.Namespace) -> Sequence[datasets.Dataset]:
-    """Documents to train on and to validate with, none longer than a row."""
-    return [tokenise(part, base.tokenizer, arguments.row_length) for part in (texts.training, texts.validation)]
+    """Return documents for training and for validation, none longer than a row."""
+    return [tokenize(part, base.tokenizer, arguments.row_length) for part in (texts.training, texts.validation)]
 
 
 def vary_row_length(
     name: str, base: Base, texts: Texts, outcomes: dict[str, Outcome], arguments: argparse.Namespace, report: Report
 ) -> None:
-    """Fixed length without and with position ids, as many tokens in every step."""
+    """Train with fixed length, without and with position ids, with the same tokens per step at every row length."""
     training, validation = parts(texts, base, arguments)
     found = {arguments.row_length: [outcomes[method] for method in (WITHOUT, WITH)]}
     for row_length in arguments.row_lengths:

@@ -5,11 +5,11 @@ from tqdm.auto import tqdm
 
 
 def best_fit_packs(lengths: np.ndarray, max_length: int) -> int:
-    """How many packs the paper's algorithm needs, in Python as the paper's figures are.
+    """Return how many packs the paper's algorithm needs; it runs in Python, as for the paper's figures.
 
     Documents longer than max_length are cut into full packs and a remainder. Leaf r of the tree holds r where a pack
-    with room r exists, else 0, and each node the larger of its children; the way down for a piece of w tokens goes left
-    where the left child is at least w.
+    with room r exists, else 0, and each node holds the larger of its children. The search for a piece of w tokens goes
+    down from the root, and left where the left child is at least w.
 
     Args:
         lengths: integers [documents], tokens.
@@ -50,7 +50,7 @@ def best_fit_packs(lengths: np.ndarray, max_length: int) -> int:
 
 
 def update_parents(tree: list[int], node: int) -> None:
-    """Up to the root, or to where nothing changes."""
+    """Update the nodes above, up to the root or until nothing changes."""
     while node > 1:
         node //= 2
         larger = max(tree[2 * node], tree[2 * node + 1])

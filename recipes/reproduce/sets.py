@@ -30,7 +30,7 @@ class Texts:
 
 
 def read_texts(name: str, training: int, validation: int, before: int) -> Texts:
-    """So many documents for each part, drawn at random."""
+    """Draw this many documents for each part at random."""
     if name == "python":
         texts = standard_library_functions()["text"][:]
     else:
@@ -42,7 +42,7 @@ def read_texts(name: str, training: int, validation: int, before: int) -> Texts:
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of the texts."""
+    """Train a byte-level BPE on the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -53,8 +53,8 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def tokenise(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> datasets.Dataset:
-    """The documents' tokens and an end after each, cut after so many."""
+def tokenize(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> datasets.Dataset:
+    """Tokenize the texts, add an end token to each, and truncate to `longest` tokens."""
     end = tokenizer.token_to_id(END)
     encodings = tokenizer.encode_batch(list(texts))
     return datasets.Dataset.from_dict({"input_ids": [[*encoding.ids, end][:longest] for encoding in encodings]})

@@ -81,7 +81,7 @@ def stock_and_patched(request):
     return stock_and_patched_once(request.param)
 
 
-@pytest.mark.parametrize("trait", fast_only(TRAITS, *FAST, "attention and a state"))
+@pytest.mark.parametrize("trait", fast_only(TRAITS, *FAST))
 def test_loss_and_gradients_are_those_of_documents_alone(trait):
     """Gradients in every parameter. Parts of these models compute in float32 whatever their dtype."""
     model, route, modules = model_of(trait, torch.float64)
@@ -253,6 +253,7 @@ def test_labels_that_would_be_predicted_from_the_row_before():
         model(ids, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), labels=ids)
 
 
+@pytest.mark.slow
 def test_the_route_is_found_once():
     first = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route
     second = hfp.check_isolation(hfp.patch_model(model_of("a state")[0])).route

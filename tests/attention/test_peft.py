@@ -34,7 +34,7 @@ def packed_and_alone(model, patch):
     return losses_and_gradients(model, [batch_of(DOCUMENTS)]), expected
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", fast_only([True, False], False))
 @pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama", "mamba"))
 def test_lora(architecture, before):
     base = tiny_model(architecture, "causal")

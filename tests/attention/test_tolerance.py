@@ -82,7 +82,9 @@ def has_a_window_one_wider(exact):
 
 
 in_both = pytest.mark.parametrize(
-    "build_model", [lambda: build("Mistral"), model_in_which_roundings_grow], ids=["usual", "noisy"]
+    "build_model",
+    [lambda: build("Mistral"), pytest.param(model_in_which_roundings_grow, marks=pytest.mark.slow)],
+    ids=["usual", "noisy"],
 )
 
 FAULTS = (sees_the_end_of_the_previous_document, has_another_first_key, has_a_window_one_wider)

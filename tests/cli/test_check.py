@@ -22,7 +22,7 @@ def test_a_configuration_that_makes_no_model(capsys, tmp_path):
     config.save_pretrained(tmp_path / "model")
     assert main(["check", str(tmp_path / "model")]) == 2
     said = capsys.readouterr().err
-    assert "MODEL: expected a configuration that makes a model" in said
+    assert "MODEL: expected a configuration of a model, none can be built" in said
     assert said.count("\n") == 1
 
 

@@ -97,7 +97,10 @@ def test_patterns_find_names_at_any_depth(tmp_path):
 
 def test_something_that_is_neither_file_nor_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(PackingError, match="DATA: expected a file or a folder, .* is neither; write it to a file"):
+    with pytest.raises(
+        PackingError,
+        match="DATA: expected a file or a folder, .* is neither, and cannot be read twice; write it to a file",
+    ):
         Documents(str(tmp_path / "pipe"))
     (tmp_path / "a.txt").write_text("one")
     documents = Documents(str(tmp_path))

@@ -167,7 +167,9 @@ def test_errors_name_the_split():
     with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: expected a Dataset or a DatasetDict, got Iterable"):
         hfp.pack(of_another_kind, hfp.BestFit(4))
     of_other_columns = DatasetDict(train=documents(), test=Dataset.from_dict({"text": ["a"]}))
-    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: column 'input_ids': expected in the dataset"):
+    with pytest.raises(
+        hfp.PackingError, match=r"dataset\['test'\]: column 'input_ids': expected this column in the dataset"
+    ):
         hfp.pack(of_other_columns, hfp.BestFit(4))
 
 

@@ -259,8 +259,8 @@ def test_json(chat):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lengths": []}, "lengths: expected documents with tokens, got 0 without"),
-        ({"lengths": [0, 0]}, "lengths: expected documents with tokens, got 2 without"),
+        ({"lengths": []}, "lengths: expected documents with tokens, none of the 0 has any"),
+        ({"lengths": [0, 0]}, "lengths: expected documents with tokens, none of the 2 has any"),
         ({"lengths": [3], "max_length": []}, "max_length: expected at least one, got none"),
         ({"lengths": [3], "max_length": [0]}, "max_length: expected an integer from 1"),
         ({"lengths": [3], "ranks": 0}, "ranks: expected an integer from 1"),

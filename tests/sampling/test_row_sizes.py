@@ -93,11 +93,20 @@ def test_datasets_without_lengths(rows, message):
         ([{"input_ids": None}], "column 'input_ids': expected a list of integers in every row, row 0 has None"),
         (
             [{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1]}],
-            "'seq_lengths': expected in all rows or in none",
+            "'seq_lengths': expected this column in all rows or in none",
         ),
-        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "'labels': expected in all rows or in none, row 1"),
-        ([{"input_ids": [1], "completion_mask": [0]}, {"input_ids": [1]}], "'completion_mask': expected in all rows"),
-        ([{"input_ids": [1]}, {"input_ids": [1], "assistant_masks": [0]}], "'assistant_masks': expected in all rows"),
+        (
+            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
+            "'labels': expected this column in all rows or in none, row 1",
+        ),
+        (
+            [{"input_ids": [1], "completion_mask": [0]}, {"input_ids": [1]}],
+            "'completion_mask': expected this column in all rows",
+        ),
+        (
+            [{"input_ids": [1]}, {"input_ids": [1], "assistant_masks": [0]}],
+            "'assistant_masks': expected this column in all rows",
+        ),
         ([{"input_ids": torch.ones(1, 3)}], "'input_ids': expected a list of integers in every row, row 0 has shape"),
         ([{"input_ids": [[1, 2, 3]]}], "'input_ids': expected a list of integers in every row, row 0 has [[1, 2, 3]]"),
         ([{"input_ids": "text"}], "'input_ids': expected a list of integers in every row, row 0 has 'text'"),

@@ -148,7 +148,10 @@ def test_a_batch_without_documents():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"tokens": [[1]], "text": ["a"]}, "column 'input_ids': expected in the dataset, got columns tokens, text"),
+        (
+            {"tokens": [[1]], "text": ["a"]},
+            "column 'input_ids': expected this column in the dataset, got columns tokens, text",
+        ),
         (
             {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]},
             "column 'labels': expected as many values as input_ids in every row, row 1 has 1 for 2",

@@ -65,6 +65,7 @@ def test_what_is_left_alone(source):
     assert mutated(source) == set()
 
 
+@pytest.mark.slow
 def test_each_changes_one_place_and_is_another_program():
     file = mutate.ROOT / "hf_packing" / "collate.py"
     source = file.read_bytes()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
+from tiers import fast_only
 from tiny_models import build, with_loss_times
 from trainers import arguments, logged, trainer_of
 from training_process import documents
@@ -143,7 +144,7 @@ def test_a_trainers_own_loss_is_told_what_to_divide_by(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", fast_only([0.0, 0.1], 0.0))
 def test_models_that_say_that_they_take_no_items(tmp_path, kind, smoothing):
     """Gemma 4 and others; accumulating must not divide the loss once more."""
     found = []
@@ -255,7 +256,7 @@ def masked_documents():
     return datasets.Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "electra", "deberta-v2"])
+@pytest.mark.parametrize("architecture", fast_only(["bert", "roberta", "electra", "deberta-v2"], "roberta"))
 def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
     model, data = tiny_model(architecture, "masked"), masked_documents()
     types = {} if getattr(model.config, "type_vocab_size", 0) < 2 else {"token_type_ids"}
@@ -332,7 +333,7 @@ def test_lora(tmp_path):
     assert len(logged(trainer)) == 2
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", fast_only([False, True], False))
 def test_batches_of_workers_are_the_same(tmp_path, persistent):
     found = []
     for workers in (0, 2):
@@ -343,6 +344,7 @@ def test_batches_of_workers_are_the_same(tmp_path, persistent):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default::UserWarning")  # dynamo looks at the gradients of tensors that have none
 def test_compiled(tmp_path):
     found = []
@@ -353,6 +355,7 @@ def test_compiled(tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_another_stays_the_models(tmp_path):
     model = with_loss_times(2.0)
     trainer = trainer_of(tmp_path, model=model)

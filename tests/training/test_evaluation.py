@@ -43,6 +43,7 @@ def test_a_function_that_divides_by_the_items_it_is_given(tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_routers_are_no_part_of_it_whoever_makes_the_loss(tmp_path):
     class Own(Trainer):
         def compute_loss(self, *args, **kwargs):

@@ -290,7 +290,7 @@ def test_gradients_are_synchronized_at_the_end_of_an_epoch():
 
 
 def test_a_batch_without_its_share():
-    with pytest.raises(PackingError, match="batch: expected one from prepare_dataloader, got input_ids"):
+    with pytest.raises(PackingError, match="batch: expected one from prepare_dataloader, this one has input_ids"):
         hfp.compute_loss(build("Llama"), {"input_ids": torch.tensor([[5, 6]])})
     with pytest.raises(PackingError, match="batch: expected one from prepare_dataloader, got NoneType"):
         hfp.compute_loss(build("Llama"), None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import slow
 from tiny_models import build, with_loss_times
 
 import hf_packing as hfp
@@ -95,10 +96,10 @@ def test_which_logits_are_about_the_next_token():
     ("architecture", "kind", "expected", "divided"),
     [
         ("llama", "causal", True, True),
-        ("mixtral", "causal", True, True),
+        slow("mixtral", "causal", True, True),
         ("bert", "masked", False, False),
-        ("xlm", "masked", False, False),
-        ("bart", "causal", False, False),
+        slow("xlm", "masked", False, False),
+        slow("bart", "causal", False, False),
     ],
 )
 def test_a_models_own_loss_decides(architecture, kind, expected, divided):

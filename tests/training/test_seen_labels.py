@@ -7,6 +7,7 @@ import transformers
 from accelerate import Accelerator
 from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
+from tiers import fast_only
 from tiny_models import build
 from trainers import logged, trainer_of
 from training_process import documents
@@ -107,6 +108,7 @@ def with_adapters(model):
     return get_peft_model(model, LoraConfig(target_modules=["query"]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 @pytest.mark.parametrize("make", [patched_bert, lambda: hfp.patch_model(with_adapters(bert()))])
 def test_a_stock_trainer(tmp_path, make):
@@ -214,7 +216,7 @@ NOT_SEEING = {
 }
 
 
-@pytest.mark.parametrize("kind", SEEING)
+@pytest.mark.parametrize("kind", fast_only(SEEING, "a masked model in float32"))
 def test_models_that_see_what_labels_ask_for(kind):
     model = hfp.patch_model(SEEING[kind]()).train()
     assert route_of(model).sees_labels
@@ -235,6 +237,6 @@ def test_causal_models_do_not(kind):
 def test_a_model_that_cannot_be_run_is_known_by_a_small_one():
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(bert().config)
-    with pytest.warns(UserWarning, match="proved isolation on a small BertForMaskedLM"):
+    with pytest.warns(UserWarning, match="proved isolation on a small copy of BertForMaskedLM"):
         hfp.patch_model(model, prove=False)
     assert route_of(model).sees_labels

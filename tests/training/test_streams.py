@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from processes import IN_THE_FAMILY, TORCHRUN
 from stream_process import DOCUMENTS, packed_stream, train
+from tiers import fast_only
 
 import hf_packing as hfp
 
@@ -19,7 +20,7 @@ NOT_DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
 PACKS = len(list(packed_stream()))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", fast_only([0, 1], 0))
 def test_trainer(tmp_path, workers):
     with pytest.raises(hfp.PackingError, match=REFUSED):
         train(tmp_path, PACKS, dataloader_num_workers=workers)
