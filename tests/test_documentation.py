@@ -20,6 +20,7 @@ import trl
 import yaml
 from accelerate import Accelerator
 from matplotlib import image
+from tiers import fast_only
 from tiny_models import SIZES, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_process import documents
@@ -122,7 +123,10 @@ def run(page: Path, names_of_page: dict) -> str:
     return PYTHON.sub(printed, page_text)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if PYTHON.search(page.read_text())], ids=names)
+WITH_PYTHON = [page for page in PAGES if PYTHON.search(page.read_text())]
+
+
+@pytest.mark.parametrize("page", fast_only(WITH_PYTHON, ROOT / "README.md", DOCS / "guides" / "pack.md"), ids=names)
 def test_python_runs_and_prints_what_the_page_says(page, page_names):
     text = run(page, page_names)
     if os.environ.get("HF_PACKING_WRITE_PAGES"):
@@ -195,6 +199,7 @@ def test_what_a_trainer_logs_is_defined():
     assert all(f"\n| `{name}` | " in text for name in logged)
 
 
+@pytest.mark.slow
 def test_pictures_are_those_of_their_script(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(PICTURES))
     draw = __import__("draw")

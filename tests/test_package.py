@@ -54,6 +54,7 @@ def test_importing_loads_nothing_heavy():
     assert python(f"import hf_packing; {LOADED}") == "[]"
 
 
+@pytest.mark.slow
 def test_that_the_import_test_would_see_torch():
     assert "torch" in python(f"import torch; import hf_packing; {LOADED}")
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from tiers import fast_only
 from tiny_models import SIZES
 from trainers import trainer_of
 
@@ -83,7 +84,10 @@ def test_heads_that_take_other_inputs(name):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["BertForTokenClassification", "LlamaForTokenClassification", "PEFT"])
+@pytest.mark.parametrize(
+    "name",
+    fast_only(["BertForTokenClassification", "LlamaForTokenClassification", "PEFT"], "LlamaForTokenClassification"),
+)
 def test_classifiers_of_tokens_are_patched_and_not_attached(tmp_path, name):
     def make():
         return lora(head("BertForTokenClassification"), "query", "TOKEN_CLS") if name == "PEFT" else head(name)

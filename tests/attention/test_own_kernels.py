@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -68,7 +67,8 @@ HONORING = [
 ]
 
 
-@pytest.mark.parametrize(("honoring", "by_segment"), fast_only(HONORING, HONORING[0]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("honoring", "by_segment"), HONORING)
 def test_mixers_stay_packed_where_all_their_kernels_know_of_borders(monkeypatch, honoring, by_segment):
     model = tiny_model("qwen3_next", "causal")
     expected, gradients = losses_alone(model)

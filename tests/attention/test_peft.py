@@ -35,7 +35,7 @@ def packed_and_alone(model, patch):
 
 
 @pytest.mark.parametrize("before", fast_only([True, False], False))
-@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama", "mamba"))
+@pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "llama"))
 def test_lora(architecture, before):
     base = tiny_model(architecture, "causal")
     if before:

@@ -4,6 +4,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
+from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
@@ -35,7 +36,7 @@ def test_rounding_is_measured_on_the_model():
     assert rounding_of(model_in_which_roundings_grow().double()) < 1e-10
 
 
-@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("measured", fast_only([True, False], True))
 def test_other_roundings_are_no_fault(monkeypatch, measured):
     """As on another processor: scores off by one rounding, and nothing allowed but what is measured. Where nothing is,
     kernels of some processors leave no route at all."""
@@ -90,7 +91,7 @@ in_both = pytest.mark.parametrize(
 FAULTS = (sees_the_end_of_the_previous_document, has_another_first_key, has_a_window_one_wider)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", fast_only(FAULTS, has_a_window_one_wider))
 @in_both
 def test_a_fault_in_the_attention_is_found_in_float32(monkeypatch, build_model, fault):
     monkeypatch.setattr(varlen, "attend_by_segment", fault(varlen.attend_by_segment))

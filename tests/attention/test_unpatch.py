@@ -163,6 +163,7 @@ def test_not_a_model():
             check(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rescale_every", fast_only([1, 2, 0], 1))
 @pytest.mark.parametrize("training", fast_only([True, False], True))
 def test_weights_that_a_forward_rescales_are_put_back(rescale_every, training):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiers import fast_only
 from transformers import BertForSequenceClassification, BertForTokenClassification
 
 from hf_packing.attention.tiny_model import tiny_model
@@ -54,7 +55,7 @@ def test_no_line_runs_over_the_screen(capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [[], ["--weights"]])
+@pytest.mark.parametrize("options", fast_only([[], ["--weights"]], []))
 def test_check_of_a_folder(capsys, tmp_path, options):
     tiny_model("bert", "masked").save_pretrained(tmp_path / "model")
     assert main(["check", str(tmp_path / "model"), *options]) == 0
@@ -179,7 +180,7 @@ def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("architectures", "note"),
     [
-        (None, "the configuration names no class"),
+        pytest.param(None, "the configuration names no class", marks=pytest.mark.slow),
         pytest.param([], "the configuration names no class", marks=pytest.mark.slow),
         (["LLaMAForCausalLM"], "the configuration names LLaMAForCausalLM, which transformers "),
     ],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.cli import main
@@ -164,6 +165,7 @@ def test_idle_ranks_are_no_speed_up():
     assert row.speed_up == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_optimum_where_best_fit_is_far_from_it(rng):
     lengths = rng.integers(300, 701, 600)
     strategies = [hfp.FixedLength(2048), hfp.BestFit(2048), hfp.Optimal(2048, time_limit=600)]
@@ -274,7 +276,7 @@ def test_bad_arguments(arguments, message):
         hfp.packing_report(**arguments)
 
 
-@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.name)
+@pytest.mark.parametrize("plot", fast_only(PLOTS, PLOTS[0]), ids=lambda plot: plot.name)
 def test_every_picture_has_marks(chat, plot):
     report = hfp.packing_report(chat, [2048, 4096])
     light, dark = (picture(report, plot, theme, "svg").decode() for theme in THEMES)

@@ -194,7 +194,7 @@ def test_a_document_longer_than_the_budget_is_named():
 
 def test_packed_rows_are_not_cut():
     sizes = sizes_of_packs(np.array([4, 5]), np.array([0, 2]))
-    with pytest.raises(PackingError, match="pack rows of at most max_tokens, or overflow='drop'"):
+    with pytest.raises(PackingError, match="pack rows of at most max_tokens, or use overflow='drop'"):
         hfp.TokenBudget(8, overflow="split").plan(sizes)
 
 

@@ -107,6 +107,7 @@ def test_a_masked_language_model(tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_balances_its_routers(tmp_path):
     model = build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     trainer = trainer_of(tmp_path, model=model, gradient_accumulation_steps=2, max_steps=1)
@@ -203,6 +204,7 @@ def test_a_trainer_whose_loss_cannot_be_asked(tmp_path):
         hfp.attach(trainer_of(tmp_path, Own), hfp.TokenBudget(64))
 
 
+@pytest.mark.slow
 def test_labels_that_make_the_input_of_a_decoder(tmp_path):
     trainer = trainer_of(tmp_path, model=tiny_model("bart", "masked"))
     message = "expected a compute_loss that takes a packed batch, Trainer.compute_loss raises"
@@ -272,6 +274,7 @@ def test_token_types_and_first_labels_of_masked_models(tmp_path, architecture):
     assert logged(trainer)[0] == pytest.approx(total / tokens, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_token_types_that_a_model_does_not_embed_are_left_out(tmp_path):
     data = documents(45)
     typed = data.map(lambda row: {"token_type_ids": [1] * len(row["input_ids"])})
@@ -313,6 +316,7 @@ def test_a_model_that_is_made_when_training_begins(tmp_path):
     assert hfp.check_isolation(trainer.model).isolated
 
 
+@pytest.mark.slow
 def test_a_model_that_is_made_later_is_asked_for_its_loss_as_well(tmp_path):
     data = documents(45).map(lambda row: {"labels": row["input_ids"][::-1]})  # others than the tokens it sees
     model = tiny_model("bart", "causal")
