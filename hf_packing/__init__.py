@@ -1,6 +1,6 @@
-"""Packing for language-model training with Hugging Face datasets and transformers: plans, packed rows, isolation.
+"""Pack documents into rows for language-model training with Hugging Face datasets and transformers.
 
-Names are imported when they are first used, so that `import hf_packing` is quick and loads no torch.
+Public names are imported when they are first used, so that `import hf_packing` is quick and does not load torch.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""`PackingCollator`: flatten rows into one padding-free batch with segment borders.
+"""Define `PackingCollator`, which flattens rows into one padding-free batch with segment borders.
 
-Segment borders are read from any column that gives them; if several columns do, they must agree.
+Several columns can give the segment borders of a row. If a row has several such columns, the borders must be the same.
 """
 
 import sys
@@ -32,7 +32,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
 Row = Mapping[str, Any]
-"""One row of a dataset, by column name."""
+"""One row of a dataset, as a mapping from column name to value."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,28 @@ class PackingCollator:
     """Flatten packed rows, or plain documents, into one padding-free batch.
 
     The segments of a row are read from `seq_lengths`, from `position_ids` that restart at 0 at every segment, from
-    `seq_idx` or from `cu_seq_lens_q` (`_k`), whichever the row has; if it has several, they must agree. A row with none
-    of them is one document. Columns other than these, `input_ids`, `labels` and `token_type_ids` are dropped. Loss
-    masks must already be applied to the labels, as `pack` does. Trainer drops mask columns before the collator sees
-    them, and would then train on prompts.
+    `seq_idx` or from `cu_seq_lens_q` (`_k`). A row with several of these columns must have the same segments in all of
+    them. A row with none of these columns is one document. The collator also uses `input_ids`, `labels` and
+    `token_type_ids`, and drops all other columns. Loss masks must already be applied to the labels, as `pack` does.
+    Otherwise a Trainer would train on prompts, since Trainer drops mask columns before the collator runs.
 
     Args:
-        keep_first_labels: whether the first token of a segment keeps its label, for models that predict the
-            token itself instead of the next one, such as masked language models.
+        keep_first_labels: True to keep the label of a segment's first token, for models that predict the token itself
+            instead of the next token, such as masked language models.
 
-    Returns, when called on a list of rows with `tokens` tokens in `segments` segments, a dict of
+    Returns:
+        A call with rows that have `tokens` tokens in `segments` segments returns a dict with these entries:
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
-            first labels are kept;
-        token_type_ids: int64 [1, tokens], if the rows have them;
-        cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], where segments begin and end;
-        max_length_q, max_length_k: int, tokens of the longest segment;
-        seq_idx: int32 [1, tokens], the segment of every token.
+            keep_first_labels is True.
+        token_type_ids: int64 [1, tokens], if the rows have this column.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0.
+        max_length_q, max_length_k: int, the number of tokens in the longest segment.
+        seq_idx: int32 [1, tokens], the index of each token's segment.
 
     Raises:
-        PackingError: rows without input_ids or without a token, lengths that disagree, columns with different segments,
-            a column in some rows only, an attention_mask of anything but ones, a loss mask that contradicts the labels,
-            batches dispatched by accelerate.
+        PackingError: the rows have no tokens or no input_ids; lengths disagree; two columns give different segments;
+            labels or token_type_ids are in some rows only; an attention_mask has a value other than 1; a loss mask
+            contradicts the labels; or accelerate dispatches the batches.
 
     Example:
         >>> import hf_packing as hfp
@@ -78,7 +79,7 @@ class PackingCollator:
         _check_rows(rows)
         tokens = [read_integers(INPUT_IDS, row, number) for number, row in enumerate(rows)]
         if not any(map(len, tokens)):
-            raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without any")
+            raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
         input_ids = np.concatenate(tokens, dtype=np.int64, casting="unsafe")
         lengths = read_segment_lengths(rows, tokens)
         cu_seq_lens = np.zeros(len(lengths) + 1, dtype=np.int32)
@@ -88,7 +89,7 @@ class PackingCollator:
         labels = input_ids.copy() if labels is None else labels
         if not self.keep_first_labels:
             labels[begin] = IGNORED_LABEL
-        position_ids = np.arange(len(input_ids), dtype=np.int32)  # the dtype of packed rows, to compare them quickly
+        position_ids = np.arange(len(input_ids), dtype=np.int32)  # packed rows are int32: compared fast
         position_ids -= np.repeat(begin, lengths)
         check_positions(rows, tokens, position_ids)
         seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -116,32 +117,32 @@ def _check_rows(rows: Any) -> None:
 
 
 def _check_loss_masks(row: Row, number: int) -> None:
-    """Raise if a loss mask was not applied to the labels: a batch cannot carry it, so prompts would be trained on."""
+    """Raise PackingError if a loss mask is not applied to the labels: prompts would then be trained on."""
     if not (names := [name for name in LOSS_MASKS if name in row]):
         return
     if LABELS not in row:
         raise PackingError(
-            f"column {names[0]!r}: expected labels that are -100 where it is 0, row {number} has no labels; pack() and "
-            "map(strategy) apply the mask to the labels"
+            f"column {names[0]!r}: expected labels that are -100 where the mask is 0, but row {number} has no labels; "
+            "pack() and map(strategy) apply the mask to the labels"
         )
     labels = read_integers(LABELS, row, number)
     masks = {name: np.asarray(row[name]) for name in names}
     for name, mask in masks.items():
         if mask.shape != labels.shape:
             raise PackingError(
-                f"column {name!r}: expected {len(labels)} values in row {number}, as many as labels, got shape "
+                f"column {name!r}: expected {len(labels)} values in row {number}, one for each label, got shape "
                 f"{mask.shape}"
             )
     if found := find_unmasked_label(labels, masks):
         name, token = found
         raise PackingError(
-            f"column {name!r}: expected labels that are -100 where it is 0, token {token} of row {number} has the "
-            f"label {labels[token]}; apply the mask to the labels, or remove it"
+            f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row {number} "
+            f"has the label {labels[token]}; apply the mask to the labels, or remove the mask"
         )
 
 
 def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArray | None:
-    """Return a column with one integer for each token, int64 [tokens of all rows]; None if no row has it."""
+    """Return a column's values in all rows, int64 [tokens of all rows], or None if no row has the column."""
     if not any(name in row for row in rows):
         return None
     values = [read_integers(name, row, number) for number, row in enumerate(rows)]
@@ -151,10 +152,10 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
 
 
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:
-    """Raise if accelerate reads batches in one process and slices them for the others, its default for streams.
+    """Raise PackingError if accelerate reads batches in one process and sends slices to the others.
 
-    Accelerate would also slice cu_seq_lens, as if it had a value for each row. Accelerate is not imported here: if it
-    is loaded, its active loader shows whether it dispatches the batches of this collator.
+    Accelerate does so by default for streams, and would also slice cu_seq_lens. This function does not import
+    accelerate: if accelerate is loaded, the active loader shows whether the collator's batches are dispatched.
     """
     state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
     if state is None or data_loader is None:
@@ -162,23 +163,23 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
     loader = state.GradientState().active_dataloader
     if isinstance(loader, data_loader.DataLoaderDispatcher) and _collator_of(loader.base_dataloader) is collator:
         raise PackingError(
-            "dispatch_batches: expected False, got True, accelerate's default for streams; accelerate would slice "
-            "cu_seq_lens and other borders of a packed batch as if they had a value for each row. Pass "
+            "dispatch_batches: expected False, got True, which is accelerate's default for streams. Accelerate would "
+            "slice cu_seq_lens and other borders of a packed batch as if each row had one value. Pass "
             "accelerator_config={'dispatch_batches': False} to TrainingArguments, or "
-            "dataloader_config=DataLoaderConfiguration(dispatch_batches=False) to an Accelerator of your own"
+            "dataloader_config=DataLoaderConfiguration(dispatch_batches=False) to your own Accelerator"
         )
 
 
 def _collator_of(loader: Any) -> Any:
-    """Return the collator of a DataLoader; Trainer wraps the collator to remove columns."""
+    """Return the collator of a DataLoader, without the wrapper by which Trainer removes columns."""
     return getattr(loader.collate_fn, "data_collator", loader.collate_fn)
 
 
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
-    """Return the lengths of all segments of rows: int64 [segments], tokens. A row without tokens has no segments.
+    """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
-    A row without a segment column is one segment. position_ids beside another segment column are not read here:
-    `check_positions` compares those of all rows at once.
+    A row without tokens has no segments; any other row without a segment column is one segment. If a row with
+    position_ids has another segment column, the position_ids are not read here: `check_positions` compares all rows.
     """
     numbered = enumerate(zip(rows, tokens, strict=True))
     return np.concatenate(
@@ -187,15 +188,15 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
 
 
 def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
-    """Raise if the position_ids of rows do not match their segments.
+    """Check that the position_ids of the rows match the rows' segments.
 
     Args:
         rows: packed rows or documents.
-        tokens: integers [tokens], the input_ids of each row.
+        tokens: the input_ids of each row, integers [tokens of the row].
         position_ids: int32 [tokens of all rows], the expected positions.
 
     Raises:
-        PackingError: position_ids that do not match; the message names the row.
+        PackingError: the position_ids of a row do not match; the message names the row.
     """
     having = [number for number, row in enumerate(rows) if POSITION_IDS in row]
     if len(having) == len(rows):
@@ -211,35 +212,35 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
     """Return a column of a row as a NumPy array; Python lists and torch tensors are converted.
 
     Args:
-        name: name of the column.
-        row: the row, by column name.
-        number: number of the row, for error messages.
+        name: the column's name.
+        row: the row, as a mapping from column name to value.
+        number: the row's number, for error messages.
 
     Returns:
-        Integers [values]; any dtype if the column is empty.
+        Integers [values]; an empty column may have any dtype.
 
     Raises:
-        PackingError: a missing column, or one that is not a list of integers.
+        PackingError: the row does not have the column, or the column is not a list of integers.
     """
     if name not in row:
         raise PackingError(
-            f"column {name!r}: expected this column in every row, row {number} has {', '.join(row) or 'none'}"
+            f"column {name!r}: expected this column in every row; columns of row {number}: {', '.join(row) or 'none'}"
         )
     try:
         values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
     except ValueError as error:
         raise PackingError(
-            f"column {name!r}: expected a list of integers, row {number} has values that NumPy rejects: {error}"
+            f"column {name!r}: expected a list of integers, but NumPy rejects the values of row {number}: {error}"
         ) from error
     if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
         raise PackingError(
-            f"column {name!r}: expected a list of integers, row {number} has {values.dtype} of shape {values.shape}"
+            f"column {name!r}: expected a list of integers, got {values.dtype} of shape {values.shape} in row {number}"
         )
     return values
 
 
 def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
-    """Convert a list as np.asarray does, in half the time if it has integers."""
+    """Convert a list to an array as np.asarray does, but in half the time for a list of integers."""
     try:
         return np.frombuffer(array("q", values), dtype=np.int64)
     except (TypeError, ValueError, OverflowError):  # an empty list raises ValueError
@@ -247,7 +248,7 @@ def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
 
 
 def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool) -> IntArray:
-    """Return int64 [segments of the row]. All columns that say where segments are must agree."""
+    """Return the lengths of the row's segments, int64 [segments]; refuse a row whose segment columns disagree."""
     found = [name for name in SEGMENT_COLUMNS if name in row]
     if ATTENTION_MASK in row:
         _check_mask(row[ATTENTION_MASK], tokens, number)
@@ -260,8 +261,8 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
             same = _READERS[other](other, read_integers(other, row, number), tokens, number)
             if not np.array_equal(lengths, same):
                 raise PackingError(
-                    f"column {other!r}: expected the segments of {first!r} in row {number}, with lengths "
-                    f"{_shown(lengths)}, got lengths {_shown(same)}; remove the column that is wrong"
+                    f"column {other!r}: expected the same segments as column {first!r} in row {number}, with lengths "
+                    f"{_shown(lengths)}, got lengths {_shown(same)}; remove the wrong column"
                 )
     return lengths
 
@@ -279,28 +280,28 @@ def _from_cumulative_lengths(name: str, cu_seq_lens: IntArray, tokens: int, row:
     lengths = np.diff(cu_seq_lens.astype(np.int64))
     if not len(cu_seq_lens) or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != tokens or (lengths < 1).any():
         raise PackingError(
-            f"column {name!r}: expected cumulative lengths from 0, rising to the {tokens} tokens of row {row}, "
+            f"column {name!r}: expected cumulative lengths that rise from 0 to {tokens}, the length of row {row}, "
             f"got {cu_seq_lens.tolist()}"
         )
     return lengths
 
 
 def _from_segment_numbers(name: str, numbers: IntArray, tokens: int, row: int) -> IntArray:
-    """A segment begins wherever the number changes."""
+    """Return segment lengths; a segment begins wherever the segment number changes."""
     _check_length(name, numbers, tokens, row)
     return np.diff(_begins(numbers, step=0), append=tokens)
 
 
 def _from_positions(name: str, positions: IntArray, tokens: int, row: int) -> IntArray:
-    """A segment begins wherever a position is not one more than the one before; that position must be 0."""
+    """Return segment lengths; a segment begins wherever a position is not the previous position plus 1."""
     _check_length(name, positions, tokens, row)
-    begin = _begins(positions.astype(np.int64, copy=False), step=1)  # small and unsigned integers wrap around
+    begin = _begins(positions.astype(np.int64, copy=False), step=1)  # differences of small integers wrap around
     if (elsewhere := positions[begin] != 0).any():
         token = int(begin[elsewhere.argmax()])
         raise PackingError(
-            f"column {name!r}: expected positions that restart at 0 at every segment, row {row} has {positions[token]} "
-            f"at token {token}; remove the column: positions are computed from seq_lengths, and models whose "
-            "positions start at another number add that number themselves"
+            f"column {name!r}: expected positions that restart at 0 at every segment, got {positions[token]} at token "
+            f"{token} of row {row}. Remove the column: positions are computed from seq_lengths, and a model whose "
+            "positions start at another number adds that number itself"
         )
     return np.diff(begin, append=tokens)
 
@@ -311,11 +312,11 @@ _READERS: dict[str, Callable[[str, IntArray, int, int], IntArray]] = {
     SEQ_IDX: _from_segment_numbers,
     POSITION_IDS: _from_positions,
 }
-"""Convert each of SEGMENT_COLUMNS to segment lengths, given (name, values, tokens of the row, number of the row)."""
+"""For each of SEGMENT_COLUMNS, a function (name, values, tokens of the row, row number) -> segment lengths."""
 
 
 def _begins(values: IntArray, step: int) -> IntArray:
-    """Return index 0 and the indices of all values that are not the value before plus `step`."""
+    """Return index 0 and the index of every value that differs from the preceding value plus `step`."""
     inside = np.flatnonzero(np.diff(values) != step) + 1
     return np.concatenate([np.zeros(min(len(values), 1), dtype=np.int64), inside])
 
@@ -323,12 +324,12 @@ def _begins(values: IntArray, step: int) -> IntArray:
 def _check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
     if len(values) != tokens:
         raise PackingError(
-            f"column {name!r}: expected {tokens} values in row {row}, as many as input_ids, got {len(values)}"
+            f"column {name!r}: expected {tokens} values in row {row}, one for each token, got {len(values)}"
         )
 
 
 def _check_mask(mask: Any, tokens: int, row: int) -> None:
-    """Raise unless the mask is all ones: zeros mean padding, and larger numbers mean rows that another tool packed."""
+    """Refuse a mask with other values than 1: a 0 marks padding, and larger values mark documents of a packed row."""
     values = np.asarray(mask)
     if values.shape != (tokens,):
         raise PackingError(
@@ -336,11 +337,11 @@ def _check_mask(mask: Any, tokens: int, row: int) -> None:
             f"{values.shape}"
         )
     if not values.all():
-        raise PackingError(f"column 'attention_mask': expected documents without padding, row {row} has a 0")
+        raise PackingError(f"column 'attention_mask': expected documents without padding, got a 0 in row {row}")
     if (other := values != 1).any():
         raise PackingError(
-            f"column 'attention_mask': expected ones, row {row} has a {values[other.argmax()]}, which means several "
-            "documents; give the lengths of documents as seq_lengths"
+            f"column 'attention_mask': expected only ones, got a {values[other.argmax()]} in row {row}, which marks "
+            "several documents; give the lengths of documents in a column 'seq_lengths'"
         )
 
 

@@ -1,4 +1,4 @@
-"""Names of the columns in datasets and batches, and what TRL's loss masks do to labels."""
+"""Column names of datasets and batches, and functions that apply TRL's loss masks to labels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,40 +16,41 @@ TOKEN_TYPE_IDS = "token_type_ids"
 POSITION_IDS = "position_ids"
 """The position of each token in its segment, from 0."""
 SEQ_LENGTHS = "seq_lengths"
-"""The number of tokens of each segment, under TRL's name."""
+"""The number of tokens in each segment; TRL uses the same column name."""
 BUCKET = "bucket"
-"""The capacity of the pack, for strategies with several capacities."""
+"""The capacity of the pack in tokens; only strategies with several capacities write this column."""
 SEQ_IDX = "seq_idx"
-"""The number of the segment that each token belongs to."""
+"""The index of the segment that each token belongs to."""
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
-"""Cumulative segment lengths from 0, as FlashAttention takes them for queries and keys."""
+"""Cumulative segment lengths, starting with 0, which FlashAttention takes for queries and for keys."""
 MAX_LENGTHS = ("max_length_q", "max_length_k")
-"""The length of the longest segment, as FlashAttention takes it for queries and keys."""
+"""The length of the longest segment in tokens, which FlashAttention takes for queries and for keys."""
 
 SEGMENT_COLUMNS = (SEQ_LENGTHS, *CU_SEQ_LENS, SEQ_IDX, POSITION_IDS)
-"""Columns that say where the segments of a row are; only packed rows have them."""
+"""Columns that give the segment borders of a row; only packed rows have such columns."""
 
 COMPLETION_MASK = "completion_mask"
 ASSISTANT_MASKS = "assistant_masks"
 LOSS_MASKS = (COMPLETION_MASK, ASSISTANT_MASKS)
-"""TRL's masks of the tokens to train on. A token is trained on if every mask that is present has a 1 for it."""
+"""TRL's masks of the tokens to train on. A token is trained on if every mask of the row has a 1 for the token."""
 
 IGNORED_LABEL = -100
-"""The label that the losses of transformers ignore. The first token of every segment gets it: nothing precedes it."""
+"""The label that losses in transformers ignore. For models that predict the next token, the first token of every
+segment gets this label, since no earlier token can predict the first token."""
 
 
 def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Set labels to -100 where a mask has a 0, as TRL does.
+    """Return a copy of the labels with -100 wherever a mask has a 0, as TRL does.
 
     Args:
-        labels: integers [tokens]; not modified.
-        masks: by column name, 0 and 1 as numbers or booleans, [tokens] each.
+        labels: integers [tokens].
+        masks: one array [tokens] for each mask, by column name; all values are 0 or 1, as numbers or booleans.
 
     Returns:
-        Integers [tokens], in the dtype of the labels if it is signed, else int64.
+        Integers [tokens], in the dtype of the labels, or int64 if that dtype is unsigned.
 
     Raises:
-        PackingError: a mask with other values than 0 and 1.
+        PackingError: a mask has a value other than 0 and 1.
     """
     masked = labels.astype(np.int64 if labels.dtype.kind == "u" else labels.dtype)
     for name, mask in masks.items():
@@ -58,17 +59,18 @@ def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[A
 
 
 def find_unmasked_label(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[Any]]) -> tuple[str, int] | None:
-    """Find a label that would be trained on although a mask has a 0 there.
+    """Find a token that a mask excludes from training, although the token's label is not -100.
 
     Args:
         labels: integers [tokens].
-        masks: by column name, 0 and 1 as numbers or booleans, [tokens] each.
+        masks: one array [tokens] for each mask, by column name; all values are 0 or 1, as numbers or booleans.
 
     Returns:
-        The name of the mask and the index of the first such token; None if the labels agree with all masks.
+        The name of the first mask that excludes such a token, and the index of the first such token; None if the labels
+        agree with all masks.
 
     Raises:
-        PackingError: a mask with other values than 0 and 1.
+        PackingError: a mask has a value other than 0 and 1.
     """
     for name, mask in masks.items():
         contradicting = ~_as_booleans(name, mask) & (labels != IGNORED_LABEL)
@@ -78,7 +80,10 @@ def find_unmasked_label(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArra
 
 
 def _as_booleans(name: str, mask: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Convert a mask to booleans. None, strings and weights are refused: NumPy would read them as 0 or 1."""
+    """Return a mask as booleans; raise PackingError unless every value is 0 or 1.
+
+    NumPy would also convert None, strings and fractional weights to booleans, so such values are refused first.
+    """
     if len(mask) and mask.dtype.kind not in "iufb":
         raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got {mask.tolist()[:8]}")
     wrong = (mask != 0) & (mask != 1)

@@ -2,12 +2,12 @@
 
 
 class PackingError(ValueError):
-    """A value that cannot be packed; the message names the argument, the value and what is accepted."""
+    """Raised for an unusable argument, setting or dataset; the message names the value and what is accepted."""
 
 
 class MissingDependencyError(ImportError):
-    """A missing optional package; the message has the pip command that installs it."""
+    """Raised if an optional package is missing; the message has the pip command that installs the package."""
 
 
 class ModelNotSupportedError(PackingError):
-    """A model for which the isolation of packed documents cannot be verified; the message gives the reason."""
+    """Raised if it cannot be verified that a model keeps packed documents apart; the message gives the reason."""

@@ -92,13 +92,16 @@ def test_columns_that_tell_the_same_segments(kind):
     [
         (
             {"seq_lengths": [4, 2], "position_ids": [0, 1, 0, 1, 2, 3]},
-            r"column 'position_ids': expected the segments of 'seq_lengths' in row 1, with lengths \[4, 2\], "
-            r"got lengths \[2, 4\]; remove",
+            r"column 'position_ids': expected the same segments as column 'seq_lengths' in row 1, with lengths "
+            r"\[4, 2\], got lengths \[2, 4\]; remove",
         ),
         ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 4, 5]}, r"row 1, with lengths \[4, 2\], got .* \[6\]"),
         ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"row 1, with lengths \[6\], got .* \[3, 3\]"),
-        ({"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* row 1 has 2 at token 0; remove"),
-        ({"position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* row 1 has 2 at token 0; remove"),
+        (
+            {"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]},
+            "restart at 0 .* got 2 at token 0 of row 1. Remove",
+        ),
+        ({"position_ids": [2, 3, 4, 5, 2, 3]}, "restart at 0 .* got 2 at token 0 of row 1. Remove"),
         ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 0]}, "'position_ids': expected 6 values in row 1"),
         ({"seq_lengths": [6], "position_ids": [[*range(6)]] * 3}, r"'position_ids': expected a list .* shape \(3, 6\)"),
         ({"seq_lengths": [6], "position_ids": [*map(float, range(6))]}, "'position_ids': expected a list of integers"),
@@ -110,8 +113,8 @@ def test_columns_that_tell_the_same_segments(kind):
             {"position_ids": [*range(6)], "cu_seq_lens_k": [0, 3, 6]},
             r"'cu_seq_lens_k' in row 1, with lengths \[3, 3\], .* \[6\]",
         ),
-        ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rising to the 6 tokens of row 1, got \[0, 3, 5\]"),
-        ({"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}, "'attention_mask': expected ones, row 1 has a 2"),
+        ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rise from 0 to 6, the length of row 1, got \[0, 3, 5\]"),
+        ({"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}, "expected only ones, got a 2 in row 1"),
         ({"seq_lengths": [6], "attention_mask": [[1] * 6]}, r"'attention_mask': expected 6 ones .* shape \(1, 6\)"),
     ],
 )
@@ -161,16 +164,16 @@ def test_empty_rows_have_no_segment():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "rows: expected at least one token, got 0 rows without any"),
-        ([{"input_ids": []}], "rows: expected at least one token, got 1 rows without any"),
-        ([{"input_ids": [1]}, {"ids": [1]}], "column 'input_ids': expected this column in every row, row 1 has ids"),
+        ([], "rows: expected at least one token, got 0 rows without tokens"),
+        ([{"input_ids": []}], "rows: expected at least one token, got 1 rows without tokens"),
+        ([{"input_ids": [1]}, {"ids": [1]}], "'input_ids': expected this column in every row; columns of row 1: ids"),
         (
             [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
-            "column 'labels': expected this column in every row, row 1 has input_ids",
+            "column 'labels': expected this column in every row; columns of row 1: input_ids",
         ),
         (
             [{"input_ids": [1, 2], "labels": [1]}],
-            "column 'labels': expected 2 values in row 0, as many as input_ids, got 1",
+            "column 'labels': expected 2 values in row 0, one for each token, got 1",
         ),
         (
             [{"input_ids": [1, 2], "seq_lengths": [1]}],
@@ -183,37 +186,37 @@ def test_empty_rows_have_no_segment():
         ([{"input_ids": [1, 2], "position_ids": [0]}], "column 'position_ids': expected 2 values in row 0"),
         (
             [{"input_ids": [[1, 2]]}],
-            r"column 'input_ids': expected a list of integers, row 0 has int64 of shape \(1, 2\)",
+            r"column 'input_ids': expected a list of integers, got int64 of shape \(1, 2\) in row 0",
         ),
-        ([{"input_ids": [1.5]}], "column 'input_ids': expected a list of integers, row 0 has float64"),
+        ([{"input_ids": [1.5]}], "column 'input_ids': expected a list of integers, got float64"),
         (
             [{"input_ids": [1, 2], "seq_lengths": [1.5, 0.5]}],
-            "column 'seq_lengths': expected a list of integers, row 0 has",
+            "column 'seq_lengths': expected a list of integers, got float64",
         ),
         (
             [{"input_ids": [1, 2], "seq_lengths": None}],
-            "column 'seq_lengths': expected a list of integers, row 0 has object",
+            "column 'seq_lengths': expected a list of integers, got object",
         ),
-        ([{"input_ids": [1, 2], "labels": 1}], "column 'labels': expected a list of integers, row 0 has int64"),
-        ([{"input_ids": [[1], [1, 2]]}], "column 'input_ids': expected a list of integers, row 0 has"),
+        ([{"input_ids": [1, 2], "labels": 1}], "column 'labels': expected a list of integers, got int64"),
+        ([{"input_ids": [[1], [1, 2]]}], "column 'input_ids': expected a list of integers, but NumPy"),
         (
             [{"input_ids": [1, 0], "attention_mask": [1, 0]}],
-            "column 'attention_mask': expected documents without padding, row 0",
+            "column 'attention_mask': expected documents without padding, got a 0 in row 0",
         ),
         (
             [{"input_ids": [1, 2], "completion_mask": [0, 1]}],
-            "column 'completion_mask': expected labels that are -100 where it is 0, row 0 has no labels",
+            "column 'completion_mask': expected labels that are -100 where the mask is 0, but row 0 has no labels",
         ),
         (
             [
                 {"input_ids": [3, 4], "labels": [-100, 4]},
                 {"input_ids": [1, 2], "labels": [1, 2], "assistant_masks": [1, 0]},
             ],
-            "column 'assistant_masks': expected labels that are -100 where it is 0, token 1 of row 1 has the label 2",
+            "column 'assistant_masks': expected labels that are -100 where the mask is 0, but token 1 of row 1 has",
         ),
         (
             [{"input_ids": [1, 2], "labels": [1, 2], "assistant_masks": [1]}],
-            "column 'assistant_masks': expected 2 values in row 0, as many as labels, got shape \\(1,\\)",
+            "column 'assistant_masks': expected 2 values in row 0, one for each label, got shape \\(1,\\)",
         ),
         ({"input_ids": [1]}, "rows: expected a list of mappings with input_ids, got dict"),
         ([[1, 2]], "rows: expected a list of mappings with input_ids, got list"),

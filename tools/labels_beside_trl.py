@@ -1,9 +1,10 @@
-"""Compare the labels that are trained on with TRL's own: tokens and first loss, with and without hf_packing.
+"""Compare hf_packing with TRL: the number of tokens that are trained on, and the first loss.
 
     python tools/labels_beside_trl.py chat.jsonl.gz --tokenizer tokenizer.json --rows 500
 
-The same chats go through SFTTrainer alone, through attach on documents and on packed rows, and as packed rows through
-SFTTrainer alone; once with assistant masks, once as prompts with completions. All figures of a table must be equal.
+The same chats are trained on in four ways: as documents by SFTTrainer, as documents with `attach`, as packed rows with
+`attach`, and as packed rows by SFTTrainer. The comparison runs with assistant masks, then with prompts and completions.
+All figures of a table must be equal.
 """
 
 import argparse
@@ -28,25 +29,25 @@ CHATML = (
 )
 LONGEST = 8192
 FIRST_STEP = 8
-"""Documents whose loss is compared, all in one step."""
+"""The number of documents in the first step, whose loss is compared."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="JSONL with messages")
+    parser.add_argument("data", help="JSONL file with messages")
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json with ChatML's special tokens")
-    parser.add_argument("--rows", type=int, default=None, help="chats to read (default: all)")
+    parser.add_argument("--rows", type=int, default=None, help="number of chats to read (default: all)")
     return parser.parse_args()
 
 
 def with_completion(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat up to its last answer, as prompt and completion."""
+    """Return a chat as prompt and completion. The completion is the last answer of the assistant."""
     last = max(turn for turn, message in enumerate(row["messages"]) if message["role"] == "assistant")
     return {"prompt": row["messages"][:last], "completion": row["messages"][last : last + 1]}
 
 
 def tokenize(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return tokens with the mask that TRL makes for the row, without labels."""
+    """Return the tokens of a row and the loss mask that TRL makes for the row."""
     template = tokenizer.apply_chat_template
     if "messages" in row:
         known = template(row["messages"], return_assistant_tokens_mask=True, return_dict=True)
@@ -83,7 +84,7 @@ def trainer_on(data: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, attac
 
 
 def trainable_tokens(trainer: SFTTrainer) -> int:
-    """Count the trainable labels of an epoch: all except -100 and the first label of each document."""
+    """Return the number of trainable labels in an epoch: all except -100 and the first label of each document."""
     total = 0
     for batch in trainer.get_train_dataloader():
         labels = batch["labels"].clone()

@@ -1,11 +1,12 @@
-"""Break random lines of the package one at a time and see whether the tests notice.
+"""Change random lines of the package, one line at a time, and see whether the tests fail.
 
     python -m tools.mutate                                 # 20 lines, the fast tests
     python -m tools.mutate --number 5 --seed 3 --paths planning sampling/fill.py
     python -m tools.mutate --paths planning --command "python -m pytest -x -q -n 0 tests/planning"
 
-The tree is copied to a temporary folder; nothing is changed in place. If a change survives, no test checks that line or
-the change makes no difference: read it and decide. Messages, annotations, assertions and text are left alone.
+The repository is copied to a temporary folder; nothing is changed in place. If a change survives, either no test checks
+that line or the change makes no difference: read the line and decide. Messages, annotations and assertions stay as they
+are.
 """
 
 import argparse
@@ -36,7 +37,7 @@ CORE = (
 """Parts of the package that are mutated by default, if they exist."""
 
 LEFT_ALONE = ("tiny_model.py",)
-"""Tables of sizes: most other values would do as well."""
+"""Files that are not mutated, since they hold tables of sizes, where most other values would work as well."""
 
 COMMAND = "python -m pytest -x -q -m 'not slow and not survey'"
 
@@ -60,15 +61,15 @@ _OPERATORS: dict[type[ast.AST], tuple[str, tuple[str, ...]]] = {
     ast.And: ("and", ("or",)),
     ast.Or: ("or", ("and",)),
 }
-"""The text of an operator, and what replaces it."""
+"""The text of every operator, and the operators that replace it."""
 
 _REPORTS = ("warn", "warning", "info", "debug", "write", "print", "tqdm", "cast", "TypeVar", "NewType")
-"""Functions whose arguments are messages or types."""
+"""Names of functions whose arguments are messages or types, and are not changed."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """Replace the bytes start:end of a file."""
+    """A change to a file: `replacement` replaces the bytes start:end."""
 
     path: Path
     line: int
@@ -124,16 +125,16 @@ class _Finder(ast.NodeVisitor):
         start, end = self._span(node)
         self._add(kind, start, end, before.encode() + self.source[start:end] + after.encode())
 
-    # Nodes that are left alone.
+    # Nodes that are not changed.
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """Leave errors alone: tests of the condition around them check whether they are raised."""
+        """Leave errors unchanged, since mutations of the condition around an error already test the error."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Leave assertions alone: they are for type checkers and readers."""
+        """Leave assertions unchanged, since assertions are for type checkers and readers."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Leave text alone."""
+        """Leave formatted text unchanged."""
 
     def visit_Import(self, node: ast.Import) -> None: ...
 
@@ -226,7 +227,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _drop(self, argument: ast.AST, value: ast.expr, arguments: list[ast.expr]) -> None:
-        """Remove an argument that follows another one, with the comma before it."""
+        """Add a mutation that removes an argument with the comma before it. A first argument is left as it is."""
         number = arguments.index(value)
         start, end = self._span(argument)
         if number == 0:
@@ -237,7 +238,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def _is_sequence(node: ast.AST) -> bool:
-    """Return whether + would join texts or lists."""
+    """Return whether a node is a text, list or tuple, for which + means concatenation."""
     kinds = (ast.List, ast.Tuple, ast.ListComp, ast.JoinedStr)
     return isinstance(node, kinds) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
@@ -269,7 +270,7 @@ def draw_mutations(root: Path, paths: list[str], seed: int) -> Iterator[Mutation
 
 
 class Copy:
-    """A copy of the tree, in which a command is run."""
+    """A copy of the repository, in which commands are run."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root = folder / root.name
@@ -279,7 +280,7 @@ class Copy:
         self._environment |= os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def run(self, command: list[str], timeout: float | None = None) -> tuple[bool, str]:
-        """Return whether the command succeeded, and what it printed. The processes it started end with it."""
+        """Run a command; return whether the command succeeded, and its output. A timeout kills child processes too."""
         with subprocess.Popen(
             command,
             cwd=self.root,
@@ -306,10 +307,10 @@ class Copy:
 
 
 def run_mutations(root: Path, number: int, seed: int, paths: list[str], command: str, console: Console) -> int:
-    """Run the command on mutated copies; return how many mutations survive.
+    """Run a command once for each mutation; return the number of mutations that survive.
 
     Raises:
-        RuntimeError: the command fails on the tree as it is.
+        RuntimeError: the command fails without a mutation.
     """
     words = shlex.split(command)
     words[0] = sys.executable if words[0] == "python" else words[0]
@@ -322,7 +323,7 @@ def run_mutations(root: Path, number: int, seed: int, paths: list[str], command:
         timeout = 120 + 10 * (time.monotonic() - begin)
         if not passes:
             raise RuntimeError(f"the command fails without a mutation:\n{output[-4000:]}")
-        console.print(f"without a mutation: passes in {time.monotonic() - begin:.0f} s")
+        console.print(f"without a mutation: the command passes in {time.monotonic() - begin:.0f} s")
         for mutation in draw_mutations(root, paths, seed):
             if caught + len(survivors) == number:
                 break
@@ -367,11 +368,11 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--number", type=int, default=20, help="mutations to run; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="decides which mutations; default: %(default)s")
-    parser.add_argument("--command", default=COMMAND, help="run for each; default: %(default)s")
-    parser.add_argument("--paths", nargs="+", help=f"files and folders of {PACKAGE}/; default: {' '.join(CORE)}")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the tree; default: this one")
+    parser.add_argument("--number", type=int, default=20, help="number of mutations to run; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="seed that selects the mutations; default: %(default)s")
+    parser.add_argument("--command", default=COMMAND, help="command to run for each mutation; default: %(default)s")
+    parser.add_argument("--paths", nargs="+", help=f"files and folders in {PACKAGE}/; default: {' '.join(CORE)}")
+    parser.add_argument("--root", type=Path, default=ROOT, help="root of the repository; default: this repository")
     given = parser.parse_args(arguments)
     root = given.root.resolve()
     paths = given.paths or [name for name in CORE if (root / PACKAGE / name).exists()]

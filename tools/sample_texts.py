@@ -1,9 +1,9 @@
-"""Print docstrings and error messages of the package, drawn at random, for someone to read with fresh eyes.
+"""Print docstrings and error messages of the package, drawn at random, for a reader who does not know the code.
 
     python -m tools.sample_texts --seed 7                         # 100 docstrings, 60 errors
     python -m tools.sample_texts --docstrings 20 --errors 0
 
-The reader notes where they had to stop and read again. The same seed draws the same texts of the same code.
+The reader notes every text that has to be read twice. If the code is unchanged, the same seed draws the same texts.
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Text(NamedTuple):
 
 
 def docstrings(file: Path) -> Iterator[Text]:
-    """Yield the docstrings of a file: of the module, its classes and its functions."""
+    """Yield the docstrings of a module and of the classes and functions in the module."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
             name = "" if isinstance(node, ast.Module) else f": {node.name}"
@@ -47,7 +47,7 @@ def _shown(file: Path) -> str:
 
 
 def _literal(node: ast.expr) -> str:
-    """Return a message as its reader sees it, with the source of inserted values in braces."""
+    """Return the text of a message, with the source code of inserted values in braces."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -60,7 +60,7 @@ def _literal(node: ast.expr) -> str:
 
 
 def draw(texts: list[Text], number: int, seed: int) -> list[Text]:
-    """Return `number` texts, or all if there are fewer, in random order."""
+    """Return `number` texts in random order, or all texts if fewer exist."""
     return random.Random(seed).sample(texts, min(number, len(texts)))
 
 

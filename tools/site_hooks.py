@@ -1,6 +1,6 @@
-"""Hooks of the documentation site: pages from outside docs/, links that fit both GitHub and the site, docstrings.
+"""Hooks of the documentation site: add pages from outside docs/, adapt links to the site, and insert docstrings.
 
-`make docs` runs them. The pages of docs/ are written for GitHub; the site is built from the same files.
+`make docs` runs these hooks. The pages of docs/ are written for GitHub; the site is built from the same files.
 """
 
 import os
@@ -25,7 +25,7 @@ OUTSIDE = (
 """Files and folders that become part of the site, under the path that they have in the repository."""
 
 HOME = "README.md"
-"""The home page of the site. Links to the README of the repository, which is a shorter version, lead here."""
+"""The home page of the site. Links to the README of the repository, a shorter version, lead to this page."""
 
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 API = re.compile(r"^<!-- api: (\w+) -->$", re.MULTILINE)
@@ -41,7 +41,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links into the repository into links within the site, and names of the API into their docstrings."""
+    """Return a page with links to repository files made links within the site, and API names made docstrings."""
     here = Path(page.file.src_uri).parent
     source = path_in_repository(page.file, config)
     pages = {path_in_repository(file, config): file.src_uri for file in files} | {ROOT / HOME: HOME}
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         path = Path(os.path.normpath(source.parent / target))
         if path in pages:
             return f"{text}({Path(os.path.relpath(pages[path], here)).as_posix()}{fragment or ''})"
-        return text[1:-1] if path.exists() else link[0]  # files that are not pages have no address yet
+        return text[1:-1] if path.exists() else link[0]  # a file that is not a page has no address
 
     return API.sub(r"\n::: hf_packing.\1\n", LINK.sub(rewritten, markdown))
 
@@ -61,7 +61,7 @@ def path_in_repository(file: File, config: MkDocsConfig) -> Path:
 
 
 class ExampleSections(Extension):  # type: ignore[misc]  # the site is built where griffe is installed
-    """Show `Example:` sections as code: griffe knows only `Examples:`."""
+    """Rename `Example:` sections to `Examples:`, the name that griffe knows, so that examples are shown as code."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:

@@ -1,10 +1,10 @@
-"""Count the files and functions of hf_packing that a call enters: what a reader has to follow.
+"""Count the files and functions of hf_packing that a call enters, and that a reader of the code has to follow.
 
     python -m tools.trace_calls                     # every call
     python -m tools.trace_calls pack attach --list  # with the files, in the order in which they are entered
     python -m tools.trace_calls --limits            # exit with 1 if a call enters more files than its limit
 
-Each call is the first one in a process of its own, after all imports. Module and class bodies are not counted.
+Each call runs in a new process, right after all imports. Module and class bodies are not counted.
 """
 
 import argparse
@@ -32,7 +32,7 @@ LIMITS = {"plan_packing": 9, "pack": 14, "patch_model": 16, "attach": 32, "patch
 """The most files that each call may enter."""
 
 Entered = dict[str, list[str]]
-"""Functions by file, both in the order in which they are first entered."""
+"""Names of functions by file. Files and functions are in the order in which they are first entered."""
 
 
 class Tracer:
@@ -48,10 +48,10 @@ class Tracer:
             return
         self._seen.add(code)
         path = Path(code.co_filename)
-        if not code.co_flags & inspect.CO_OPTIMIZED or PACKAGE not in path.parents:  # bodies lack this flag
+        if not code.co_flags & inspect.CO_OPTIMIZED or PACKAGE not in path.parents:  # module bodies lack this flag
             return
         functions = self.entered.setdefault(path.relative_to(PACKAGE).as_posix(), [])
-        if not code.co_name.endswith(("comp>", "genexpr>")):  # part of the function around them
+        if not code.co_name.endswith(("comp>", "genexpr>")):  # comprehensions are part of a function
             functions.append(getattr(code, "co_qualname", code.co_name).replace("<locals>.", ""))  # from Python 3.11
 
     @contextmanager
@@ -66,7 +66,7 @@ class Tracer:
 
 
 def trace(call: Callable[[], object]) -> Entered:
-    """Run the call; return what it entered."""
+    """Run a call; return the files and functions that the call entered."""
     tracer = Tracer()
     with tracer.active():
         call()
@@ -126,7 +126,7 @@ PREPARE: dict[str, Callable[[Path], Callable[[], object]]] = {
     "attach": _attach,
     "patched forward": _patched_forward,
 }
-"""For each call: a function that prepares it in a temporary folder and returns it."""
+"""For the name of each call: a function that prepares the call in a temporary folder and returns the call."""
 
 
 def trace_here(name: str) -> Entered:
@@ -157,12 +157,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("calls", nargs="*", metavar="CALL", help=f"of {', '.join(PREPARE)}; default: all")
-    parser.add_argument("--list", action="store_true", help="name the files and functions each call enters")
+    parser.add_argument("calls", nargs="*", metavar="CALL", help=f"some of {', '.join(PREPARE)}; default: all")
+    parser.add_argument("--list", action="store_true", help="print the files and functions that each call enters")
     parser.add_argument("--limits", action="store_true", help="exit with 1 if a count is above its limit")
     given = parser.parse_args(arguments)
     if unknown := set(given.calls) - set(PREPARE):
-        parser.error(f"CALL: expected some of {', '.join(PREPARE)}, got {', '.join(sorted(unknown))}")
+        parser.error(f"CALL: expected names from {', '.join(PREPARE)}, got {', '.join(sorted(unknown))}")
     console = Console()
     table = Table("call", *(("files", "limit", "functions")), box=None)
     for column in table.columns[1:]:

@@ -1,30 +1,34 @@
-"""Keep packed documents apart inside a model, and prove it on that very model.
+"""Keep packed documents apart inside a model, and prove on that very model that the documents stay apart.
 
-The rest of the package imports only from here, never from the files below. Ten ideas, each of which builds on those
-before it:
+The rest of the package imports only from this file, never from the other files in this folder. The code rests on ten
+ideas. Each idea builds on the earlier ideas, and the files in parentheses implement the idea:
 
-1. A packed row is a row of tokens with borders between its segments. A patched model reads the row from its inputs and
-   makes it the current row while its forward runs (packed_row).
-2. Attention by segment: `packed_varlen` is registered with transformers, and calls a CUDA kernel or exact attention in
-   plain torch (varlen, kernels, exact_attention).
-3. A module is segment-local if its output for a row is its outputs for the segments, joined. A module that is not, such
-   as a convolution or a recurrent layer, runs segment by segment: its arguments are split along their token axes, and
-   its outputs are joined (by_segment, token_axes).
-4. A search finds these modules by experiment: it watches one forward, and runs every module on the row and on its
-   segments (search, module_checks).
-5. A route is how documents are isolated in one model: an attention function, the inputs that the model is given, and
-   the modules that run by segment (route).
-6. The patch installs a route in a model: it replaces the model's forward with one that reads the row (patched_forward).
-7. A probe runs a model on random documents, packed and alone, and leaves no trace (probe, snapshot). Two results count
-   as the same if the measured effect of rounding explains their difference (tolerance).
-8. The proof: replacing one document does not change the others, and every document has the same logits and gradients
-   packed as alone (proof). `check_isolation` checks the first part on any model, patched or not (isolation).
-9. `patch_model` installs the fastest route that it can prove, or raises with the reason (find_route, patch). If the
-   model's weights are not in memory, the proof runs on a small copy (small_copy, with tiny sizes from tiny_model).
-10. Some models, such as masked language models, see the input token at each label's position. They refuse labels that
-    only repeat the input (patched_forward).
+1. A packed row is a row of tokens with a border between one segment (usually a document) and the next. A patched model
+   reads the borders from its inputs, and stores the current row while the model's forward runs (packed_row).
+2. Attention is computed by segment. The function `packed_varlen` is registered with transformers, and calls a CUDA
+   kernel or exact attention in plain torch (varlen, kernels, exact_attention).
+3. A module is segment-local if its output for a row equals its outputs for the segments, joined. A module that is not
+   segment-local, such as a convolution or a recurrent layer, runs segment by segment: the module's arguments are split
+   along their token axes, and its outputs are joined (by_segment, token_axes).
+4. A search finds the modules that are not segment-local by experiment. The search watches one forward of the model, and
+   runs every module on the whole row and on the row's segments (search, module_checks).
+5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
+   list of modules that run by segment (route).
+6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
+   (patched_forward).
+7. A probe runs a model on random documents, packed in a row or one document at a time, and then restores the model
+   (probe, snapshot). Two results count as equal if rounding can explain their difference (tolerance).
+8. The proof shows that replacing one document does not change the results of other documents, and that every document
+   has the same logits and gradients in a packed row as in a row of its own (proof). `check_isolation` only tests
+   whether documents affect each other, in any model, patched or not (isolation).
+9. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
+   patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
+   tiny sizes from tiny_model).
+10. Some models, such as masked language models, see the input token at each label's position. Once patched, such a
+    model refuses labels that only repeat the input (patched_forward).
 
-inspect_model looks into any model: what wraps it, which arguments it takes, where its weights are.
+The file inspect_model reads facts from any model: the wrappers around the model, the arguments of the model's forward,
+and the place where the model's weights are stored.
 """
 
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument

@@ -1,4 +1,5 @@
-"""Run a module segment by segment: cut its inputs into segments, call it on each, and join the outputs."""
+"""Run a module segment by segment: cut the module's inputs into segments, call the module on every segment, and join
+the outputs."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,12 @@ _CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
 
 _results_lock = threading.RLock()
-"""Held while inner modules return outputs already computed for the whole row, which other threads must not get."""
+"""Lock that is held while inner modules return stored outputs, since other threads must not get these outputs."""
 
 
 class ReplacedForward:
-    """A callable object that replaces a module's forward. It is not a function, so that a patched model can be copied
-    and pickled."""
+    """A callable object that replaces a module's forward. An object is used instead of a function so that a patched
+    model can be copied and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -42,7 +43,7 @@ class ReplacedForward:
         while isinstance(found, type(self)):
             found = found.before
         self.before: Any = found
-        """What had replaced the forward of the class before, such as a hook of accelerate; usually None."""
+        """A forward that other code, such as a hook of accelerate, had set on the module earlier; usually None."""
         self.installed = False
 
     def install(self) -> None:
@@ -50,7 +51,11 @@ class ReplacedForward:
         self.installed = True
 
     def remove(self) -> None:
-        """Restore the forward. An object that other code has wrapped since stays in place, and only passes calls on."""
+        """Restore the forward that the module had before `install`.
+
+        If other code has wrapped this object in the meantime, this object stays in place, but from now on only calls
+        the module's own forward.
+        """
         self.installed = False
         if vars(self.module).get("forward") is self:
             del self.module.forward
@@ -66,11 +71,12 @@ class ReplacedForward:
 
 @dataclass(frozen=True)
 class RunAhead:
-    """A segment-local inner module that runs on the whole row before the module around it runs by segment.
+    """A segment-local inner module that runs on the whole row, before the outer module runs by segment.
 
     Args:
-        name: its name inside that module.
-        source: its input: the path of an argument of that module, or the name of another module that runs ahead.
+        name: the inner module's name, relative to the outer module.
+        source: the origin of the inner module's input: the path of an argument of the outer module, or the name of
+            another inner module that runs before the outer module.
     """
 
     name: str
@@ -79,12 +85,12 @@ class RunAhead:
 
 @dataclass(frozen=True)
 class RunAfter:
-    """A segment-local inner module that computes the output, such as an output projection. It runs on the whole row
-    after the module around it has run by segment.
+    """A segment-local inner module that computes the outer module's output, such as an output projection. The inner
+    module runs on the whole row, after the outer module has run by segment.
 
     Args:
-        name: its name inside that module.
-        output: path of its output among the outputs of that module.
+        name: the inner module's name, relative to the outer module.
+        output: path of the inner module's output among the outputs of the outer module.
     """
 
     name: str
@@ -93,25 +99,26 @@ class RunAfter:
 
 @dataclass
 class ModulePlan:
-    """How to run a module by segment: its token axes, which segments share a call, which inner modules stay packed."""
+    """A plan for running one module by segment: token axes of the module's inputs and outputs, the rule for segments
+    that share a call, and the inner modules that run on the whole row."""
 
     name: str
-    """Name in the model."""
+    """The module's name in the model."""
     kind: str
-    """Name of its class."""
+    """Name of the module's class."""
     inputs: TokenAxes
     outputs: TokenAxes
     between: TokenAxes
-    """Token axes of the outputs of modules that run ahead."""
+    """Token axes of the outputs of the inner modules in `ahead`."""
     sharing: Sharing = "none"
     is_stateful: bool = False
-    """Whether a call changes the module, so that it has to be restored before every segment."""
+    """Whether a call changes the module's state, so that the state has to be restored after every call."""
     ahead: list[RunAhead] = field(default_factory=list)
     after: RunAfter | None = None
 
     @classmethod
     def record(cls, name: str, module: nn.Module, row_length: int) -> "ModulePlan":
-        """Return a plan that records its token axes on a row of this length."""
+        """Return a new plan that is ready to record the module's token axes on a row of `row_length` tokens."""
         where = f"{type(module).__name__} ({name})"
         inputs, outputs, between = (TokenAxes(where, row_length) for _ in range(3))
         return cls(name, type(module).__name__, inputs, outputs, between)
@@ -131,11 +138,11 @@ class ModulePlan:
 
 
 class SegmentedForward(ReplacedForward):
-    """The forward of a module that is not segment-local, run segment by segment.
+    """A replacement for a module's forward that runs the module segment by segment.
 
     Args:
-        module: a module of a patched model, or of a model that is being searched.
-        plan: how to run it.
+        module: a module that is not segment-local, in a patched model, or in a model while a search runs.
+        plan: the plan for running the module by segment.
     """
 
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
@@ -159,8 +166,8 @@ class SegmentedForward(ReplacedForward):
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(
-                f"{plan.inputs.where} was called outside its model's forward, so the borders of segments are not "
-                "known; call the model that was passed to patch_model"
+                f"{plan.inputs.where} was called outside its model's forward, so the borders between segments are "
+                "not known; call the model that was passed to patch_model"
             )
         with _results_lock if plan.packed_modules() else nullcontext():
             return self._run(row, args, kwargs)
@@ -182,16 +189,17 @@ class SegmentedForward(ReplacedForward):
     def run_segments(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill | None = None
     ) -> tuple[Any, list[dict[Path, Any]]]:
-        """Call the module on the segments of a row.
+        """Call the module on the segments of a row, and return the outputs before they are joined.
 
         Args:
-            inputs: args and kwargs for the row.
-            calls: which segments share a call.
-            num_segments: number of segments in all calls.
-            fill: makes the padding of shorter segments in a call.
+            inputs: positional and keyword arguments of the module for the whole row.
+            calls: the calls to make, each of which covers one or more segments.
+            num_segments: number of segments in all calls together.
+            fill: function that makes the padding for shorter segments in a call; None for zeros.
 
         Returns:
-            The output of the last call, which shows how outputs are nested; and for each segment, its leaves by path.
+            The output of the last call, which shows how outputs are nested, and a list with a dictionary for every
+            segment. The dictionary maps the path of each value in the nested output to the segment's value.
         """
         parts: list[dict[Path, Any]] = [{} for _ in range(num_segments)]
         output = None
@@ -209,7 +217,8 @@ class SegmentedForward(ReplacedForward):
         return output, parts
 
     def join(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
-        """Join the outputs of the segments, and run the module in `plan.after`, if any, on the whole row."""
+        """Join the outputs of the segments, and return the result. If `plan.after` names a module, that module runs on
+        the joined outputs."""
         whole = join_outputs(output, self.plan.outputs, parts)
         if (after := self.plan.after) is None:
             return whole
@@ -217,19 +226,19 @@ class SegmentedForward(ReplacedForward):
         return map_leaves(whole, lambda path, leaf: last(leaf) if path == after.output else leaf)
 
     def run_restored(self, args: Any, kwargs: Any) -> Any:
-        """Call the module's own forward. A stateful module is restored afterwards."""
+        """Call the module's own forward, and return the output. A stateful module is restored after the call."""
         if not self.plan.is_stateful:
             return self.forward(*args, **kwargs)
         with restored(*self.module.modules()):
             return self.forward(*args, **kwargs)
 
     def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
-        """Run the modules in `plan.ahead` on the whole row, and return their outputs by name."""
+        """Run the modules in `plan.ahead` on the whole row, and return a dictionary from module name to output."""
         made: dict[str, Tensor] = {}
         arguments = dict(leaves(inputs)) if self.plan.ahead else {}
         for inner in self.plan.ahead:
             source = made.get(inner.source) if isinstance(inner.source, str) else arguments.get(inner.source)
-            if isinstance(source, Tensor):  # tokens may be missing: a caller can pass embeddings instead
+            if isinstance(source, Tensor):  # None if a caller passes embeddings, not tokens
                 made[inner.name] = self.module.get_submodule(inner.name)(source)
         if self.plan.is_recording:
             self.plan.between.record(made)
@@ -237,9 +246,10 @@ class SegmentedForward(ReplacedForward):
 
     @contextmanager
     def _with_results(self, ahead: dict[str, Tensor]) -> Iterator[None]:
-        """Inside the block, modules that ran ahead return their stored results, and `plan.after` returns its input.
+        """Context manager: within the block, the modules named in `ahead` return the outputs stored in `ahead`, and the
+        module in `plan.after` returns its input unchanged.
 
-        The module in `plan.after` then runs once, on the joined outputs of all segments.
+        The module in `plan.after` runs after the block, once, on the joined outputs of all segments.
         """
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -262,12 +272,12 @@ class SegmentedForward(ReplacedForward):
 
 
 def _do_nothing(*_: Any) -> None:
-    """An empty hook: nn.TransformerEncoderLayer skips the forwards of its inner modules unless one of them has a
-    hook."""
+    """Do nothing. This function serves as an empty hook, since nn.TransformerEncoderLayer skips the forwards of its
+    inner modules unless the layer or an inner module has a hook."""
 
 
 def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, with this row's borders in place of any that were passed."""
+    """Return the keyword arguments, with every border argument in `kwargs` replaced by the borders of `row`."""
     borders: dict[str, Any] = {
         name: row.cu_seq_lens.to(kwargs[name].device) for name in _CU_SEQ_LENS if kwargs.get(name) is not None
     }
@@ -276,14 +286,16 @@ def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 _GATHERED_AT_ONCE = "_z3_leaf"
-"""Attribute that DeepSpeed ZeRO-3 sets on a module whose parameters, inner modules included, it gathers at once."""
+"""Name of an attribute of modules. DeepSpeed ZeRO-3 sets the attribute on a module if DeepSpeed gathers all parameters
+of the module, including the parameters of inner modules, at once."""
 
 
 def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
-    """Raise PackingError if processes would wait for each other forever.
+    """Raise PackingError if distributed processes would wait for each other forever.
 
-    A module inside one that runs by segment is called once for each segment. If its weights are gathered at every call,
-    all processes have to call it equally often, but they have different numbers of segments.
+    If a module runs by segment, the number of calls of its inner modules depends on the number of segments, which
+    differs between processes. If the weights of an inner module are gathered at every call, however, all processes have
+    to call the inner module equally often.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -298,15 +310,15 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
             where = f"{type(inner).__name__} ({plan.name}.{name})"
             if is_fsdp(inner):
                 raise PackingError(
-                    f"model: expected FSDP to wrap {plan.kind}, which runs by segment, or a module around it; FSDP "
-                    f"wraps {where} inside it"
+                    f"model: expected FSDP to wrap no module inside {plan.kind}, since {plan.kind} runs by segment; "
+                    f"FSDP wraps {where}. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
                 )
             gathered = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
             if gathered and not _is_gathered_at_once(model, plan.name):
                 raise PackingError(
-                    f"model: expected DeepSpeed to gather all of {plan.kind}, which runs by segment, at once; "
-                    f"DeepSpeed gathers {where} at every call. Call deepspeed.utils.set_z3_leaf_modules(model, "
-                    f"[{plan.kind}])"
+                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, since {plan.kind} runs "
+                    f"by segment; DeepSpeed gathers the weights of {where} at every call. Call "
+                    f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
                 )
 
 

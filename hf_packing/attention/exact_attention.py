@@ -1,6 +1,7 @@
-"""Exact attention by segment in plain torch, on any device; and the same as one custom op, for torch.compile.
+"""Compute exact attention by segment in plain torch, on any device, with or without torch.compile.
 
-torch.compile cannot read lengths from a tensor of borders, so compiled code calls a custom op with its own backward.
+torch.compile cannot read segment lengths from a tensor of borders, so compiled code calls a custom op that has its own
+backward pass.
 """
 
 from collections import defaultdict
@@ -26,22 +27,23 @@ def attend_by_segment(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend inside each segment of a flat row. Segments of equal length share a call.
+    """Compute attention within each segment of a single row. Segments of equal length are computed in one call.
 
     Args:
-        query: [1, heads, tokens, head_dim].
-        key: [1, kv_heads, tokens, head_dim]; kv_heads divides heads.
-        value: [1, kv_heads, tokens, value_dim].
-        lengths: tokens of each segment; they add up to the row.
-        scale: factor on the scores.
-        is_causal: whether a token attends only to itself and to tokens before it.
-        window: tokens that a token attends to on each side, itself included; None for all.
-        softcap: scores become softcap * tanh(scores / softcap); None to leave them.
-        sinks: [heads], a score per head that takes part in the softmax but attends to no token; None for no sinks.
+        query: tensor [1, heads, tokens, head_dim].
+        key: tensor [1, kv_heads, tokens, head_dim]; kv_heads divides heads.
+        value: tensor [1, kv_heads, tokens, value_dim].
+        lengths: number of tokens in each segment; the sum is the number of tokens in the row.
+        scale: factor by which attention scores are multiplied.
+        is_causal: whether a token attends only to itself and to earlier tokens of its segment.
+        window: number of tokens that a token attends to on each side, including the token itself; None for no limit.
+        softcap: limit of the scores, which become softcap * tanh(scores / softcap); None for unchanged scores.
+        sinks: tensor [heads] with an extra score per head, which takes part in the softmax but belongs to no token;
+            None for no extra scores.
         dropout: probability of dropping an attention weight.
 
     Returns:
-        [1, heads, tokens, value_dim].
+        Attention output, [1, heads, tokens, value_dim].
     """
     same_length: dict[int, list[int]] = defaultdict(list)
     for segment, length in enumerate(lengths):
@@ -65,12 +67,12 @@ def attend_by_segment(
 
 
 def _cat(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate. Skip the copy of a single tensor, which torch.cat would make."""
+    """Concatenate tensors along an axis. A single tensor is returned without the copy that torch.cat would make."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Return bool [length, length]: which keys (columns) each query (row) attends to."""
+    """Return a boolean mask [length, length] that is True where a query (row) attends to a key (column)."""
     back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (back < window) & (back >= 0 if is_causal else back > -window)
 
@@ -86,7 +88,7 @@ def _attend_with_scores(
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Attend with explicit scores, for soft caps and sinks, which torch's fused attention does not support."""
+    """Compute attention with explicit scores, since torch's fused attention supports neither soft caps nor sinks."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scale
@@ -117,7 +119,7 @@ def _forward(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute `attend_by_segment`, with borders in a tensor."""
+    """Return the result of `attend_by_segment`, with segment borders given as a tensor."""
     lengths = cu_seq_lens.diff().tolist()
     options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
     return attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()
@@ -136,7 +138,8 @@ def _backward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks (empty without sinks), from the saved inputs alone."""
+    """Return the gradients of query, key, value and sinks, computed from the inputs of the forward pass. Without sinks,
+    the last gradient is an empty tensor."""
     lengths = cu_seq_lens.diff().tolist()
     mask = {length: _visible(length, window, is_causal, query.device) for length in set(lengths)}
     parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
@@ -164,7 +167,7 @@ def _segment_gradients(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Apply the chain rule through the softmax, in float32 or float64."""
+    """Return the gradients of query, key, value and sinks for one segment, computed in float32 or float64."""
     dtype, heads, kv_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1], key.shape[1]
     q, g = query.to(dtype), gradient.to(dtype)
     k, v = (tensor.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
@@ -232,10 +235,11 @@ def attend_by_segment_compiled(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Compute `attend_by_segment` as one custom op, with borders in a tensor.
+    """Return the result of `attend_by_segment`, computed as one custom op, with segment borders given as a tensor.
 
     Raises:
-        PackingError: dropout is not 0; the backward pass recomputes attention, and cannot repeat the same dropout.
+        PackingError: dropout is not 0. The backward pass recomputes attention, and cannot repeat the dropout of the
+            forward pass.
     """
     if dropout:
         raise PackingError(f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}")

@@ -1,4 +1,7 @@
-"""Find the fastest route that is proven to keep packed documents apart in a model, and leave it installed."""
+"""Find the fastest route that provably keeps packed documents apart in a model, and install that route.
+
+A route consists of an attention function, a format for the model's inputs, and the modules that run by segment.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,30 +29,32 @@ from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed, o
 from hf_packing.errors import ModelNotSupportedError
 
 _SHARING_LENGTHS = (9, 14, 9, 14)
-"""Tokens of each document in a second proof. Documents of equal length run in one call, if the route allows it."""
+"""Number of tokens in each document of the second proof. Some documents have equal lengths, since a route may run such
+documents in one call."""
 
 _Attention = list[tuple[PreTrainedConfig, Any]]
-"""The attention of an unpatched model, as `attention_of` returns it."""
+"""The attention settings of an unpatched model, as returned by `attention_of`."""
 
 known_routes: dict[Any, Route] = {}
-"""Routes that were found in this process, by `route_key`."""
+"""Routes that were already found in this process. The keys are the results of `route_key`."""
 
 
 class _LocalMaskError(ModelNotSupportedError):
-    """The model puts a window or chunk only in its attention mask."""
+    """Error for a model that restricts attention to a window or chunk only through its attention mask."""
 
 
 class _SeveralRowsError(ModelNotSupportedError):
-    """Documents are isolated in one packed row, but not in a batch of several."""
+    """Error for documents that are isolated in a single packed row, but not in a batch of several packed rows."""
 
 
 def find_and_prove(model: PreTrainedModel) -> None:
-    """Install the fastest route that is proven. A route known for the same architecture is tried first.
+    """Install the fastest route that provably keeps documents apart. If a route was already found for an equal model,
+    that route is tried first.
 
-    If this fails or is interrupted, the model is as it was before.
+    After an error or an interruption, the model is left unpatched.
 
     Raises:
-        ModelNotSupportedError: no route can be proven; the message says why each failed.
+        ModelNotSupportedError: no route can be proven. The message contains the reason for every failed attempt.
     """
     before = attention_of(model)
     try:
@@ -77,21 +82,24 @@ def find_and_prove(model: PreTrainedModel) -> None:
 
 
 def _in_two_rows(exam: Exam) -> Exam:
-    """Return an exam of the same documents in a batch of two packed rows."""
+    """Return an exam with the same documents, packed in a batch of two rows. An exam consists of documents and the
+    outputs that the documents must have."""
     probe = Probe(exam.probe.model, 1, exam.probe.lengths, _pack_in_two_rows)
     probe.rounding = exam.probe.rounding
     return replace(exam, probe=probe, rows=2)
 
 
 def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
-    """Pack the first half of the documents in one row and the second in another; both have equally many tokens."""
+    """Return model inputs with the first half of the documents in one packed row, and the second half in another packed
+    row. The halves must have equal numbers of tokens."""
     half = len(documents) // 2
     rows = [pack_in_one_row(each) for each in (documents[:half], documents[half:])]
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
 def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Run documents that contain pad tokens. Return None if there is no such token, or if the model fails on them."""
+    """Run documents that contain pad tokens, one document at a time, and return an exam with the outputs. Return None
+    if the model has no pad token, or fails on such documents."""
     if (token := pad_token_of(model)) is None:
         return None
     probe = Probe(model, 2)
@@ -104,9 +112,10 @@ def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam
 
 
 def route_key(model: PreTrainedModel) -> Any:
-    """Return everything that a route depends on. Models with the same key can use the same route.
+    """Return a key made of everything that a route depends on. Models with equal keys can use the same route.
 
-    The classes of all modules are part of the key, since a search checks more than the proof of a known route does.
+    The classes of all modules are part of the key. A known route is proven again, but without a new search, and a
+    search makes checks that a proof does not make.
     """
     attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
@@ -139,7 +148,8 @@ def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: lis
 
 
 def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
-    """Yield each distinct method for this model once, the fastest first."""
+    """Yield the methods that can be tried on this model, without duplicates, from the fastest to the slowest. A method
+    consists of an attention function and an input format."""
     signature = Signature(model)
     takes_borders = signature.takes("cu_seq_lens_q")
     takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
@@ -150,7 +160,7 @@ def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
         borders, positions = method.inputs.borders and takes_borders, method.inputs.positions and takes_positions
         formats = [replace(method.inputs, borders=borders, positions=positions)]
         if method.inputs.mask_of_ones and not takes_positions:
-            # a model without position_ids does not detect packed rows by itself
+            # a model without position_ids cannot detect packed rows, so a mask of ones may be unnecessary
             formats.insert(0, replace(formats[0], mask_of_ones=False))
         for inputs in formats:
             if (own := Method(method.attention, inputs)) not in tried:
@@ -161,10 +171,10 @@ def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
 def _search_and_prove(
     model: PreTrainedModel, method: Method, before: _Attention, exams: list[Exam], tried: tuple[str, ...]
 ) -> Route:
-    """Search for the modules that have to run by segment with this method, and install and prove the route.
+    """Find the modules that have to run by segment with this method. Then install, prove and return the route.
 
     Raises:
-        ModelNotSupportedError: the route cannot be proven; the model is left unpatched.
+        ModelNotSupportedError: the route cannot be proven. The model is left unpatched.
     """
     install(model, Route(method, (), 1.0), before)
     probe = exams[0].probe
@@ -177,7 +187,7 @@ def _search_and_prove(
     except ModelNotSupportedError:
         raise
     except Exception as error:
-        raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
+        raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     finally:
         remove(model)
     if plans:
@@ -189,23 +199,24 @@ def _search_and_prove(
         failure = error
     reasons = [str(failure)]
     if plans:
-        reasons.append(f"ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
+        reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
     for name, reason in list(search.unsliceable.items())[:2]:
         kind = type(model.get_submodule(name)).__name__
-        reasons.append(f"{kind} ({name}) cannot run on a segment alone, {reason}")
+        reasons.append(f"{kind} ({name}) cannot run on a single segment: {reason}")
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
 def _check_observed(method: Method, observed: Observed) -> None:
     if method.attention and not observed.calls:
-        raise ModelNotSupportedError("it never called the attention function that was set")
+        raise ModelNotSupportedError("the model never called the attention function that patch_model had set")
     lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
     if method.attention == NAME and lost:
-        raise _LocalMaskError(f"{' and '.join(sorted(map(str, lost)))} is only in its attention mask")
+        raise _LocalMaskError(f"only the attention mask limits attention to {' and '.join(sorted(map(str, lost)))}")
 
 
 def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
-    """Like `_prove`. If documents are isolated in a single row only, lay several rows end to end, and prove that."""
+    """Install, prove and return a route. If documents are isolated in a single row but not in several rows, the route
+    that is returned lays several rows end to end, as a single row."""
     try:
         return _prove(model, route, before, exams)
     except _SeveralRowsError:
@@ -216,7 +227,10 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Atten
 
 
 def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
-    """Install a route, and leave it installed only if it is proven. Return it, with a note on what was not proven."""
+    """Install and prove a route, and return the route. If the proof fails, remove the route and raise an error.
+
+    If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`.
+    """
     unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)
@@ -230,9 +244,9 @@ def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list
             raise
         known = isinstance(error, ModelNotSupportedError)
         if exam.rows > 1:
-            reason = str(error) if known else f"it cannot be called on several packed rows: {error}"
+            reason = str(error) if known else f"the model cannot be called on several packed rows: {error}"
             raise _SeveralRowsError(reason) from error
         if known:
             raise
-        raise ModelNotSupportedError(f"it cannot be called on a packed row: {error}") from error
+        raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     return route

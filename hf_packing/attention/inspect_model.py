@@ -1,4 +1,4 @@
-"""Look into a model: the transformers model inside its wrappers, the arguments it takes, where its weights are."""
+"""Inspect a model: find the model inside its wrappers, the arguments of its forward, and the place of its weights."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,20 +13,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Names under which wrappers of single modules keep the wrapped module."""
+"""Attribute names under which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""
 
 Embedded = list[tuple[Tensor, Tensor]]
-"""Tokens and their embeddings, for every call of an embedding."""
+"""A list with a pair (tokens, embeddings of the tokens) for every call of an embedding module."""
 
 GATHERED = "ds_id"
-"""Attribute that DeepSpeed ZeRO-3 sets on a parameter that it gathers when the parameter's module is called."""
+"""Name of an attribute of parameters. DeepSpeed ZeRO-3 sets the attribute on every parameter that is sharded, and
+gathered when the parameter's module is called."""
 
 
 def inner_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside the wrappers of PEFT, DDP and torch.compile.
 
     Raises:
-        PackingError: there is none, or PEFT adapts it by a method that treats a packed row as one document.
+        PackingError: `model` contains no transformers model, or uses a PEFT method that treats a packed row as a single
+            document.
     """
     inner = model
     while not isinstance(inner, PreTrainedModel):
@@ -44,26 +46,28 @@ def _check_peft_method(peft_model: Any) -> None:
     config = peft_model.active_peft_config
     if getattr(config, "is_prompt_learning", False):
         raise PackingError(
-            f"model: expected a PEFT method that adds no tokens, got {config.peft_type.value}: "
-            "a packed row would get a single prompt"
+            f"model: expected a PEFT method that adds no tokens, got {config.peft_type.value}; "
+            "with this method, a packed row would get a single prompt for all of its documents"
         )
     for name, config in peft_model.peft_config.items():
         if invocation := getattr(config, "alora_invocation_tokens", None):
             raise PackingError(
-                f"model: expected adapters without alora_invocation_tokens, {name!r} has {invocation}: in a packed row "
-                "the adapter would be active only after the last of these tokens, and not in the documents before them"
+                f"model: expected adapters without alora_invocation_tokens, but adapter {name!r} has {invocation}. In "
+                "a packed row, the adapter would be active only after the last occurrence of the invocation tokens, "
+                "and not in earlier documents"
             )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of FSDP, activation checkpointing and torch.compile."""
+    """Return the module inside the wrappers of FSDP, activation checkpointing and torch.compile. A module without
+    wrappers is returned unchanged."""
     while (inner := next((getattr(module, name) for name in _WRAPPED if name in module._modules), None)) is not None:
         module = inner
     return module
 
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
-    """Return every configuration in a model once, nested ones included."""
+    """Return every configuration in a model, nested configurations included, without duplicates."""
     waiting = [
         config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)
     ]
@@ -87,22 +91,24 @@ class Signature:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
         self.takes_types_from_buffer = has_buffer and self.takes("token_type_ids")
-        """Whether missing token_type_ids are read from a buffer as long as the longest allowed document, as in BERT."""
+        """Whether the module, like BERT, reads missing token_type_ids from a buffer. The length of such a buffer is the
+        length of the longest document that the model allows."""
 
     def takes(self, name: str) -> bool:
         return self._takes_any or name in self.names
 
     def by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments as keyword arguments."""
+        """Return the positional and the keyword arguments of a call, all as keyword arguments."""
         if len(args) > len(self.names):
             raise PackingError(
-                f"forward: expected at most {len(self.names)} positional arguments, {self._where} was given {len(args)}"
+                f"forward: expected at most {len(self.names)} positional arguments, but {self._where} got {len(args)}"
             )
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
 
 def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters of the forward. If it takes *args, return those of the forward that it overrides."""
+    """Return the parameters of a module's forward. If the forward takes *args and overrides a forward without *args,
+    return the parameters of the overridden forward instead."""
     inherited = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
     own = list(inspect.signature(module.forward).parameters.values())
     others = (list(inspect.signature(forward).parameters.values())[1:] for forward in inherited)
@@ -118,19 +124,21 @@ def embedding_of(model: PreTrainedModel) -> Any:
     """Return the embedding of a model's tokens.
 
     Raises:
-        ModelNotSupportedError: `get_input_embeddings` does not return it.
+        ModelNotSupportedError: `get_input_embeddings` does not return a module with a weight.
     """
     with suppress(NotImplementedError):
         if isinstance(getattr(embedding := model.get_input_embeddings(), "weight", None), Tensor):
             return embedding
     raise ModelNotSupportedError(
-        "model: expected get_input_embeddings() to return the module that embeds input_ids, with a weight; that of "
-        f"{type(model).__name__} does not. Define it in your class, as the models of transformers do"
+        "model: expected get_input_embeddings() to return the module that embeds input_ids, with a weight; the method "
+        f"of {type(model).__name__} returns no such module. Define get_input_embeddings in the class of the model, as "
+        "the models of transformers do"
     )
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device where a model takes its inputs: that of its embedding, even if accelerate has offloaded it."""
+    """Return the device on which a model expects its inputs. This is the device on which the model's embedding runs,
+    even if accelerate has offloaded the embedding's weight."""
     embedding = embedding_of(model)
     device: torch.device = embedding.weight.device
     hook = getattr(embedding, "_hf_hook", None)
@@ -139,7 +147,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 @contextmanager
 def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
-    """Inside the block, record tokens and their embeddings, call by call. Gradients stop at these embeddings."""
+    """Context manager that yields a list. Within the block, every call of the model's embedding adds a pair (tokens,
+    embeddings) to the list, and gradients stop at the recorded embeddings."""
     embedded: Embedded = []
 
     def record(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -161,7 +170,7 @@ def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """Return whether a module with the embedding's weight is an embedding, and not an output layer."""
+    """Return whether a module is an embedding, and not an output layer that shares the embedding's weight."""
     return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
 
 
@@ -171,17 +180,17 @@ def pad_token_of(model: PreTrainedModel) -> int | None:
 
 
 class WeightsLocation(Enum):
-    """Where a model's weights are."""
+    """The place where a model's weights are stored."""
 
     MEMORY = "in memory"
-    """Or offloaded by accelerate, which loads them when they are needed."""
+    """This includes weights that accelerate has offloaded, since accelerate loads such weights when they are needed."""
     META = "on the meta device"
     SHARDED = "sharded over processes"
-    """By FSDP or DeepSpeed ZeRO-3."""
+    """The weights are sharded by FSDP or DeepSpeed ZeRO-3."""
 
 
 def weights_location(model: nn.Module) -> WeightsLocation:
-    """Return where a model's weights are."""
+    """Return the place where a model's weights are stored."""
     for module in model.modules():
         if is_fsdp(module):
             return WeightsLocation.SHARDED
@@ -194,7 +203,8 @@ def weights_location(model: nn.Module) -> WeightsLocation:
 
 
 def has_local_weights(model: nn.Module) -> bool:
-    """Return whether this process has all of a model's weights: they are neither on the meta device nor sharded."""
+    """Return whether this process has all of a model's weights. No weight may be on the meta device or sharded over
+    processes."""
     return weights_location(model) is WeightsLocation.MEMORY
 
 

@@ -1,4 +1,4 @@
-"""check_isolation: find out whether packed documents affect each other in a model, in logits or in gradients."""
+"""Find out whether packed documents affect each other's logits or gradients in a model."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,22 +20,22 @@ from hf_packing.errors import PackingError
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """Whether packed documents stayed isolated in a model when `check_isolation` called it."""
+    """The result of `check_isolation`: whether packed documents stayed isolated in a model."""
 
     isolated: bool
     max_leak: float
-    """Largest change in one document's logits when another document was changed; nan if the model cannot be called."""
+    """Largest change in a document's logits after another document was replaced; nan if the model cannot be called."""
     reason: str
-    """What was observed, in words."""
+    """The observation on which `isolated` is based, in words."""
     max_gradient_leak: float = float("nan")
-    """Largest gradient of one document's logits with respect to another's embeddings, as a share of the largest with
-    respect to its own; nan if there are no gradients."""
+    """Largest gradient of a document's logits with respect to another document's embeddings, divided by the largest
+    gradient with respect to the document's own embeddings; nan if no gradients can be computed."""
     route: Route | None = None
-    """How patch_model keeps documents apart; None for a model that is not patched."""
+    """The route by which patch_model keeps documents apart; None for a model that is not patched."""
     modes: tuple[str, ...] = ("evaluation",)
-    """Modes in which this was observed: "evaluation", "training" or both."""
+    """Modes of the model to which the report applies: "evaluation", "training", or "evaluation" and "training"."""
     unproven: str = ""
-    """Why training mode was not checked, or not fully; empty if it was."""
+    """Reason why training mode could not be checked completely; empty if there is no such reason."""
 
     def __str__(self) -> str:
         lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
@@ -60,34 +60,34 @@ Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
 def check_isolation(
     model: PreTrainedModel, *, collator: Collator | None = None, rows: int = 1, seed: int = 0
 ) -> IsolationReport:
-    """Find out whether packed documents affect each other in this model, called as a plain training loop calls it.
+    """Find out whether packed documents affect each other in a model that is called as in a plain training loop.
 
-    Three random documents are packed in a row, collated and given to the model as it is, with its own configuration,
-    use_cache included. The check replaces one document at a time and compares the logits of the others. It also checks
-    that gradients of one document's logits do not reach the others' embeddings. All of this runs in evaluation mode and
-    in training mode, with dropout, noise and layer dropping off. The model's modes, its buffers and the random state
-    are restored.
+    Three random documents are packed in a row, collated and passed to the model, which keeps its own configuration,
+    including use_cache. The check replaces one document at a time and compares the logits of the other documents. The
+    check also tests whether gradients of one document's logits reach the embeddings of other documents. If documents
+    are isolated in evaluation mode, the check is repeated in training mode, with dropout, noise and layer dropping off.
+    Afterwards, the model's modes, the model's buffers and the random state are restored.
 
     Args:
-        model: a causal or masked language model of transformers, patched or not, on any device; also inside the
-            wrappers of PEFT, DDP or torch.compile.
-        collator: turns packed rows (input_ids, labels, position_ids, seq_lengths) into a batch of tensors;
-            PackingCollator by default.
-        rows: packed rows in the batch.
-        seed: of the random tokens.
+        model: a causal or masked language model of transformers, patched or not, on any device. The model may be
+            wrapped by PEFT, DDP or torch.compile.
+        collator: function that turns a list of packed rows, with the columns input_ids, labels, position_ids and
+            seq_lengths, into a batch of tensors; PackingCollator by default.
+        rows: number of packed rows in the batch.
+        seed: seed of the random tokens.
 
     Returns:
-        IsolationReport.
+        A report with the verdict, the largest leaks and the route of the model.
 
     Raises:
-        PackingError: not a PreTrainedModel, or one without logits for each token; a collator that cuts documents or
-            fails; or a batch that a patched model refuses.
+        PackingError: `model` is not a PreTrainedModel, or has no logits for each token; `rows` is less than 1; the
+            collator fails or cuts documents; or a patched model refuses the batch.
 
     Example:
         >>> import hf_packing as hfp, transformers
         >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
         >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
-        >>> hfp.check_isolation(model).isolated  # with use_cache=True, its default, packed rows are not detected
+        >>> hfp.check_isolation(model).isolated  # with the default use_cache=True, packed rows are not detected
         False
         >>> report = hfp.check_isolation(hfp.patch_model(model))
         >>> report.isolated, report.route.name
@@ -95,10 +95,10 @@ def check_isolation(
     """
     model = inner_model(model)
     if rows < 1:
-        raise PackingError(f"rows: expected at least 1, got {rows}")
+        raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
     route = route_of(model)
     probe = _probe(model, collator, rows, seed)
-    with probe.undisturbed(), suppress(Exception):  # limits are fixed if rounding cannot be measured
+    with probe.undisturbed(), suppress(Exception):  # if rounding cannot be measured, limits are fixed
         probe.measure_rounding(probe.alone())
     report = _check_one_mode(probe, route)
     if not report.isolated:
@@ -109,7 +109,7 @@ def check_isolation(
         with probe.undisturbed():
             is_random = probe.is_random(lambda: probe.packed(probe.documents))
     except Exception as error:  # custom model code may raise anything
-        return replace(report, unproven=f"it cannot be called in training mode: {error}")
+        return replace(report, unproven=f"the model cannot be called in training mode: {error}")
     if is_random is None:
         return replace(report, unproven=VARYING)
     unproven = RANDOM if is_random else (route.unproven if route else "")
@@ -130,16 +130,16 @@ def _check_one_mode(probe: Probe, route: Route | None) -> IsolationReport:
             memory = probe.memory() if probe.training else None
         except PackingError:
             raise
-        except Exception as error:  # custom model code may raise anything; the error is the result
+        except Exception as error:  # custom model code may raise anything; the report contains the error
             reason = f"{probe.mode}the model cannot be called on a packed row: {error}{what_is_missing(probe.model)}"
             return IsolationReport(False, float("nan"), reason, route=route)
         try:
             gradient_leak = largest_gradient_leak(probe.packed_gradients())
-        except (RuntimeError, AssertionError):  # a model for inference only
+        except (RuntimeError, AssertionError):  # the model supports only inference
             gradient_leak = float("nan")
         leaks, reaches = leak > probe.tolerance.leak * scale, gradient_leak > LARGEST_GRADIENT_LEAK
         if not leaks and not reaches and memory is None:
-            return IsolationReport(True, leak, "changing one document changed no other", gradient_leak, route)
+            return IsolationReport(True, leak, "changing one document changed no other document", gradient_leak, route)
         return IsolationReport(False, leak, _reason(probe, leak, leaks, gradient_leak, memory), gradient_leak, route)
 
 
@@ -150,11 +150,11 @@ def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory
         return f"{probe.mode}a document's logits depend on earlier batches{through(memory)}"
     else:
         reason = (
-            f"gradients of one document reach another document; the largest is {gradient_leak:.2g} of the largest in "
-            "the document itself"
+            f"gradients of one document reach another document; the largest such gradient is {gradient_leak:.2g} times "
+            "the largest gradient in the document itself"
         )
     if not probe.training and _leaks_only_with_cache(probe):
-        reason += "; with use_cache=False it does not, since transformers detects packed rows only without a cache"
+        reason += "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
     else:
         reason += f", with attention {probe.model.config._attn_implementation!r}"
     return f"{probe.mode}{reason}. hf_packing.patch_model(model) keeps documents apart, or raises with the reason"
@@ -163,13 +163,14 @@ def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory
 def _leaks_only_with_cache(probe: Probe) -> bool:
     try:
         leak, scale = probe.largest_leak(use_cache=False)
-    except Exception:  # a model without that argument
+    except Exception:  # a model that does not take use_cache
         return False
     return leak <= probe.tolerance.leak * scale
 
 
 def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False) -> Probe:
-    """Return a probe with three documents in each row. All rows have the same lengths, rotated by one each time."""
+    """Return a probe with three random documents in each row. All rows have the same document lengths, rotated by one
+    place from row to row."""
     lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
 
     def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
@@ -178,7 +179,8 @@ def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: i
             return (collator or PackingCollator())(packed)
         except Exception as error:
             raise PackingError(
-                f"collator: expected one that takes packed rows, this one raised {type(error).__name__}: {error}"
+                f"collator: expected a function that takes packed rows, but the collator raised "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     return Probe(model, seed, lengths, make_batch, training)
@@ -189,7 +191,7 @@ def _rotated(lengths: list[int], by: int) -> list[int]:
 
 
 def _pack(documents: DocumentTokens) -> dict[str, list[int]]:
-    """Return a row as `pack` makes it."""
+    """Return a packed row with the columns that `hf_packing.pack` makes."""
     tokens = [token for document in documents for token in document]
     labels = [label for document in documents for label in (IGNORED_LABEL, *document[1:])]
     positions = [position for document in documents for position in range(len(document))]

@@ -1,4 +1,5 @@
-"""Variable-length attention kernels on CUDA: flash-attn if it is installed, otherwise torch's own."""
+"""Call variable-length attention kernels on CUDA: the kernels of flash-attn if flash-attn is installed, otherwise
+torch's own kernel."""
 
 import inspect
 from collections.abc import Callable
@@ -14,12 +15,12 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 
 _HEAD_DIM_STEP = 8
-"""All kernels need head dimensions that are a multiple of this, and at most _MAX_HEAD_DIM."""
+"""All kernels need head dimensions that are multiples of this number, and at most _MAX_HEAD_DIM."""
 
 
 @cache
 def flash_attn_3_varlen() -> Callable[..., Any] | None:
-    """Return `flash_attn_varlen_func` of flash-attn 3, for Hopper, or None."""
+    """Return `flash_attn_varlen_func` of flash-attn 3, for Hopper GPUs; None if flash-attn 3 is not installed."""
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError:
@@ -29,7 +30,7 @@ def flash_attn_3_varlen() -> Callable[..., Any] | None:
 
 @cache
 def flash_attn_varlen() -> Callable[..., Any] | None:
-    """Return `flash_attn_varlen_func` of flash-attn 2, or None."""
+    """Return `flash_attn_varlen_func` of flash-attn 2; None if flash-attn 2 is not installed."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -39,7 +40,8 @@ def flash_attn_varlen() -> Callable[..., Any] | None:
 
 @cache
 def torch_varlen() -> Callable[..., Any] | None:
-    """Return `torch.nn.attention.varlen.varlen_attn`, or None if it is missing, or too old to take scale and window."""
+    """Return `torch.nn.attention.varlen.varlen_attn`. Return None if torch lacks the function, or if the function does
+    not take a scale, a window and grouped heads, as in early versions of torch."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -49,12 +51,12 @@ def torch_varlen() -> Callable[..., Any] | None:
 
 
 def runs_flash(device: torch.device) -> bool:
-    """Return whether a device supports flash attention: compute capability 8 (Ampere) or later."""
+    """Return whether a device supports flash attention, which requires CUDA compute capability 8 (Ampere) or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def runs_flash_3(device: torch.device) -> bool:
-    """Return whether a device supports flash-attn 3: compute capability 9 only."""
+    """Return whether a device supports flash-attn 3, which requires CUDA compute capability 9 (Hopper)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -65,9 +67,10 @@ def _takes_flash_3(query: Tensor, dropout: float) -> bool:
 def has_kernel(
     query: Tensor, value: Tensor, *, softcap: float | None = None, sinks: Tensor | None = None, dropout: float = 0.0
 ) -> bool:
-    """Return whether a kernel supports this call.
+    """Return whether an installed kernel supports an attention call with these arguments.
 
-    No kernel supports sinks, torch's does not support soft caps, and only flash-attn 2 supports dropout.
+    No kernel supports attention sinks. torch's own kernel does not support soft caps. Only flash-attn 2 supports
+    dropout, but not together with soft caps.
     """
     head_dims = query.shape[-1], value.shape[-1]
     if query.dtype not in _KERNEL_DTYPES or sinks is not None or not runs_flash(query.device):
@@ -94,14 +97,16 @@ def attend_with_kernel(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute `attend_by_segment` in one kernel, with borders in a tensor.
+    """Compute the result of `attend_by_segment` in a single kernel, with segment borders given as a tensor.
+
+    The arguments that are not listed here are explained in `attend_by_segment`.
 
     Args:
-        cu_seq_lens: int32 [segments + 1], on the device of the query.
-        max_length: tokens of the longest segment.
+        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], on the query's device.
+        max_length: number of tokens in the longest segment.
 
     Returns:
-        [1, heads, tokens, value_dim].
+        Attention output, [1, heads, tokens, value_dim].
     """
     value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim)
@@ -123,7 +128,7 @@ def attend_with_kernel(
         flash_3 = flash_attn_3_varlen()
         assert flash_3 is not None
         attended = flash_3(q, k, v, **flash)
-        attended = attended[0] if isinstance(attended, tuple) else attended  # earlier versions add the log-sum-exp
+        attended = attended[0] if isinstance(attended, tuple) else attended  # earlier versions return log-sum-exps too
     elif (flash_2 := flash_attn_varlen()) is not None:
         attended = flash_2(q, k, v, dropout_p=dropout, **flash)
     else:
@@ -138,6 +143,6 @@ def attend_with_kernel(
 
 
 def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
-    """Pad the last axis with zeros. Skip the copy if there is nothing to pad."""
+    """Return a tensor whose last axis is padded with zeros to `head_dim`. A tensor that has this size is not copied."""
     missing = head_dim - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor

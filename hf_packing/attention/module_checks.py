@@ -1,4 +1,5 @@
-"""The checks that the search runs on one module: does it return the same for a row as for its segments, on any row?"""
+"""Check whether a module returns the same for a packed row as for the row's segments. The search runs these checks on
+every module of a model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,27 +15,31 @@ from hf_packing.attention.token_axes import LARGEST_FINITE, Fill, Path, TokenAxe
 from hf_packing.errors import PackingError
 
 _TOLERANCE = 1e-4
-"""Largest difference that rounding may cause in the output of a module, as a share of the largest value."""
+"""Largest difference that rounding may cause in a module's output, as a share of the largest value in the output."""
 
 _HALF_TOLERANCE = 0.05
-"""The same in half precision, as a share of a token's root mean square. Rounding may also send single tokens to another
-expert, so an output counts as different only if it differs at most of the tokens next to borders."""
+"""Largest difference that rounding may cause in half precision, as a share of the root mean square of a token's output.
+
+Rounding may also send a few tokens to another expert. Two outputs therefore count as different only if they differ at
+more than half of the tokens before borders, or at more than half of the tokens after borders.
+"""
 
 _LONGEST_TABLE = 8192
-"""Longest table of learned positions that is tested: a longer test row would take too long, and most tables have a few
-hundred or thousand positions."""
+"""Largest size of a table of learned positions that is tested. A test of a larger table would take too long, and most
+tables have only a few hundred or a few thousand positions."""
 
 _FAR = 2**20
-"""A position beyond the training length of every model, where scaled rotary embeddings use another scale."""
+"""A position beyond the training length of every model. At such a position, scaled rotary embeddings use another
+scale."""
 
 
 def run_one_by_one(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Any:
-    """Return the output of a module that is called once for each segment."""
+    """Call a module once for each segment, and return the joined outputs."""
     return forward.join(*forward.run_segments(detached_copy(inputs), row.calls("none"), len(row.lengths)))
 
 
 def _run_whole(forward: SegmentedForward, inputs: Any) -> Any:
-    """Return the output of a module that is called once for the row."""
+    """Call a module once on the whole row, and return the output."""
     return forward.forward(*detached_copy(inputs)[0], **detached_copy(inputs)[1])
 
 
@@ -44,10 +49,11 @@ def outputs_differ(
     """Return whether two outputs differ by more than rounding explains.
 
     Args:
-        left: nested tensors.
-        right: nested in the same way.
-        axes: token axes, for outputs of a whole row. If given, tensors without tokens are ignored.
-        slices: the row's segments. If axes are given, only tokens next to borders are compared in half precision.
+        left: tensors in nested tuples, lists or dictionaries.
+        right: tensors that are nested in the same way as `left`.
+        axes: token axes of outputs for a whole row. If axes are given, tensors without a token axis are ignored.
+        slices: (start, end) of each segment in the row. If axes are given, half-precision outputs are compared only at
+            the tokens next to borders.
     """
     for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
         if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
@@ -87,18 +93,18 @@ def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow
     """Return whether a module that is segment-local on the test row is not segment-local on some other row.
 
     Args:
-        forward: of the module.
-        inputs: its arguments on the test row.
+        forward: the module's forward, run by segment.
+        inputs: the module's positional and keyword arguments on the test row.
         row: the test row.
-        embedding: the model's embedding of tokens.
+        embedding: the model's token embedding, which is not a table of positions.
     """
     return _counts_by_itself(forward, inputs, row) or _fails_on_long_rows(forward, inputs, row, embedding)
 
 
 def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
-    """Return whether a module counts tokens along the row, and returns something else far from the start of the row.
+    """Return whether a module counts tokens along the row, and returns other values if the count is large.
 
-    An example is an attention temperature that starts to grow with the position after the first 8192 tokens.
+    An example is an attention layer whose temperature grows with the position after the first 8192 tokens.
     """
     if _is_stack(forward.module):
         return False
@@ -106,13 +112,13 @@ def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) ->
         near = _run_whole(forward, inputs)
         with _CountFromAfar(row.tokens):
             far = _run_whole(forward, inputs)
-    except Exception:  # the count is used as an index, which this check does not look for
+    except Exception:  # the count is an index, a case that this check does not cover
         return False
     return outputs_differ(near, far, forward.plan.outputs, row.slices)
 
 
 def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
-    """Return whether a module with learned positions fails on a row with more tokens than positions."""
+    """Return whether a module with a table of learned positions fails on a row with more tokens than positions."""
     module = forward.module
     if _is_stack(module):
         return False
@@ -131,15 +137,16 @@ def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, 
     args, kwargs = map_leaves(inputs, repeat)
     try:
         forward.forward(*args, **kwargs)
-    except Exception:  # any error means that the table has ended
+    except Exception:  # any error means that the row is longer than the table
         return True
     return False
 
 
 def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
-    """Return whether a far position in one segment changes the module's output for the others.
+    """Return whether a far position in one segment changes the module's output for the other segments.
 
-    This is so for rotary embeddings whose scale grows with the largest position; some also store that position.
+    An example is a rotary embedding whose scale grows with the largest position. Some rotary embeddings also store the
+    largest position.
     """
     if next(forward.module.parameters(), None) is not None:
         return False
@@ -161,12 +168,13 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Packed
     try:
         together, apart = stateful.run_restored(*moved), run_one_by_one(stateful, moved, row)
         return outputs_differ(together, apart, forward.plan.outputs, row.slices)
-    except Exception:  # the module does not accept such positions, so they do not occur
+    except Exception:  # the module does not accept far positions, so far positions do not occur
         return False
 
 
 class _CountFromAfar(TorchFunctionMode):
-    """Inside the block, torch.arange starts at a far position if its result is as long as the row."""
+    """Context manager: within the block, if torch.arange returns one number per token of the row, the numbers start at
+    a far position."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -178,12 +186,13 @@ class _CountFromAfar(TorchFunctionMode):
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether a module is a stack of layers, which are tested one by one."""
+    """Return whether a module contains a stack of layers. The layers are tested one by one, and the module is not
+    tested as a whole."""
     return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
 
 
 def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Sharing:
-    """Find out which segments may share a call to a module, by trying it on the test row."""
+    """Return which segments may share a call to a module, found by experiments on the test row."""
     plan, shortest = forward.plan, min(row.lengths)
     with _NoteRanking(row.tokens) as ranking:
         _run_whole(forward, inputs)
@@ -201,7 +210,7 @@ def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Shar
         try:
             _, alone = forward.run_segments(detached_copy(inputs), row.calls_for("none", slices), len(slices))
             shared = [forward.run_segments(detached_copy(inputs), [together], len(slices), fill)[1] for fill in fills]
-        except Exception:  # the module was not made for batches of segments
+        except Exception:  # the module does not support batches of segments
             continue
         if not any(outputs_differ(one, other) for each in shared for one, other in zip(alone, each, strict=True)):
             return sharing
@@ -209,11 +218,12 @@ def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Shar
 
 
 def _noise(scale: float) -> Fill:
-    """Return padding that affects the output of any module that looks at what follows a segment."""
+    """Return a function that makes padding of random values. Random padding changes the output of any module that uses
+    tokens after the end of a segment."""
 
     def fill(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        if not tensor.is_floating_point():  # tokens or positions: repeat some of them
+        if not tensor.is_floating_point():  # tokens or positions: draw from the values in the tensor
             return tensor.flatten()[torch.randint(tensor.numel(), shape, generator=generator).to(tensor.device)]
         return (torch.randn(shape, generator=generator) * scale).to(tensor)
 
@@ -224,8 +234,10 @@ _FILLS = (_noise(1.0), _noise(10.0))
 
 
 class _NoteRanking(TorchFunctionMode):
-    """Inside the block, note whether a module ranks the tokens of the row, as topk does: which of several equal scores
-    wins depends on the number of tokens."""
+    """Context manager: within the block, note whether a module ranks the tokens of the row, as topk does.
+
+    If several tokens have equal scores, the number of tokens in the row may decide which token ranks first.
+    """
 
     _NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
 
@@ -241,7 +253,8 @@ class _NoteRanking(TorchFunctionMode):
 
 
 def scalars_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return, by name, the attributes of a module and its inner modules that are a tensor with a single number."""
+    """Return a dictionary from name to tensor with all attributes of a module and its inner modules that are
+    floating-point tensors with a single number."""
     return {
         f"{name}.{attribute}".lstrip("."): value
         for name, inner in module.named_modules()
@@ -251,25 +264,33 @@ def scalars_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_changed_scalars(before: dict[str, Tensor], after: dict[str, Tensor], where: str) -> None:
-    """Raise PackingError if a call has stored a number computed from all tokens of a row, such as the loss of a
-    router."""
+    """Raise PackingError if a call of a module has stored a new number in an attribute. Such a number, for example the
+    loss of a router, is computed from all tokens of a row.
+
+    Args:
+        before: the attributes before the call, as returned by `scalars_of`.
+        after: the attributes after the call.
+        where: the module's class and name, for the message.
+    """
     for name, number in after.items():
         if number is not before.get(name):
             raise PackingError(
-                f"{where}: its attribute {name} stores a number computed from all tokens of a row, such as the loss "
-                "of a router"
+                f"{where}: the attribute {name} stores a number computed from all tokens of a row, such as the loss of "
+                "a router; the number for a row cannot be computed from the numbers for its segments"
             )
 
 
 def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
-    """Raise PackingError if a tensor without an axis of tokens is computed from all tokens of a row, such as the loss
-    of a router, since the tensors of the segments cannot be joined then. States are allowed: they have an axis for
-    rows, and are for the next call.
+    """Raise PackingError if a module returns a tensor that has no axis of tokens but is computed from all tokens of a
+    row, such as the loss of a router.
+
+    Such a tensor cannot be made by joining the tensors of the segments. A state for the next call, which has an axis of
+    size 1 for the row, is allowed.
 
     Args:
-        output: for the row.
-        by_segment: for its segments, joined.
-        axes: of the output.
+        output: the module's output for the row.
+        by_segment: the module's joined outputs for the segments of the row.
+        axes: token axes of the output.
     """
     for (path, whole), (_, joined) in zip(leaves(output), leaves(by_segment), strict=True):
         if not isinstance(whole, Tensor) or axes.of(path, whole):
@@ -277,6 +298,6 @@ def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
         is_state = 1 in whole.shape
         if whole.shape != joined.shape or (not is_state and outputs_differ(whole, joined)):
             raise PackingError(
-                f"{axes.where}: it returns a tensor of shape {list(whole.shape)} computed from all tokens of a row, "
-                "without an axis of tokens"
+                f"{axes.where}: the module returns a tensor of shape {list(whole.shape)} computed from all tokens of a "
+                "row, without an axis of tokens; the tensors for single segments cannot be joined to such a tensor"
             )

@@ -1,4 +1,4 @@
-"""The packed row that a patched model processes: its segments, and how borders are read from the model's inputs."""
+"""Represent the packed row that a patched model processes, and read the borders between segments from model inputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from torch import Tensor
 from hf_packing.errors import PackingError
 
 Sharing = Literal["ragged", "equal", "none"]
-"""Which segments may share a call to a module: segments of similar length, padded on the right; segments of equal
-length; or no two segments."""
+"""Which segments may share a call to a module. "ragged": segments of similar length, padded on the right. "equal":
+segments of equal length. "none": every segment has a call of its own."""
 
 CALL_OVERHEAD = 8
-"""Fixed cost of a call, expressed as extra segments of the call's length. A small module spends most of its time on
-kernel launches, and a scan on its sequential steps, however many segments are in the batch."""
+"""Fixed cost of a call, expressed as a number of extra segments. A small module spends most of its time on kernel
+launches, and a scan spends most of its time on sequential steps, regardless of the number of segments."""
 
 MAX_PADDING = 4
 """A segment is padded to at most this many times its own length."""
@@ -27,11 +27,11 @@ MAX_PADDING = 4
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """One or more rows of tokens, and the segments in them.
+    """One or more rows of tokens, and the segments in these rows.
 
     Args:
         cu_seq_lens: int32 [segments + 1], cumulative segment lengths over all rows, laid end to end.
-        lengths: tokens of each segment.
+        lengths: number of tokens in each segment.
         rows: number of rows, all of equal length.
     """
 
@@ -46,7 +46,7 @@ class PackedRow:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens in each row."""
+        """Number of tokens in each row."""
         return sum(self.lengths) // self.rows
 
     @cached_property
@@ -59,31 +59,31 @@ class PackedRow:
 
     @cached_property
     def slices(self) -> list[tuple[int, int]]:
-        """(start, end) of each segment, in the rows laid end to end."""
+        """Token indices (start, end) of each segment, in the rows laid end to end."""
         return list(pairwise([0, *accumulate(self.lengths)]))
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """int64 [rows, tokens], restarting at 0 in every segment."""
+        """Positions of the tokens, int64 [rows, tokens], restarting at 0 in every segment."""
         starts = self._segment_start_of_tokens
         return (torch.arange(self.rows * self.tokens, device=self.cu_seq_lens.device) - starts).view(self.rows, -1)
 
     @cached_property
     def _segment_start_of_tokens(self) -> Tensor:
-        """int64 [rows * tokens]: where the segment of each token starts."""
+        """For each token, the index of the first token in the same segment, int64 [rows * tokens]."""
         return torch.repeat_interleave(
             self.cu_seq_lens[:-1].long(), self.cu_seq_lens.diff(), output_size=self.rows * self.tokens
         )
 
     @cached_property
     def seq_idx(self) -> Tensor:
-        """int32 [rows, tokens]: the index of each token's segment."""
+        """For each token, the index of the token's segment, int32 [rows, tokens]."""
         indices = torch.arange(len(self.lengths), dtype=torch.int32, device=self.cu_seq_lens.device)
         repeated = torch.repeat_interleave(indices, self.cu_seq_lens.diff(), output_size=self.rows * self.tokens)
         return repeated.view(self.rows, -1)
 
     def calls(self, sharing: Sharing) -> list["SharedCall"]:
-        """Return the calls that cover every segment once. They are computed once per row, for all its modules."""
+        """Return calls that together cover every segment once. The calls are stored, and reused for other modules."""
         if sharing not in self._calls:
             self._calls[sharing] = self.calls_for(sharing, self.slices)
         return self._calls[sharing]
@@ -93,7 +93,7 @@ class PackedRow:
         return {}
 
     def calls_for(self, sharing: Sharing, slices: Sequence[tuple[int, int]]) -> list["SharedCall"]:
-        """Return the calls that cover these slices of the row."""
+        """Return calls that together cover every given slice of the row once."""
         lengths = [end - start for start, end in slices]
         if sharing == "none":
             groups = [[index] for index in range(len(slices))]
@@ -104,14 +104,14 @@ class PackedRow:
 
 @dataclass(frozen=True, eq=False)
 class SharedCall:
-    """Segments that go through a module in one call, each as a row of a batch."""
+    """Segments that go through a module in one call. Every segment is a row of the call's batch."""
 
     segments: list[int]
     """Indices of the segments."""
     slices: list[tuple[int, int]]
     lengths: list[int]
     batch: PackedRow
-    """What the module sees in this call: rows with one segment each."""
+    """The batch of this call: one row per segment, padded to the length of the longest segment."""
 
     @classmethod
     def of(cls, segments: list[int], slices: Sequence[tuple[int, int]], device: torch.device) -> "SharedCall":
@@ -121,7 +121,8 @@ class SharedCall:
 
 
 def group_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of indices of equal length, in the order in which the lengths first occur."""
+    """Return groups of segment indices. All segments of a group have the same length, and the groups are in the order
+    in which their lengths first occur."""
     groups: dict[int, list[int]] = {}
     for segment, length in enumerate(lengths):
         groups.setdefault(length, []).append(segment)
@@ -129,10 +130,12 @@ def group_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def group_similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Group segments of similar length so that the calls cost the least in total.
+    """Return groups of segment indices, with segments of similar length in each group. The groups are chosen so that
+    the total cost of one call per group is as low as possible.
 
-    A call with n segments costs longest * (CALL_OVERHEAD + n), since shorter segments are padded to the longest. The
-    segments are sorted by length, and dynamic programming finds the best places to cut the sorted list into calls.
+    A call with n segments costs longest * (CALL_OVERHEAD + n), where longest is the length of the longest segment in
+    the call, since shorter segments are padded to that length. The segments are sorted by length, and dynamic
+    programming finds the best places to cut the sorted list into calls.
     """
     equal = sorted(group_equal_lengths(lengths), key=lambda group: lengths[group[0]])
     least = [0.0] + [float("inf")] * len(equal)
@@ -155,12 +158,12 @@ def group_similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 current_row: ContextVar[PackedRow | None] = ContextVar("current_row", default=None)
-"""The row that the running forward processes."""
+"""The packed row that the running forward processes; None outside of a patched model's forward."""
 
 
 @contextmanager
 def use_row(row: PackedRow | None) -> Iterator[None]:
-    """Make this the current row inside the block."""
+    """Context manager: within the block, `row` is the current row."""
     token = current_row.set(row)
     try:
         yield
@@ -173,14 +176,16 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
 
     Args:
         inputs: keyword arguments of a model's forward, with input_ids or inputs_embeds.
-        training: whether borders are required. If not, rows without borders are one document each.
+        training: whether the model is in training mode. In training mode, borders are required; otherwise, a row
+            without borders counts as a single document.
 
     Returns:
-        The inputs without an attention_mask of ones, and the row, or rows.
+        The inputs without their attention_mask, and a PackedRow, which may contain several rows.
 
     Raises:
-        PackingError: an attention_mask with padding; a cache that is not empty; encoder states; borders that are
-            missing in training, disagree, or do not fit the tokens.
+        PackingError: input_ids and inputs_embeds are missing; attention_mask hides tokens; past_key_values is not
+            empty; encoder_hidden_states are given; or borders are missing in training mode, contradict each other, or
+            do not fit the tokens.
     """
     tensor = inputs.get("input_ids")
     tensor = inputs.get("inputs_embeds") if tensor is None else tensor
@@ -188,15 +193,16 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
         raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
     if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
         raise PackingError(
-            f"past_key_values: expected no cache on a patched model, got one of {cache.get_seq_length()} tokens; "
-            "to generate: with hf_packing.unpatch_model(model): model.generate(...)"
+            f"past_key_values: expected no cache on a patched model, got a cache of {cache.get_seq_length()} tokens. "
+            "To generate text, write: with hf_packing.unpatch_model(model): model.generate(...)"
         )
     if inputs.get("attention_mask") is not None:
         _check_mask_of_ones(inputs["attention_mask"], tensor.shape[:2])
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     if inputs.get("encoder_hidden_states") is not None:
         raise PackingError(
-            "encoder_hidden_states: expected none on a patched model, since all documents in a row would attend to them"
+            "encoder_hidden_states: expected None on a patched model, since all documents in a row would attend to the "
+            "same encoder states"
         )
     rows, tokens = tensor.shape[:2]
     borders = _find_borders(tensor.shape[:2], inputs)
@@ -204,7 +210,7 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
         if training:
             raise PackingError(
                 "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training, got none, so packed "
-                "documents could not be told apart; PackingCollator, or SFTConfig(padding_free=True), sends them"
+                "documents could not be told apart; PackingCollator and SFTConfig(padding_free=True) add position_ids"
             )
         return inputs, PackedRow.from_lengths([tokens] * rows, tensor.device, rows)
     known = check_borders(borders, rows, tokens)
@@ -212,10 +218,10 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
 
 
 def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
-    """Return the borders as integers.
+    """Return the borders between segments as a list of integers.
 
     Raises:
-        PackingError: they do not rise from 0 to the number of tokens, or a row does not end with a border.
+        PackingError: the borders do not rise from 0 to the number of tokens, or the end of a row is not a border.
     """
     known: list[int] = borders.tolist()
     rising = all(a < b for a, b in pairwise(known))
@@ -224,18 +230,21 @@ def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
             f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, got {known}"
         )
     if rows > 1 and (crossed := set(range(tokens, rows * tokens, tokens)) - set(known)):
-        raise PackingError(f"cu_seq_lens_q: expected a border at the end of every row, got none at {sorted(crossed)}")
+        raise PackingError(
+            f"cu_seq_lens_q: expected a border at the end of every row, got no border at {sorted(crossed)}"
+        )
     return known
 
 
 def borders_from_positions(position_ids: Tensor) -> Tensor:
-    """Return the borders. A segment starts with every row, and wherever a position is not the previous one plus 1.
+    """Return the borders between segments. A new segment starts at the beginning of every row, and wherever a position
+    is not the previous position plus 1.
 
     Args:
-        position_ids: integers [rows, tokens].
+        position_ids: positions of the tokens, integers [rows, tokens].
 
     Returns:
-        int32 [segments + 1].
+        Cumulative segment lengths over all rows, int32 [segments + 1].
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
@@ -243,13 +252,14 @@ def borders_from_positions(position_ids: Tensor) -> Tensor:
 
 
 def borders_from_seq_idx(seq_idx: Tensor) -> Tensor:
-    """Return the borders. A segment starts with every row, and wherever the index changes.
+    """Return the borders between segments. A new segment starts at the beginning of every row, and wherever the index
+    in `seq_idx` changes.
 
     Args:
-        seq_idx: integers [rows, tokens].
+        seq_idx: index of each token's segment, integers [rows, tokens].
 
     Returns:
-        int32 [segments + 1].
+        Cumulative segment lengths over all rows, int32 [segments + 1].
     """
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
@@ -262,8 +272,12 @@ def _borders_from_starts(starts: Tensor) -> Tensor:
 
 
 def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
-    """Return the borders given by cu_seq_lens_q and _k, position_ids and seq_idx, which must agree; None if none is
-    given."""
+    """Return the borders between segments, read from cu_seq_lens_q, cu_seq_lens_k, position_ids and seq_idx. Return
+    None if none of these arguments is given.
+
+    Raises:
+        PackingError: an argument has a wrong type or shape, or two arguments have different borders.
+    """
     rows = shape[0]
     given: dict[str, Tensor] = {}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -276,7 +290,8 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
         given["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))
     elif position_ids is not None and not given:
         raise PackingError(
-            f"position_ids: expected shape [rows, tokens], or cu_seq_lens_q beside them, got {list(position_ids.shape)}"
+            f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; to use position_ids "
+            "of another shape, also pass cu_seq_lens_q"
         )
     if seq_idx is not None:
         given["seq_idx"] = borders_from_seq_idx(seq_idx.expand(rows, -1))
@@ -286,18 +301,18 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     for other in others:
         if not torch.equal(given[first], given[other].to(given[first].device)):
             raise PackingError(
-                f"{other}: expected the same borders as {first}, {given[first].tolist()}, got {given[other].tolist()}; "
-                "positions must restart at every segment"
+                f"{other}: expected the same borders as in {first} ({given[first].tolist()}), got "
+                f"{given[other].tolist()}; position_ids must restart in every segment"
             )
     return given[first]
 
 
 def _check_mask_of_ones(mask: Any, shape: torch.Size) -> None:
-    """Raise PackingError for a mask that hides something, since borders take its place."""
+    """Raise PackingError for an attention mask that is not all ones. A patched model uses borders instead of masks."""
     if isinstance(mask, Tensor) and mask.shape == shape and bool((mask == 1).all()):
         return
-    shown = f"one of shape {list(mask.shape)} with padding" if isinstance(mask, Tensor) else type(mask).__name__
+    shown = f"a mask of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise PackingError(
-        f"attention_mask: expected none, or all ones, on a patched model, got {shown}; "
-        "send documents without padding, as PackingCollator does, or call unpatch_model first"
+        f"attention_mask: expected none, or all ones, on a patched model, got {shown}, which may hide tokens; "
+        "pass documents without padding, as PackingCollator does, or call unpatch_model first"
     )

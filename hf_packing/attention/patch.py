@@ -1,4 +1,4 @@
-"""patch_model: isolate packed documents in a model and prove it, or raise; unpatch_model and patched: undo it."""
+"""Patch a model so that packed documents provably stay apart, and undo the patch again."""
 
 import warnings
 from collections.abc import Iterator
@@ -28,40 +28,43 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch_model(model: Model, *, prove: bool = True) -> Model:
-    """Make a model keep packed documents apart, and prove it on the model itself.
+    """Make a model keep packed documents apart, and prove on the model itself that the documents stay apart.
 
-    There are two routes, and the proof decides between them:
+    The patch installs the fastest route that passes the proof. A route combines up to two methods:
 
-    - `varlen`: attention goes through `packed_varlen`, which is flash-attn's or torch's variable-length kernel on CUDA,
-      and exact attention segment by segment elsewhere.
-    - `segments`: the modules that are not segment-local, found by experiment, run segment by segment; all others stay
-      packed.
+    - `varlen`: attention goes through the function `packed_varlen`, which calls a variable-length kernel of flash-attn
+      or torch on CUDA, and computes exact attention segment by segment where no kernel can be used.
+    - `segments`: if a module's output for a whole row differs from its outputs for the segments, the module runs
+      segment by segment. Experiments find such modules. All other modules run on the whole packed row.
 
-    Most models with recurrent layers or convolutions use both. Borders are read from cu_seq_lens_q, position_ids or
-    seq_idx, whichever is given.
+    Most models with recurrent layers or convolutions use `varlen` together with `segments`. The borders between
+    documents are read from the model's arguments cu_seq_lens_q, position_ids or seq_idx, whichever is given.
 
-    The proof packs three random documents, then four others, then those four in two rows. It replaces one packed
-    document at a time. The patch stays only if the other documents do not change, in logits or gradients, and if all
-    documents have the same logits and gradients as alone on the unpatched model, up to the measured effect of rounding.
-    The proof runs in evaluation mode and in training mode, with dropout, noise and layer dropping off. If training mode
-    cannot be proven, `check_isolation(model).route.unproven` says why.
+    The proof packs three random documents, then four other documents, and then the same four documents in two rows. In
+    every batch, the proof replaces one document at a time. The patch is kept only if no replacement changes the logits
+    of another document, if no gradient reaches another document, and if all documents have the same logits and
+    gradients as in the unpatched model with a single document per row, up to rounding errors. The proof runs in
+    evaluation mode and in training mode, with dropout, noise and layer dropping off. If isolation cannot be proven in
+    training mode, `check_isolation(model).route.unproven` contains the reason.
 
-    The proof takes about a hundred forwards of at most 46 tokens, and more if modules run by segment. It covers only
-    the kernel of the model's current device and dtype, so move the model to its training device and dtype first.
+    The proof takes about a hundred forwards of at most 46 tokens, and more forwards if modules run by segment. The
+    proof covers only the kernel for the model's current device and dtype, so move the model to the training device and
+    dtype first.
 
     Args:
-        model: a causal or masked language model of transformers, on any device, in any dtype; also inside the wrapper
-            of PEFT. It is changed in place.
-        prove: False for a model that is on the meta device, or already sharded. The route is then proven on a small
-            copy of the model, with as many layers, and a warning says so.
+        model: a causal or masked language model of transformers, on any device, in any dtype. The model may be wrapped
+            by PEFT, and is changed in place.
+        prove: False for a model that is on the meta device or already sharded. The route is then proven on a small copy
+            of the model with the same number of layers, and a warning is issued.
 
     Returns:
-        The same model. Patching it again does nothing.
+        The same model. A model that is already patched is returned unchanged.
 
     Raises:
-        ModelNotSupportedError: it cannot be proven that the model keeps documents apart. The message says why, and the
-            model is as it was before.
-        PackingError: not a PreTrainedModel; or weights that are not in memory, and prove is not False.
+        ModelNotSupportedError: isolation cannot be proven. The message contains the reason, and the model is left
+            unpatched.
+        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; or the weights
+            are not in memory, and `prove` is True.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -80,14 +83,14 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
         install(inner, find_and_prove_on_small_copy(inner), attention_of(inner))
         warnings.warn(
             f"patch_model proved isolation on a small copy of {type(inner).__name__}, not on the model itself; run "
-            "check_isolation(model) once its weights are in memory",
+            "check_isolation(model) once the weights of the model are in memory",
             stacklevel=2,
         )
         return model
     if (location := weights_location(model)) is not WeightsLocation.MEMORY:
         raise PackingError(
-            f"model: expected weights in memory, those of {type(inner).__name__} are {location.value}; call "
-            "patch_model before they are sharded, or with prove=False"
+            f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location.value}; call "
+            "patch_model while the weights are in memory, or pass prove=False"
         )
     with random_where_zero(inner):
         is_known = route_key(inner) in known_routes
@@ -99,29 +102,34 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
 
 
 def _refuse_shared_configuration(model: PreTrainedModel) -> None:
-    """Raise PackingError if another patched model has the same configuration, since both would be changed."""
+    """Raise PackingError if the model shares its configuration with a patched model. A patch changes the attention
+    setting in the configuration, and therefore changes all models that share the configuration."""
     if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
-            f"model: expected one with a configuration of its own, {type(model).__name__} shares one with a patched "
-            f"model: its attention is already {NAME!r}. Build each model from copy.deepcopy(config), before any of "
-            "them is patched"
+            f"model: expected a model with a configuration of its own, but {type(model).__name__} shares a "
+            f"configuration with a patched model, since the attention in the configuration is already {NAME!r}. Build "
+            "each model from copy.deepcopy(config), before any model is patched"
         )
 
 
 _SMALL = 0.1
-"""Standard deviation of gates and biases that are otherwise zero."""
+"""Standard deviation of the noise added to gates and biases that are all zero."""
 
 _SHARE_OF_KERNEL = 0.5
-"""Noise in a kernel, as a share of its root mean square."""
+"""Standard deviation of the noise added to a convolution kernel, as a share of the kernel's root mean square."""
 
 _LONGEST_KERNEL = 16
-"""Largest kernel size, in tokens, of a convolution in a language model: the last axis of its weight."""
+"""Largest kernel size, in tokens, of a convolution in a language model. The kernel size is the size of the last axis of
+the convolution's weight."""
 
 
 @contextmanager
 def random_where_zero(model: nn.Module) -> Iterator[None]:
-    """Inside the block, randomize weights whose initial values may hide a leak: parameters that are all zero, such as
-    some projections and gates, and kernels of convolutions, some of which are initialized to the identity."""
+    """Context manager: within the block, noise is added to weights whose initial values may hide a leak.
+
+    Two kinds of weights may hide a leak. Some projections and gates are all zero, and some convolution kernels are
+    initialized to the identity. After the block, the original weights are restored.
+    """
     parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
     zero = [parameter for parameter in parameters if not parameter.any()]
     kernels = [
@@ -148,14 +156,14 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
 
 
 def unpatch_model(model: Model) -> AbstractContextManager[Model]:
-    """Undo `patch_model`, so that the model is as it was before.
+    """Undo `patch_model`, and restore the model to its state before the patch.
 
     Args:
         model: a patched model.
 
     Returns:
-        A context manager. In a `with` statement, it patches the model again at the end of the block:
-        `with hfp.unpatch_model(model): model.generate(...)`.
+        A context manager for optional use: at the end of `with hfp.unpatch_model(model): model.generate(...)`, the
+        model is patched again.
 
     Raises:
         PackingError: the model is not patched.
@@ -171,13 +179,14 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
     """
     inner = inner_model(model)
     if not is_patched(inner):
-        raise PackingError(f"model: expected one that patch_model has patched, {type(inner).__name__} is not")
+        raise PackingError(f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched")
     return _Unpatched(model, remove(inner))
 
 
 @contextmanager
 def patched(model: Model) -> Iterator[Model]:
-    """Patch a model inside a block; see `patch_model`.
+    """Context manager: within the block, the model is patched by `patch_model`. After the block, the model is
+    unpatched, unless the model was already patched before the block.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -200,7 +209,7 @@ def patched(model: Model) -> Iterator[Model]:
 
 
 class _Unpatched(AbstractContextManager[Any]):
-    """Installs a route again at the end of a block, without another proof, since the route is already proven."""
+    """Context manager that installs a removed route again at the end of the block. The route is not proven again."""
 
     def __init__(self, model: nn.Module, route: Route) -> None:
         self.model = model
@@ -218,15 +227,16 @@ class _Unpatched(AbstractContextManager[Any]):
 
 
 def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool = True) -> None:
-    """Patch a model; if it will run in mixed precision, check isolation in that precision, too.
+    """Patch a model. If the accelerator uses mixed precision, also check isolation in that precision.
 
     Args:
-        model: as in `patch_model`.
-        accelerator: the one that will run the model.
-        prove: as in `patch_model`.
+        model: the model to patch, as described in `patch_model`.
+        accelerator: the Accelerator that will run the model.
+        prove: whether to prove isolation on the model itself, as described in `patch_model`.
 
     Raises:
-        ModelNotSupportedError: isolation cannot be verified; the model is as it was before.
+        ModelNotSupportedError: isolation cannot be verified. A model that was unpatched before the call is left
+            unpatched.
     """
     with unpatched_on_error(model):
         patch_model(model, prove=prove)
@@ -240,7 +250,7 @@ def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool =
 
 @contextmanager
 def unpatched_on_error(model: nn.Module) -> Iterator[None]:
-    """Unpatch a model that was patched within the block if the block raises."""
+    """Context manager: if the block patches the model and then raises an error, the model is unpatched again."""
     was_patched = is_patched(inner_model(model))
     try:
         yield
@@ -255,6 +265,6 @@ def check_patched(model: nn.Module) -> None:
     inner = inner_model(model)
     if not is_patched(inner):
         raise PackingError(
-            f"model: expected one that was patched by patch_model, {type(inner).__name__} is not, so its documents may "
-            "attend to each other; prepare_dataloader(..., model=model) patches it, too"
+            f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched, so packed "
+            "documents may attend to each other; call patch_model(model), or pass model=model to prepare_dataloader"
         )

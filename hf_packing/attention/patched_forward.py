@@ -1,7 +1,7 @@
-"""The forward of a patched model, and the patch itself: install a route in a model, and remove it.
+"""Install a route in a model, remove the route, and run the forward of a patched model.
 
-A patched model that sees the input token at each label's position, as masked language models do, refuses labels that
-only repeat its input.
+Some models, such as masked language models, see the input token at each label's position. If such a model is patched,
+it refuses labels that only repeat the input tokens.
 """
 
 import inspect
@@ -24,32 +24,39 @@ from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
 _running: ContextVar[tuple[int, ...]] = ContextVar("_running", default=())
-"""Ids of the patched models whose forward is running. The model and its inner models are all patched, and only the
-outermost one that is called reads the row."""
+"""Ids of the patched models whose forward is running. A patch replaces the forwards of a model and of its inner models,
+but only the outermost forward reads the packed row."""
 
 _ATTENTION = "_attn_implementation_internal"
-"""Attribute where a configuration keeps the name of its attention. The patch restores it directly, since
-`set_attn_implementation` rejects a name whose package is missing, and None, which some inner configurations have."""
+"""Attribute in which a configuration stores the name of its attention function. The patch restores the attribute
+directly, since `set_attn_implementation` rejects names whose package is missing, and also None, which some inner
+configurations have."""
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes where a module keeps its activation-checkpointing function: in transformers, and in FSDP's wrapper."""
+"""Attributes in which modules store an activation-checkpointing function: the first in modules of transformers, the
+second in FSDP's checkpoint wrapper."""
 
 _FEWEST = 3
-"""Fewest trained labels that can be refused. If 15 % of the tokens are trained on, and 10 % of those are
-left as they are, only one in 300,000 batches of 3 tokens has no other tokens."""
+"""Fewest trained labels that `LabelCheck` refuses. Masked language models are usually trained on 15 % of the tokens,
+and 10 % of the trained tokens are left unchanged. In correct batches of 3 tokens, all tokens are trained on and left
+unchanged only once in 300,000 batches."""
 
 _MANY = 4096
-"""The same if earlier labels differed from the input, counted since the last one that did. The labels of a spelling
-corrector repeat its input wherever there is no mistake."""
+"""Fewest trained labels that `LabelCheck` refuses if labels of an earlier batch differed from the input. The labels are
+counted since the last such batch. The labels of a spelling corrector, for example, repeat the input wherever the text
+has no mistake."""
 
 
 class PatchedForward(ReplacedForward):
-    """The forward of a patched model: read the packed row, make it the current row, build the inputs, run the model.
+    """The forward of a patched model.
+
+    A call reads the packed row from the arguments, makes this row the current row, builds the inputs, and runs the
+    model.
 
     Args:
-        module: the model, or a model inside it that other libraries, such as PEFT, call directly.
-        model: the model that is patched.
-        route: the route of the model.
+        module: the patched model, or an inner model that other libraries, such as PEFT, call directly.
+        model: the patched model.
+        route: the route of the patched model.
         segmented: the forwards of the model's modules that run by segment.
     """
 
@@ -61,7 +68,7 @@ class PatchedForward(ReplacedForward):
         self.route = route
         self.segmented = segmented
         self.signature = Signature(module)
-        # Trainer looks here to see which columns a model takes
+        # Trainer reads this attribute to find out which columns a model takes
         self.__signature__ = inspect.signature(module.forward)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -80,7 +87,7 @@ class PatchedForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _read(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow]:
-        """Return the inputs of the forward, and the row, or rows, that the caller has passed."""
+        """Check the patch and the caller's arguments, and return the inputs of the forward and the packed rows."""
         self._check_patch()
         training = self.module.training
         if training:
@@ -89,34 +96,36 @@ class PatchedForward(ReplacedForward):
         refused, ids = self.route.refused_token, inputs.get("input_ids")
         if refused is not None and ids is not None and bool((ids == refused).any()):
             raise PackingError(
-                f"input_ids: expected no pad token ({refused}), since this model treats it as padding wherever it is"
+                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
+                "even inside a document"
             )
         if training and self.route.sees_labels:
             refuse_copied_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
         return self.route.method.inputs.build(self.signature, inputs, row), row
 
     def _check_patch(self) -> None:
-        """Raise PackingError if something that the patch relies on has been changed since."""
+        """Raise PackingError if something that the patch relies on has changed since the model was patched."""
         expected, found = self.route.method.attention, self.model.config._attn_implementation
         if expected not in (None, found):
             raise PackingError(
-                f"attention: expected {expected!r} on a patched model, got {found!r}, which was set later; call "
-                "unpatch_model before setting it"
+                f"attention: expected {expected!r} on a patched model, got {found!r}, which was set after the model "
+                "was patched; call unpatch_model before you set another attention"
             )
         patch: Patch = getattr(self.model, PATCH)
         for config, attention in patch.attention_during if expected else ():
             if (found := config._attn_implementation) != attention:
                 raise PackingError(
                     f"attention: expected {attention!r} in the {type(config).__name__} of a patched model, got "
-                    f"{found!r}, which was set later; call unpatch_model before setting it"
+                    f"{found!r}, which was set after the model was patched; call unpatch_model before you set another "
+                    "attention"
                 )
         for forward in self.segmented:
             found = unwrapped(self.model.get_submodule(forward.plan.name))
             if found is not forward.module:
                 raise PackingError(
-                    f"{forward.plan.name}: expected the {forward.plan.kind} that runs by segment, got another "
-                    f"{type(found).__name__}, which was put there later; call unpatch_model before replacing it, and "
-                    "patch_model afterwards"
+                    f"{forward.plan.name}: expected the {forward.plan.kind} that patch_model patched, got a "
+                    f"{type(found).__name__} that replaced the module later; call unpatch_model before you replace a "
+                    "module, and patch_model afterwards"
                 )
         refuse_uneven_gathers(self.model, self.route.by_segment)
 
@@ -127,25 +136,27 @@ class PatchedForward(ReplacedForward):
 
 @dataclass
 class LabelCheck:
-    """Counts the labels of successive batches that repeat the input."""
+    """Counts labels that repeat the input token at their position, over successive batches."""
 
     differed: bool = False
-    """Whether a label has differed from the input token at its position, or some tokens had no label."""
+    """Whether an earlier batch had a label that differs from the input token at its position, or a document in which
+    only some tokens have labels."""
     repeated: int = 0
-    """Trained labels since then, all of which repeat the input token at their position."""
+    """Number of trained labels since the last batch that set `differed`. All of these labels repeat the input token at
+    their position."""
 
     def add(self, model_name: str, input_ids: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> None:
-        """Count one more batch.
+        """Count the labels of another batch, and raise if too many labels only repeat the input.
 
         Args:
-            model_name: class of the model, for the message.
+            model_name: name of the model's class, for the error message.
             input_ids: integers [rows, tokens].
             labels: integers [rows, tokens].
-            cu_seq_lens: int32 [segments + 1], in the rows laid end to end.
+            cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
         Raises:
-            PackingError: all tokens, except the first of each document, are trained on, and every label repeats the
-                input token at its position.
+            PackingError: every label of this batch, and of enough batches before this batch, repeats the input token at
+                the label's position; and no document has labels for only some of the tokens after its first token.
         """
         trained = labels != IGNORED_LABEL
         if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
@@ -154,26 +165,26 @@ class LabelCheck:
         self.repeated += int(trained.sum())
         if self.repeated >= (_MANY if self.differed else _FEWEST):
             raise PackingError(
-                f"labels: expected other tokens than those of input_ids, since {model_name} sees the input token at "
-                f"each label's position, and would learn to copy its input; got {self.repeated} labels that only "
-                "repeat input_ids. "
-                "Mask tokens before they are packed, in a map or with_transform of the dataset, as transformers' "
-                "DataCollatorForLanguageModeling does, with labels of -100 where nothing is asked for (or shift labels "
-                "by one, for a causal model that does not shift them)"
+                f"labels: expected labels that differ from input_ids, since {model_name} sees the input token at "
+                f"each label's position, and would learn to copy this token; got {self.repeated} successive labels "
+                "that only repeat input_ids. "
+                "For a masked language model, mask tokens before packing, with the dataset's map or with_transform, as "
+                "transformers' DataCollatorForLanguageModeling does, and set the labels of all other tokens to -100. "
+                "For a causal model that does not shift labels itself, shift the labels by one token"
             )
 
 
 @dataclass
 class Patch:
-    """What a patched model holds: its route, and what to restore when the patch is removed."""
+    """The patch of a model: the route, the state to restore when the patch is removed, and a check of labels."""
 
     route: Route
     attention_before: list[tuple[PreTrainedConfig, Any]]
-    """Every configuration of the model, with the name of its attention before the patch."""
+    """Every configuration of the model, with the name of its attention function before the patch."""
     attention_during: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
-    """The same while the patch is installed."""
+    """Every configuration of the model, with the name of its attention function while the patch is installed."""
     replaced: list[ReplacedForward] = field(default_factory=list)
-    """All forwards that the patch has replaced, the latest first."""
+    """All forwards that the patch has installed in place of modules' own forwards, the latest first."""
     label_check: LabelCheck = field(default_factory=LabelCheck)
 
     def replace(self, forward: ReplacedForward) -> None:
@@ -182,14 +193,15 @@ class Patch:
 
 
 def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
-    """Install a route: set the attention, and replace the forwards of the model and of the modules that run by segment.
+    """Install a route in a model.
 
-    If anything fails, the model is left unpatched.
+    The function sets the model's attention, and replaces the forwards of the model, of its inner models, and of the
+    modules that run by segment. If an error occurs, the model is left unpatched.
 
     Args:
-        model: not patched.
+        model: a model that is not patched.
         route: the route to install.
-        before: the model's attention, as `attention_of` returns it; `remove` restores it.
+        before: the model's attention before the patch, as `attention_of` returns it, for `remove` to restore.
     """
     patch = Patch(route, before)
     setattr(model, PATCH, patch)
@@ -201,7 +213,7 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
         segmented = [SegmentedForward(model.get_submodule(plan.name), plan) for plan in route.by_segment]
         for forward in segmented:
             patch.replace(forward)
-        for module in _entry_modules(model):  # last, since a module that runs by segment may be an inner model
+        for module in _entry_modules(model):  # last, since an inner model may also run by segment
             patch.replace(PatchedForward(module, model, route, segmented))
     except BaseException:
         remove(model)
@@ -209,7 +221,7 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
 
 
 def remove(model: PreTrainedModel) -> Route:
-    """Remove the patch of a model, and return its route."""
+    """Remove the patch from a model, and return the route that was installed."""
     patch: Patch = getattr(model, PATCH)
     for forward in patch.replaced:
         forward.remove()
@@ -222,14 +234,14 @@ def remove(model: PreTrainedModel) -> Route:
 
 
 def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model and its inner models that PEFT and other libraries call directly."""
+    """Return the model and the inner models that PEFT and other libraries call directly, without duplicates."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = [model, model.base_model, *([decoder] if isinstance(decoder, nn.Module) else [])]
     return list({id(module): module for module in modules}.values())
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
-    """Return every configuration in a model, nested ones included, with the name of its attention."""
+    """Return every configuration in a model, including nested ones, with the name of its attention function."""
     return [(config, getattr(config, _ATTENTION, None)) for config in configurations(model)]
 
 
@@ -239,8 +251,8 @@ def restore_attention(before: list[tuple[PreTrainedConfig, Any]]) -> None:
 
 
 class KeepRow:
-    """A checkpointing function that remembers the current row: the backward pass runs layers again, when that row is no
-    longer current."""
+    """An activation-checkpointing function that keeps the current packed row for the backward pass. The backward pass
+    runs layers a second time, when the row is no longer the current row."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -250,7 +262,7 @@ class KeepRow:
 
 
 class _OnRow:
-    """A function that runs with this row as the current row."""
+    """Wraps a function, so that every call of the function has the same packed row as the current row."""
 
     def __init__(self, function: Callable[..., Any], row: PackedRow | None) -> None:
         self.function = function
@@ -262,7 +274,7 @@ class _OnRow:
 
 
 def _keep_row_when_checkpointing(model: nn.Module) -> None:
-    """Wrap all checkpointing functions that are not wrapped yet."""
+    """Wrap every activation-checkpointing function of a model in `KeepRow`, unless the function is already wrapped."""
     for module, name, checkpoint in _checkpointing_functions(model):
         if not isinstance(checkpoint, KeepRow):
             setattr(module, name, KeepRow(checkpoint))
@@ -284,18 +296,23 @@ def sees_labels(model: PreTrainedModel) -> bool:
 def refuse_copied_labels(
     model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor, *, is_sample: bool = False
 ) -> None:
-    """Refuse the labels of a training batch if they only repeat tokens that the patched model sees.
+    """Raise PackingError if the labels of training batches only repeat input tokens that the patched model sees.
+
+    Nothing is checked if the model does not see these tokens, or if input_ids and labels are not tensors of the same
+    shape.
 
     Args:
-        model: patched.
-        input_ids: integers [rows, tokens]; anything else is not checked.
-        labels: integers [rows, tokens]; anything else is not checked.
-        cu_seq_lens: int32 [segments + 1], in the rows laid end to end.
-        is_sample: whether this is a sample of a whole dataset. A sample is judged on its own. If any of its labels
-            differs from its token, later batches are refused only after many more labels that repeat the tokens.
+        model: a patched model.
+        input_ids: integers [rows, tokens].
+        labels: integers [rows, tokens].
+        cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
+        is_sample: whether the batch is a sample of a whole dataset. A sample is checked without the labels of earlier
+            batches. If a label in the sample differs from its input token, later batches are refused only after many
+            more labels that repeat input tokens.
 
     Raises:
-        PackingError: all labels of this batch, and of enough batches before it, repeat the tokens at their positions.
+        PackingError: all labels of this batch, and of enough batches before this batch, repeat the input tokens at
+            their positions.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:
@@ -308,7 +325,7 @@ def refuse_copied_labels(
 
 
 def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:
-    """Return whether a segment has both tokens that are trained on and tokens, besides the first, that are not."""
+    """Return whether, in any segment, some tokens are trained on and some tokens after the first token are not."""
     each, starts = trained.flatten().cpu().numpy(), cu_seq_lens[:-1].cpu().numpy()
     left_out = ~each
     left_out[starts] = False

@@ -1,4 +1,4 @@
-"""Run a model on a few random documents, packed and alone, with one of them replaced at a time."""
+"""Run a model on a few random documents, packed together or alone, and replace one document at a time."""
 
 import threading
 from collections import Counter
@@ -37,37 +37,38 @@ from hf_packing.attention.tolerance import (
 from hf_packing.errors import PackingError
 
 DocumentTokens = list[list[int]]
-"""Token ids of each document."""
+"""The token ids of every document."""
 
 _LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
-"""Tokens of the three documents: all different, and longer than the kernels of convolutions. The sums are primes, which
-are seldom the size of an axis. The first triple is used whose sum is not a size in the model."""
+"""Candidates for the lengths of three documents, in tokens. The lengths in a triple differ, and exceed the kernel sizes
+of convolutions. The sum of a triple is a prime, since primes are seldom the size of an axis."""
 
 _random_state_lock = threading.RLock()
-"""Held while the random state, which all threads share, is changed."""
+"""Lock that a thread holds while it changes the random state, which all threads share."""
 
 
 def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[DocumentTokens, DocumentTokens]:
-    """Return random documents, and a replacement for each.
+    """Return random documents, and a replacement for every document.
 
-    Two documents share no token except the mask token, and a document and its replacement differ in every token.
+    Two documents share no token except the mask token, and a document and its replacement differ at every position
+    except where both have the mask token.
 
     Args:
-        model: with its vocabulary.
-        lengths: of the documents.
-        seed: of the random tokens.
+        model: the model whose vocabulary is used.
+        lengths: number of tokens in each document.
+        seed: seed of the random tokens.
 
     Raises:
         PackingError: the vocabulary is too small.
     """
     embedding = embedding_of(model)
     known_size = getattr(model.config.get_text_config(), "vocab_size", len(embedding.weight))
-    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # the table may also hold prompts
+    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # the weight may also hold prompts
     settings = vars(model.config) | vars(model.config.get_text_config())
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
     known = np.array([token for token in range(1, vocabulary) if token not in special])
     if len(known) < 2 * len(lengths):
-        raise PackingError(f"model: expected at least {2 * len(lengths)} tokens that are not special, got {len(known)}")
+        raise PackingError(f"model: expected at least {2 * len(lengths)} non-special token ids, got {len(known)}")
     generator = np.random.default_rng(seed)
     mask = settings.get("mask_token_id")
     documents, others = [], []
@@ -83,18 +84,18 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
 
 
 def distinctive_lengths(model: nn.Module) -> list[int]:
-    """Return lengths of documents whose sum is not a size of any parameter or buffer, nor an integer setting."""
+    """Return three document lengths. Their sum is no size of a parameter or buffer, and no integer in the settings."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
     for lengths in _LENGTHS:
         if sum(lengths) not in sizes:
             return list(lengths)
     sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected one that lacks at least one of the sizes {sums}, this one has them all")
+    raise PackingError(f"model: expected at least one of {sums} to be no size in the model, but all are sizes")
 
 
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
-    """Return the inputs for documents packed in one row, as PackingCollator makes them, without labels."""
+    """Return model inputs for documents packed in one row: the batch that PackingCollator makes, without labels."""
     row = PackedRow.from_lengths([len(tokens) for tokens in documents])
     return {
         "input_ids": torch.tensor([[token for tokens in documents for token in tokens]]),
@@ -108,29 +109,29 @@ def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
 
 
 def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
-    """Return where documents are in the rows of a batch, laid end to end."""
+    """Return each document's slice in a batch whose rows are laid end to end."""
     ids = input_ids.flatten()
     places = []
     for tokens in documents:
         starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
         if len(starts) != 1:
             raise PackingError(
-                f"collator: expected a batch with each document whole, exactly once, got one of {len(tokens)} tokens "
-                f"{len(starts)} times"
+                "collator: expected a batch with every document whole and exactly once, got a document of "
+                f"{len(tokens)} tokens {len(starts)} times"
             )
         places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
     return places
 
 
 class Probe:
-    """Runs a model on random documents, which `random_documents` describes.
+    """Runs a model on the random documents that `random_documents` returns.
 
     Args:
-        model: of transformers, on any device, in any dtype.
-        seed: of the random tokens.
-        lengths: of the documents; by default three, whose sum is no size of the model.
-        make_batch: turns documents into the model's inputs; by default one packed row.
-        training: whether the model is run in training mode, with dropout, noise and layer dropping off.
+        model: a model of transformers, on any device, in any dtype.
+        seed: seed of the random tokens.
+        lengths: number of tokens in each document; by default, the lengths that `distinctive_lengths` returns.
+        make_batch: function that turns documents into the model's inputs; by default, `pack_in_one_row`.
+        training: whether the model runs in training mode, with dropout, noise and layer dropping off.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Probe:
         self._matmuls = MatmulDtype()
         self._matmuls_are_known = False
         self._seed = 0
-        """Set before every run, so that anything still drawn at random is the same for the same shapes."""
+        """Seed that is set before a run, so that remaining random draws are equal for inputs of equal shapes."""
 
     @property
     def row(self) -> PackedRow:
@@ -161,7 +162,7 @@ class Probe:
 
     @property
     def mode(self) -> str:
-        """The start of a message, which names the mode in which something happened."""
+        """The start of an error message: "in training mode, ", or an empty string in evaluation mode."""
         return "in training mode, " if self.training else ""
 
     @property
@@ -170,7 +171,7 @@ class Probe:
         return Tolerance(dtype, has_experts(self.model), self.rounding)
 
     def measure_rounding(self, alone: list[Tensor], **options: Any) -> None:
-        """Measure the effect of rounding, given the logits of the documents alone; the tolerance follows from it."""
+        """Set `rounding` to the measured effect of rounding on `alone`, the logits of the documents run alone."""
         if not self.tolerance.is_measured:
             return
         self.rounding = measure_rounding(
@@ -179,8 +180,8 @@ class Probe:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Inside the block, no gradients are recorded and nothing is random. Afterwards the modules' modes, the weights
-        and the random state are restored."""
+        """Context manager: within the block, no gradients are recorded and nothing is random. Afterwards, the modules'
+        modes, the weights and the random state are restored."""
         try:
             with _random_state_lock, restored_random_state(self.device), restored_modes(self.model), torch.no_grad():
                 self.model.train(self.training)
@@ -191,7 +192,7 @@ class Probe:
                 self._weights.restore()
 
     def logits(self, **inputs: Any) -> Tensor:
-        """Return the logits of one row, [tokens, vocabulary], as float32 or float64. The model is restored."""
+        """Run a forward, undo its changes to the model, and return float32 or float64 logits [tokens, vocabulary]."""
         watched = nullcontext() if self._matmuls_are_known else self._matmuls  # watching slows down every call of torch
         with restored(*self.model.modules()), self._restorable_weights(), watched:
             logits = self._run(inputs)
@@ -199,16 +200,16 @@ class Probe:
         return logits
 
     def loss(self, **inputs: Any) -> Tensor:
-        """Return the model's own loss. The model is restored."""
+        """Run a forward, undo its changes to the model, and return the loss that the model itself computes."""
         with restored(*self.model.modules()), self._restorable_weights():
             seed_all(self._seed)
             loss: Tensor = self.model(**inputs).loss
         return loss
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Like `logits`, but what the forward changes is not restored."""
+        """Return the logits as `logits` does, but keep the forward's changes to the model."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # even if the model does not take it
+        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # even if the model does not take them
         given = {name: value for name, value in given.items() if name in read_by_patch or self.signature.takes(name)}
         if not self.training:
             return logits_of(self.model, self.model(**given)).flatten(0, 1)
@@ -219,8 +220,8 @@ class Probe:
         return logits if wanted else logits.detach()
 
     def _restorable_weights(self) -> AbstractContextManager[Any]:
-        """Restore weights before a forward, not after it, so that its backward pass finds them as the forward left
-        them."""
+        """Return a context manager for a forward. Changed weights are restored before the next forward, and not right
+        after the forward, since the backward pass needs the changed weights."""
         if self._weights is None:
             self._weights = WeightSnapshot(self.model)
             return self._weights
@@ -228,7 +229,7 @@ class Probe:
         return nullcontext()
 
     def packed(self, documents: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Return the logits of each document, all in one batch, given as tokens or as their embeddings."""
+        """Run the documents in one batch, as tokens or as embeddings, and return the logits of every document."""
         batch = self._batch(documents)
         places = _find_documents(documents, batch["input_ids"])
         if embedded:
@@ -240,17 +241,17 @@ class Probe:
         return {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
 
     def alone(self, **options: Any) -> list[Tensor]:
-        """Return the logits of each document, run alone, with nothing but input_ids."""
+        """Run every document as a batch of its own, from input_ids only, and return the logits of every document."""
         return [self.logits(input_ids=torch.tensor([tokens]), **options) for tokens in self.documents]
 
     def largest_leak(self, **options: Any) -> tuple[float, float]:
-        """Replace one document at a time.
+        """Replace one packed document at a time, and measure how the logits of the other documents change.
 
         Returns:
             The largest change of a logit in another document, and the standard deviation of the logits.
 
         Raises:
-            PackingError: logits that are not finite, not deterministic, or do not depend on the tokens.
+            PackingError: the logits are not finite, are not deterministic, or do not depend on the tokens.
         """
         before = self.packed(self.documents, **options)
         self._check_logits(before, self.packed(self.documents, **options))
@@ -259,7 +260,8 @@ class Probe:
             after = self.packed(self.with_other(changed), **options)
             if not largest_difference(before[changed], after[changed]) > 0:
                 raise PackingError(
-                    f"model: expected logits that depend on input_ids, those of {type(self.model).__name__} do not"
+                    "model: expected logits that depend on input_ids, but the logits of "
+                    f"{type(self.model).__name__} do not"
                 )
             leak = max(leak, *(largest_difference(before[i], after[i]) for i in range(len(before)) if i != changed))
         return leak, spread(torch.cat(before))
@@ -267,20 +269,20 @@ class Probe:
     def _check_logits(self, logits: list[Tensor], again: list[Tensor]) -> None:
         name = type(self.model).__name__
         if not all(comparable(each).any() for each in logits):
-            raise PackingError(f"model: expected finite logits, {name} has none")
+            raise PackingError(f"model: expected finite logits, but {name} has none")
         if self._vary(logits, again):
             raise PackingError(
-                f"model: expected the same logits for the same tokens, {name} is nondeterministic with dropout off"
+                f"model: expected the same logits for the same tokens, but {name} is nondeterministic with dropout off"
             )
 
     def with_other(self, changed: int) -> DocumentTokens:
-        """Return the documents, with this one replaced."""
+        """Return the documents, with the document at index `changed` replaced."""
         return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
 
     def memory(self, **options: Any) -> list[str] | None:
-        """Return the names of buffers through which one forward affects the logits of the next; None if none does.
+        """Return the names of the buffers through which a forward affects the logits of the next forward.
 
-        The list is empty if logits are affected in another way.
+        Return None if the next forward is not affected, and an empty list if it is affected in another way.
         """
         fresh = self.logits(**self._batch(self.documents), **options)
         with restored(*self.model.modules()), self._restorable_weights():
@@ -293,7 +295,7 @@ class Probe:
         return [name for name, buffer in self.model.named_buffers() if id(buffer) in written]
 
     def is_random(self, run: Callable[[], list[Tensor]]) -> bool | None:
-        """Return whether the logits that `run` returns depend on the random seed; None if they vary for one seed."""
+        """Return whether the logits that `run` returns depend on the seed; None if they vary even for the same seed."""
         seed_all(self._seed)
         before = random_state(self.device)
         logits = run()
@@ -327,8 +329,8 @@ class Probe:
         return own
 
     def _gradients(self, logits: Tensor, number: int, embedded: Embedded, keep: bool = False) -> list[Tensor]:
-        """Return, for each document, the gradients of a random sum of logits, summed by token: float [distinct tokens
-        that no other document has, embedding]."""
+        """Return, for each document, the gradients of a randomly weighted sum of logits, summed by token: float
+        [distinct tokens that no other document has, embedding size]."""
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(logits.shape, generator=generator).to(logits)
         score = torch.where(comparable(logits), logits, 0).mul(weights).sum()
@@ -337,7 +339,7 @@ class Probe:
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
 
     def gradient_by_token(self, score: Tensor, embedded: Embedded, keep: bool = False) -> Tensor:
-        """Return the gradient of a score with respect to embeddings, summed by token: float [vocabulary, embedding]."""
+        """Return a score's gradient with respect to embeddings, summed by token: float [token ids, embedding size]."""
         outputs = [output for _, output in embedded]
         found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
         tokens = torch.cat([ids.flatten() for ids, _ in embedded])

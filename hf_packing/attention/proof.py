@@ -1,6 +1,6 @@
-"""The proof of patch_model: packed documents do not affect each other, and have the outputs that they have unpacked.
+"""Prove that packed documents do not affect each other in a patched model, and have the same outputs as alone.
 
-Also measured here: whether a model sees the input token at each label's position.
+The module also measures whether a model sees the input token at each label's position.
 """
 
 from contextlib import suppress
@@ -17,25 +17,26 @@ from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError
 
 LARGEST_GRADIENT_LEAK = 1e-6
-"""Largest gradient with respect to another document, as a share of the largest with respect to the document itself.
-Where no path leads from one document to another, the gradient is 0 in any precision."""
+"""Largest allowed gradient with respect to another document, as a share of the largest gradient with respect to the
+document itself. If no path leads from one document to another document, the gradient is 0 in any precision."""
 
 _GRADIENT_LENIENCE = 10
-"""Factor on the allowed difference of gradients, since rounding affects the backward pass too."""
+"""Factor by which gradients may differ more than logits, since rounding also affects the backward pass."""
 
 _REFERENCE = "eager"
-"""The attention with which documents alone are computed, in addition to the model's own. It is written out in the
-model's file; others have had bugs: in transformers 5.17, "sdpa" ignores Gemma 2's soft cap."""
+"""The attention with which documents are run alone, in addition to the model's own attention. Eager attention is
+written out in the model's file. Other attention functions have had bugs: in transformers 5.17, "sdpa" ignores Gemma 2's
+soft cap."""
 
 STOCK_ATTENTIONS = ("eager", "sdpa", "flex_attention")
 
-RANDOM = "it draws random numbers in training mode that cannot be switched off"
-VARYING = "its logits for the same tokens vary from run to run in training mode"
+RANDOM = "the model draws random numbers in training mode that cannot be switched off"
+VARYING = "the model's logits for the same tokens vary from run to run in training mode"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The outputs of documents alone, with one attention of the unpatched model."""
+    """The outputs of documents that were run alone, with one attention function, on the unpatched model."""
 
     logits: list[Tensor]
     gradients: list[Tensor] | None
@@ -43,22 +44,25 @@ class Reference:
 
 @dataclass(frozen=True)
 class Exam:
-    """Documents, and the outputs that they must have when they are packed."""
+    """Test documents, and the outputs that the documents must have when they are packed."""
 
     probe: Probe
     references: list[Reference]
-    """The outputs with one or several attentions of the unpatched model; empty if they cannot be compared."""
+    """The outputs of the unpatched model, with one or several attention functions; empty if the outputs cannot be
+    compared."""
     unproven: str = ""
-    """Why something cannot be proven in training mode."""
+    """The reason why isolation cannot be fully proven in training mode; otherwise an empty string."""
     can_be_run: bool = True
-    """Whether the same tokens give the same logits."""
+    """Whether the model runs in the probe's mode, and returns the same logits for the same tokens."""
     rows: int = 1
-    """Packed rows in a batch."""
+    """Number of packed rows in a batch."""
 
 
 def run_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> Exam:
-    """Run each document alone on an unpatched model, with its own attention, and also with eager attention unless its
-    attention function is a custom one.
+    """Run each document alone on an unpatched model, and return the documents' outputs.
+
+    The documents are run with the model's own attention. They are also run with eager attention, unless the model's
+    attention function is custom or cannot be changed.
 
     Raises:
         ModelNotSupportedError: the model cannot be called with input_ids alone.
@@ -74,19 +78,27 @@ def run_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> E
         if isinstance(error, NoLanguageModelError):
             raise error
         missing = what_is_missing(model)
-        raise ModelNotSupportedError(f"{name}: it cannot be called with input_ids alone: {error}{missing}")
+        raise ModelNotSupportedError(f"{name}: the model cannot be called with input_ids alone: {error}{missing}")
     return Exam(probe, references)
 
 
 def run_alone_in_training(model: PreTrainedModel, rounding: float | None) -> Exam:
-    """Like `run_alone`, in training mode. If outputs cannot be compared in that mode, the exam says why."""
+    """Run each document alone in training mode, on an unpatched model, and return the documents' outputs.
+
+    If outputs cannot be compared in training mode, the exam has the reason in `unproven`.
+    """
     probe = Probe(model, training=True)
     probe.rounding = rounding
     try:
         with probe.undisturbed():
             is_random = probe.is_random(lambda: probe.alone(use_cache=False))
     except Exception as error:  # custom model code may raise anything
-        return Exam(probe, [], f"it cannot be called in training mode with input_ids alone: {error}", can_be_run=False)
+        return Exam(
+            probe,
+            [],
+            f"the model cannot be called in training mode with input_ids alone: {error}",
+            can_be_run=False,
+        )
     if is_random is None:
         return Exam(probe, [], VARYING, can_be_run=False)
     if is_random:
@@ -94,7 +106,7 @@ def run_alone_in_training(model: PreTrainedModel, rounding: float | None) -> Exa
     exam = run_alone(model, probe)
     if any(reference.gradients is None for reference in exam.references):
         return replace(
-            exam, unproven="its gradients cannot be computed in training mode, only its logits were compared"
+            exam, unproven="the model's gradients cannot be computed in training mode, so only logits were compared"
         )
     return exam
 
@@ -113,7 +125,7 @@ def _run_alone_with(attention: str, model: PreTrainedModel, probe: Probe, gradie
 
 
 def _gradients_alone(probe: Probe) -> list[Tensor] | None:
-    """Return the gradients, or None if the model has none in this mode; then only its logits are compared."""
+    """Return the gradients of each document run alone, or None if the model has no gradients in the probe's mode."""
     try:
         return probe.gradients_alone(use_cache=False)
     except (RuntimeError, AssertionError):
@@ -121,10 +133,11 @@ def _gradients_alone(probe: Probe) -> list[Tensor] | None:
 
 
 def prove_isolation(exam: Exam) -> None:
-    """Prove that packed documents do not affect each other, and have the outputs of one of the references.
+    """Prove that packed documents do not affect each other, and that their outputs equal those of a reference.
 
     Raises:
-        ModelNotSupportedError: one of the two cannot be proven.
+        ModelNotSupportedError: packed documents affect each other, or their outputs differ from all references; or the
+            proof cannot detect such faults in this model.
     """
     if not exam.can_be_run:
         return
@@ -141,15 +154,17 @@ def prove_isolation(exam: Exam) -> None:
 def _prove_no_leak(probe: Probe) -> None:
     leak, scale = probe.largest_leak()
     if not leak <= probe.tolerance.leak * scale:
-        raise ModelNotSupportedError(f"changing one packed document changes the logits of another by {leak:.2g}")
+        raise ModelNotSupportedError(
+            f"changing one packed document changes the logits of another document by {leak:.2g}"
+        )
     if probe.training and (buffers := probe.memory()) is not None:
         raise ModelNotSupportedError(f"a document's logits depend on earlier batches{through(buffers)}")
     if not probe.training and not can_detect_leaks(probe):
-        raise ModelNotSupportedError("no leak can be detected even without borders, so nothing is proven")
+        raise ModelNotSupportedError("no leak can be detected even without borders, so isolation cannot be proven")
 
 
 def can_detect_leaks(probe: Probe) -> bool:
-    """Return whether, without borders, changing one document changes the logits of its neighbor."""
+    """Return whether a change of one document changes the next document's logits in a row without borders."""
     before = _second_of_one_document(probe, probe.documents)
     after = _second_of_one_document(probe, probe.with_other(0))
     return largest_difference(before, after) > probe.tolerance.leak * spread(before)
@@ -162,7 +177,7 @@ def _second_of_one_document(probe: Probe, documents: DocumentTokens) -> Tensor:
 
 
 def through(buffers: list[str]) -> str:
-    """Return the end of a message about a model that remembers earlier batches."""
+    """Return the end of an error message, which names up to three buffers; an empty string if there are no buffers."""
     return f", through {', '.join(buffers[:3])}" if buffers else ""
 
 
@@ -172,33 +187,40 @@ def _prove_equal(exam: Exam) -> None:
     differences = [probe.tolerance.unexplained(packed, reference.logits) for reference in references]
     if difference := min(differences):
         raise ModelNotSupportedError(
-            f"a document's logits differ by {difference:.2g} between packed and alone{probe.tolerance.note()}"
+            f"a document's logits differ by {difference:.2g} between the packed row and the document alone"
+            f"{probe.tolerance.note()}"
         )
     reference = references[differences.index(0)]
     if reference.gradients is None:
         return
     own = _prove_no_gradient_leak(probe)
     if difference := probe.tolerance.unexplained(own, reference.gradients, _GRADIENT_LENIENCE):
-        raise ModelNotSupportedError(f"a document's gradients differ by {difference:.2g} between packed and alone")
+        raise ModelNotSupportedError(
+            f"a document's gradients differ by {difference:.2g} between the packed row and the document alone"
+        )
 
 
 def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
-    """Return the gradients of each document's logits with respect to its own embeddings."""
+    """Return the gradients of each document's logits with respect to the document's own embeddings.
+
+    Raises:
+        ModelNotSupportedError: gradients of a packed document reach another document.
+    """
     gradients = probe.packed_gradients()
     leak = largest_gradient_leak(gradients)
     if not leak <= LARGEST_GRADIENT_LEAK:
         raise ModelNotSupportedError(
-            f"gradients of a packed document reach another document; the largest is {leak:.2g} of the largest in the "
-            "document itself"
+            "gradients of a packed document reach another document; the largest of these gradients is "
+            f"{leak:.2g} times the largest gradient in the document itself"
         )
     return [found[number] for number, found in enumerate(gradients)]
 
 
 def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
-    """Return the largest gradient with respect to another document, as a share of the largest in the document itself.
+    """Return the largest gradient with respect to another document, relative to the document's own largest gradient.
 
     Args:
-        gradients: of the logits of each document, with respect to the embeddings of each document.
+        gradients: `gradients[i][j]` has the gradients of document i's logits with respect to document j's embeddings.
     """
     leak = 0.0
     for number, found in enumerate(gradients):
@@ -209,7 +231,13 @@ def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
 
 
 def treats_pad_as_padding(exam: Exam) -> bool:
-    """Return whether documents with pad tokens inside differ between packed and alone, as if they were padded."""
+    """Return whether a model treats pad tokens in a document as padding.
+
+    Documents that contain pad tokens then have different logits in a packed row and in a row of their own.
+
+    Args:
+        exam: an exam whose documents contain pad tokens.
+    """
     try:
         with exam.probe.undisturbed():
             packed = exam.probe.packed(exam.probe.documents)
@@ -219,45 +247,49 @@ def treats_pad_as_padding(exam: Exam) -> bool:
 
 
 _MIDDLE = 1
-"""Index of the middle one of three documents."""
+"""Index of the middle document of three documents."""
 
 _REACHES = 1e-4
-"""Largest gradient that a loss may have with respect to another document, as a share of the largest with respect to the
-document itself. Usual losses have none."""
+"""Largest allowed gradient of one document's loss with respect to another document, as a share of the largest gradient
+with respect to the document itself. Usual losses have no gradient with respect to another document."""
 
 _SEES = 1e-4
-"""A model sees its labels if the gradient at a label's input token exceeds this share of the largest at any token. In a
-causal model it is 0."""
+"""A model sees the input token at a label's position if the gradient of the label's loss with respect to this token
+exceeds this share of the largest gradient with respect to any token. In a causal model, the share is 0."""
 
 
 def refuse_loss_across_borders(probe: Probe, width: int) -> None:
-    """Refuse a model whose own loss compares labels of one document with outputs of another.
+    """Raise an error if a model's own loss compares labels of one document with outputs of another document.
 
-    A head that predicts the token after next does so: the collator masks the first label of a document, not the second.
+    A head that predicts the token after the next token has such a loss, since the collator masks only the first label
+    of a document, and not the second label.
 
     Args:
         probe: a probe of a patched model, with three documents.
-        width: logits of a token.
+        width: number of logits for each token.
 
     Raises:
         ModelNotSupportedError: the loss on one document's labels has gradients with respect to another document.
     """
     if (reached := _loss_gradient_in_others(probe, width)) > _REACHES:
         raise ModelNotSupportedError(
-            f"{type(probe.model).__name__}: {probe.mode}its own loss compares labels of a packed document with outputs "
-            "of another, as heads that predict the token after next do (gradients reach the other document; the "
-            f"largest is {reached:.2g} of the largest in the document itself); pass no labels, and compute the loss of "
-            "each document yourself"
+            f"{type(probe.model).__name__}: {probe.mode}the model's own loss compares labels of a packed document with "
+            "outputs of another document, as the loss of a head that predicts the token after the next token does "
+            f"(the largest gradient in the other document is {reached:.2g} times the largest gradient in the document "
+            "itself); pass no labels, and compute the loss of each document yourself"
         )
 
 
 def _loss_gradient_in_others(probe: Probe, width: int) -> float:
-    """Return the largest gradient, with respect to the other documents, of the loss on one document's labels, as a
-    share of the largest with respect to that document; 0 for a model that computes no loss."""
+    """Return how far the loss on the middle document's labels depends on the other documents.
+
+    The result is the largest gradient of this loss with respect to the other documents, divided by the largest gradient
+    with respect to the middle document; 0 if the model computes no loss, or has no gradients.
+    """
     if not probe.signature.takes("labels"):
         return 0.0
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
-        # the difference of two losses of the same tokens, so that losses of routers cancel out
+        # both losses are of the same tokens, so losses of routers cancel out in the difference
         own, other = (_loss_of_middle(probe, each[_MIDDLE], width) for each in (probe.documents, probe.others))
         by_token = probe.gradient_by_token(own - other, embedded)
         inside = set(probe.documents[_MIDDLE])
@@ -268,7 +300,7 @@ def _loss_gradient_in_others(probe: Probe, width: int) -> float:
 
 
 def _loss_of_middle(probe: Probe, labels: list[int], width: int) -> Tensor:
-    """Return the loss of all documents in a row, with labels only for the middle document, except its first token."""
+    """Return the loss of a packed row in which only the middle document has labels, from its second token on."""
     batch = pack_in_one_row(probe.documents)
     start = len(probe.documents[0])
     batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
@@ -281,25 +313,26 @@ def _loss_of_middle(probe: Probe, labels: list[int], width: int) -> Tensor:
 def model_sees_labels(probe: Probe, width: int) -> bool:
     """Return whether the input token at a label's position affects the logits that the label is compared with.
 
-    It does in masked language models, and in bidirectional ones with a causal loss. The gradients of the model's own
-    loss decide; the answer is False if the model computes no loss, or has no gradients.
+    The input token has this effect in masked language models, and in bidirectional models with a causal loss. The
+    result is computed from the gradients of the model's own loss; the result is False if the model computes no loss, or
+    has no gradients.
 
     Args:
         probe: a probe of a model that is not patched.
-        width: logits of a token.
+        width: number of logits for each token.
     """
     return bool(_loss_gradient_at_label(probe, width) > _SEES)
 
 
 def _loss_gradient_at_label(probe: Probe, width: int) -> float:
-    """Return the gradient of one label's loss with respect to the input token at its position, as a share of the
-    largest with respect to any token."""
+    """Return the gradient of one label's loss with respect to the input token at the label's position, divided by the
+    largest gradient with respect to any token; 0 if there are no such gradients."""
     tokens, others = probe.documents[0], probe.others[0]
     place = next((place for place in range(1, len(tokens)) if tokens.count(tokens[place]) == 1), None)
     if place is None or not probe.signature.takes("labels"):
         return 0.0
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
-        # the difference of two labels in one place, so that losses of routers cancel out
+        # both losses are of the same tokens, with another label, so losses of routers cancel out in the difference
         labels = tokens[place] % width, others[place] % width
         losses = [_loss_of_one_label(probe, tokens, place, label) for label in labels]
         of_token = probe.gradient_by_token(losses[0] - losses[1], embedded).abs().amax(1)

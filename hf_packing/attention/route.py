@@ -1,4 +1,4 @@
-"""The route of a patched model: which attention it uses, what its forward is given, which modules run by segment."""
+"""The route of a patched model: its attention function, its inputs, and the modules that run by segment."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -22,18 +22,21 @@ PATCH = "_hf_packing_patch"
 BORDER_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 READ_ARGUMENTS = (*BORDER_ARGUMENTS, "position_ids", "attention_mask", "use_cache")
-"""Arguments that a patch reads itself. They are dropped if the model does not take them; other arguments never are."""
+"""Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.
+Other arguments are never dropped."""
 
 
 @dataclass(frozen=True)
 class InputFormat:
-    """What a model is given besides its tokens.
+    """The arguments that a patched model gets in addition to its tokens.
 
     Args:
-        positions: position_ids that restart at every segment; otherwise the model computes positions itself.
-        borders: cu_seq_lens_q/k, max_length_q/k and seq_idx.
-        mask_of_ones: an attention_mask that hides nothing, so that the model does not look for packed documents itself.
-        one_row: several packed rows are laid end to end, and caches are refused.
+        positions: whether the model gets position_ids that restart at every segment; otherwise, the model computes
+            positions itself.
+        borders: whether the model gets cu_seq_lens_q/k, max_length_q/k and seq_idx.
+        mask_of_ones: whether the model gets an attention_mask that hides nothing, so that the model does not look for
+            packed documents itself.
+        one_row: whether several packed rows are laid end to end, and caches are refused.
     """
 
     positions: bool = True
@@ -45,12 +48,12 @@ class InputFormat:
         """Return the keyword arguments for a forward.
 
         Args:
-            signature: of the forward.
-            inputs: what the caller has passed, without an attention_mask.
-            row: what `read_row` has read from them.
+            signature: signature of the forward.
+            inputs: arguments that the caller has passed, without an attention_mask.
+            row: the packed rows that `read_row` has read from the inputs.
 
         Raises:
-            PackingError: positions, caches, labels or logits_to_keep that this format does not support.
+            PackingError: this format does not support the positions, cache, labels or logits_to_keep that were passed.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
         if self.one_row:
@@ -64,7 +67,7 @@ class InputFormat:
         elif given is not None and not torch.equal(_positions_of_rows(given, row), row.position_ids):
             raise PackingError(
                 "position_ids: expected positions that restart at 0 in every segment, since this model computes its "
-                f"positions itself, got {given.flatten().tolist()[:8]}..."
+                f"positions itself; got {given.flatten().tolist()[:8]}..."
             )
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
@@ -75,13 +78,16 @@ class InputFormat:
             inputs |= {"max_length_q": row.longest, "max_length_k": row.longest, "seq_idx": row.seq_idx}
         if self.one_row and row.rows > 1 and not row.is_one_segment_per_row:
             if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
-                raise PackingError(f"logits_to_keep: expected none with several packed rows, got {keep}")
+                raise PackingError(
+                    "logits_to_keep: expected none with several packed rows, since this model gets the rows laid end "
+                    f"to end; got {keep}"
+                )
             inputs = {name: _lay_end_to_end(name, value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
 def _positions_of_rows(position_ids: Tensor | None, row: PackedRow) -> Tensor:
-    """Return the given positions for every row, or those that follow from the borders if none are given."""
+    """Return the given positions for every row; if no positions are given, return positions that restart at borders."""
     if position_ids is None:
         return row.position_ids
     return position_ids.expand(row.rows, -1) if position_ids.ndim == 2 else position_ids
@@ -91,30 +97,31 @@ def _refuse_caches(inputs: dict[str, Any]) -> None:
     for name, value in inputs.items():
         if (name == "use_cache" and value) or not isinstance(value, (Tensor, int, float, str, type(None))):
             raise PackingError(
-                f"{name}: expected none on a model that runs modules by segment, got "
-                f"{value if isinstance(value, bool) else type(value).__name__}; to generate: "
-                "with hf_packing.unpatch_model(model): model.generate(...)"
+                f"{name}: expected no cache on a model that runs modules by segment, got "
+                f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use "
+                "`with hf_packing.unpatch_model(model): model.generate(...)`"
             )
 
 
 def _lay_end_to_end(name: str, value: Any, row: PackedRow) -> Any:
-    """Reshape [rows, tokens, ...] to [1, rows * tokens, ...].
+    """Return an argument, reshaped from [rows, tokens, ...] to [1, rows * tokens, ...] if the argument has tokens.
 
     Raises:
-        PackingError: labels that a causal model would predict from the end of the row before.
+        PackingError: the first token of a row has a label, which a causal model would predict from the end of the
+            previous row.
     """
     if not isinstance(value, Tensor) or value.shape[:2] != (row.rows, row.tokens):
         return value
     if name == "labels" and bool((value[1:, 0] != IGNORED_LABEL).any()):
         raise PackingError(
-            f"labels: expected {IGNORED_LABEL} at the first token of every packed row, or a single row, on a model "
-            "for which packed rows are laid end to end"
+            f"labels: expected {IGNORED_LABEL} at the first token of every packed row, or a single row, since this "
+            "model gets the rows laid end to end, and would predict this token from the end of the previous row"
         )
     return value.reshape(1, row.rows * row.tokens, *value.shape[2:])
 
 
 def fold_into_rows(value: Any, row: PackedRow) -> Any:
-    """Reshape every tensor of [1, rows * tokens, ...] in a model's outputs to [rows, tokens, ...]."""
+    """Return a model's outputs, with every tensor of [1, rows * tokens, ...] reshaped to [rows, tokens, ...]."""
 
     def fold(_: Any, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, row.rows * row.tokens):
@@ -126,11 +133,11 @@ def fold_into_rows(value: Any, row: PackedRow) -> Any:
 
 @dataclass(frozen=True)
 class Method:
-    """An attention function, and the inputs that go with it.
+    """An attention function, and the inputs that a model with this attention function gets.
 
     Args:
-        attention: name of the attention function to set, or None to keep the model's own and run it by segment.
-        inputs: what the model is given.
+        attention: name of the attention function to set; None keeps the model's own attention, and runs it by segment.
+        inputs: format of the model's inputs.
     """
 
     attention: str | None
@@ -146,14 +153,14 @@ METHODS = (
     Method(None, InputFormat(borders=False, mask_of_ones=True)),
     Method(None, InputFormat(borders=False, mask_of_ones=True, positions=False)),
 )
-"""From the fastest to the most general. A model that keeps its own attention gets a mask of ones: without one it would
-detect packed rows by their positions. That may work on short test documents and fail on long ones: an index that
-selects the best 2048 tokens selects all tokens of a short document."""
+"""The methods, from the fastest to the most general. A model that keeps its own attention gets a mask of ones, since
+without a mask the model would detect packed rows by their positions. Such detection may work on short test documents
+and fail on long documents: an index that selects the best 2048 tokens selects all tokens of a short document."""
 
 
 @dataclass(frozen=True, repr=False)
 class Route:
-    """How a patched model keeps packed documents apart. `describe` says more than the one-line repr."""
+    """How a patched model keeps packed documents apart. `describe` returns more details than the one-line repr."""
 
     method: Method
     by_segment: tuple[ModulePlan, ...]
@@ -161,27 +168,32 @@ class Route:
     packed_share: float
     """Share of the model's parameters that see a whole packed row at once."""
     tried: tuple[str, ...] = ()
-    """Why faster methods failed."""
+    """The reasons why faster methods failed."""
     refused_token: int | None = None
-    """A pad token that this model treats as padding wherever it is. A patched model raises if it is in a document."""
+    """A pad token that the model treats as padding even inside a document, or None. The patched model raises an error
+    if a document contains this token."""
     sees_labels: bool = False
     """Whether the model sees the input token at each label's position, as masked language models do."""
     unproven: str = ""
-    """Why this route was not proven in training mode too; empty if it was."""
+    """The reason why this route was not fully proven in training mode; an empty string if the route was proven."""
 
     @property
     def name(self) -> str:
-        """`varlen`, `segments` or `varlen + segments`."""
+        """Name of the route: `varlen`, `segments` or `varlen + segments`."""
         parts = ["varlen"] if self.method.attention else []
         return " + ".join(parts + (["segments"] if self.by_segment or not parts else []))
 
     @property
     def modules(self) -> dict[str, int]:
-        """Class names of the modules that run by segment, and how many there are of each."""
+        """Number of modules that run by segment, by the modules' class name."""
         return dict(Counter(plan.kind for plan in self.by_segment))
 
     def describe(self) -> str:
-        """Return a few lines: the name, the share that stays packed, what runs by segment, what is not proven."""
+        """Return a description of a few lines.
+
+        The lines give the name of the route, the share of the parameters that stay packed, the modules that run by
+        segment, and the reason if training mode was not fully proven.
+        """
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
         lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
         return "\n".join(lines + ([f"training mode not proven: {self.unproven}"] if self.unproven else []))
@@ -202,11 +214,11 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
 
 
 def is_patched(model: PreTrainedModel) -> bool:
-    """Return whether `patch_model` has patched this transformers model, which must not be inside a wrapper."""
+    """Return whether `patch_model` has patched a transformers model. The model must be passed without wrappers."""
     return hasattr(model, PATCH)
 
 
 def route_of(model: PreTrainedModel) -> Route | None:
-    """Return the route of a patched model, or None."""
+    """Return the route of a patched model, or None for a model that is not patched."""
     patch = getattr(model, PATCH, None)
     return patch.route if patch is not None else None

@@ -1,8 +1,8 @@
-"""Find, by experiment, the modules of a model that are not segment-local, and plan to run those segment by segment.
+"""Find, by experiment, the modules of a model that are not segment-local, and plan how to run them segment by segment.
 
-A module is segment-local if its output for a row is the same as its outputs for the segments, joined: linear layers,
-norms, experts, rotary embeddings with restarting positions. Other modules either let documents leak into each other
-(attention without borders, states, convolutions) or count tokens along the row (positions).
+A module is segment-local if its output for a row equals its outputs for the row's segments, joined. Examples are linear
+layers, norms, experts, and rotary embeddings with restarting positions. Other modules either let documents leak into
+each other (attention without borders, recurrent states, convolutions) or count tokens along the row (positions).
 """
 
 from collections import Counter
@@ -32,55 +32,57 @@ from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
 
 _OTHER_CALLS = ({"embedded": True}, {"output_hidden_states": True})
-"""Options for further forwards, in which modules get other arguments or return other outputs, whose token axes must be
-recorded too."""
+"""Options for further forwards of the model. With these options, modules get other arguments or return other outputs,
+and the token axes of these arguments and outputs must also be recorded."""
 
 
 @dataclass
 class _Call:
-    """A call of a module, inside the forward that the search watches."""
+    """A call of a module during the forward that the search watches."""
 
     inputs: tuple[Any, Any]
-    """args and kwargs."""
+    """args and kwargs of the call."""
     inputs_copy: tuple[Any, Any]
-    """A copy, since a module may change its arguments in place."""
+    """A copy of `inputs`, since a module may change its arguments in place."""
     inner: list["_Call"] = field(default_factory=list)
-    """Calls inside, in order."""
+    """Calls of inner modules during this call, in order."""
     name: str = ""
     output: Any = None
 
 
 @dataclass(frozen=True)
 class _Local:
-    """The module is segment-local, or its input or output has no tokens. It stays packed."""
+    """The finding that a module stays packed: the module is segment-local, or its input or output has no tokens."""
 
 
 @dataclass(frozen=True)
 class _Unsliceable:
-    """The module cannot be called on segments. It stays packed for now, and the module around it is tried next."""
+    """The finding that a module cannot be called on segments. The module stays packed for now, and the search tries the
+    outer module next."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class _BySegment:
-    """The module has to run by segment."""
+    """The finding that a module has to run by segment."""
 
     forward: SegmentedForward
     output: Any
-    """What the module returns when it runs by segment."""
+    """The output of the module when the module runs by segment."""
 
 
 class Search:
-    """Watches one forward of a model on a packed row.
+    """Watches one forward of a model on a packed row, and finds the modules that have to run by segment.
 
-    Every module is classified as soon as it has returned, inner ones first. A module that has to run by segment does so
-    from then on, and its output in this forward is replaced, so that the modules after it get the right input. If a
-    module around it has to run by segment too, the inner module gets its own forward back.
+    Every module is classified as soon as its call returns, so inner modules are classified before outer modules. A
+    module that has to run by segment does so from then on. Its output in the watched forward is also replaced, so that
+    later modules get the right input. If an outer module has to run by segment, too, the inner module gets its own
+    forward back.
 
     Args:
-        model: of transformers.
-        row: a packed row whose length is no size of the model.
+        model: a model of transformers.
+        row: a packed row whose length is no size in the model.
     """
 
     def __init__(self, model: PreTrainedModel, row: PackedRow) -> None:
@@ -88,9 +90,9 @@ class Search:
         self.row = row
         self.embedding = model.get_input_embeddings()
         self.found: dict[str, SegmentedForward] = {}
-        """Modules that run by segment, by name."""
+        """The forwards of the modules that run by segment, by module name."""
         self.unsliceable: dict[str, str] = {}
-        """Modules that could not be called on segments, and the error."""
+        """Error messages of the modules that could not be called on segments, by module name."""
         self._is_classifying = False
         self._open_calls: list[_Call] = []
 
@@ -98,12 +100,12 @@ class Search:
         """Search, and return the plans of the modules that have to run by segment.
 
         Args:
-            forward: runs the model on the packed row; it also takes the options in `_OTHER_CALLS`.
+            forward: function that runs the model on the packed row, and also takes the options in `_OTHER_CALLS`.
         """
         try:
             with self._watching():
                 forward()
-            # again, to record the arguments of modules that were found at their second call
+            # the second forward records the arguments of modules that were found only at their second call
             forward()
             for options in _OTHER_CALLS if self.found else ():
                 with suppress(Exception):  # not every model supports these options
@@ -121,7 +123,7 @@ class Search:
         hooks = []
         for name, module in self.model.named_modules():
             if module is not self.model:
-                # innermost of all hooks, so that they see the inputs and outputs of the forward itself
+                # these hooks are the innermost, so that they see the inputs and outputs of the forward itself
                 hooks.append(module.register_forward_pre_hook(self._before_call, with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
         try:
@@ -161,7 +163,7 @@ class Search:
         return classify_and_apply
 
     def _classify(self, call: _Call, module: nn.Module) -> _Local | _Unsliceable | _BySegment:
-        """Find out whether a module is segment-local, from one call of it. Nothing is changed."""
+        """Classify a module from one of its calls, and return the finding. The module itself is not changed."""
         inputs, row = call.inputs_copy, self.row
         plan = ModulePlan.record(call.name, module, row.tokens)
         plan.inputs.record(inputs)
@@ -190,7 +192,10 @@ class Search:
         return _Local()
 
     def _run_by_segment_from_now_on(self, call: _Call, finding: _BySegment) -> None:
-        """Run the module by segment, instead of modules inside it, and keep its projections packed where possible."""
+        """Install the forward that runs a module by segment.
+
+        Inner modules that ran by segment get their own forwards back. The module's projections stay packed if possible.
+        """
         for name in [name for name in self.found if _is_in(name, call.name)]:
             self.found.pop(name).remove()
         forward, plan = finding.forward, finding.forward.plan
@@ -202,15 +207,20 @@ class Search:
         self.found[call.name] = forward
 
     def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
-        """Return whether a module still returns the same if its projections stay packed."""
+        """Return whether a module still returns the expected output if its projections stay packed."""
         try:
             output = run_one_by_one(forward, call.inputs_copy, self.row)
             return not outputs_differ(expected, output, forward.plan.outputs, self.row.slices)
-        except Exception:  # the module cannot use their outputs segment by segment
+        except Exception:  # the module cannot use the projections' outputs segment by segment
             return False
 
     def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
-        """Return the projections that may stay packed: those of a module's input, and the one that makes its output."""
+        """Return the projections of a module that may stay packed.
+
+        Returns:
+            The projections that are computed from the module's input, and the projection that computes the module's
+            output, or None.
+        """
         known: dict[int, Path | str] = {
             id(leaf): path
             for path, leaf in leaves(call.inputs)
@@ -238,7 +248,10 @@ class Search:
         return ahead, RunAfter(last.name.removeprefix(f"{call.name}."), path)
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
-        """Return whether an inner call is one of a segment-local module with weights, on a single tensor of tokens."""
+        """Return whether a call is the call of a projection inside the module `outer`.
+
+        A projection is a segment-local module with weights that is called on a single tensor of tokens.
+        """
         args, kwargs = call.inputs
         if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return False
@@ -251,12 +264,15 @@ class Search:
 
 
 def _is_in(name: str, outer: str) -> bool:
-    """Return whether the module `name` is the module `outer`, or inside it."""
+    """Return whether the module `name` is the module `outer`, or a module inside `outer`."""
     return name == outer or name.startswith(f"{outer}.")
 
 
 class _CopyingDropout(TorchFunctionMode):
-    """Dropout that is off returns its input. Here it returns a copy, so that every output is a new tensor."""
+    """Context manager: within the block, `F.dropout` returns a copy, so that every module's output is a new tensor.
+
+    Outside the block, dropout that is off returns its input.
+    """
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

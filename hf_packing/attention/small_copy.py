@@ -1,4 +1,7 @@
-"""A small copy of a model: same class, same kinds of layers, for a model that cannot be run here or on long rows."""
+"""Find and prove the route of a model on a small copy, which has the same class and the same kinds of layers.
+
+A small copy is used if the model's weights are not in memory, or if the model works differently on long documents.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +22,7 @@ _DEPTHS = (
     *("encoder_layers", "num_encoder_layers", "moe_layer_start_index", "moe_layer_end_index"),
     *("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 )
-"""Settings that stay the same, so that the modules of the copy have the same names as those of the model."""
+"""Settings that stay the same, so that the modules of the copy have the same names as the modules of the model."""
 
 _KEPT_EQUAL = (
     *(("num_key_value_heads", heads) for heads in ("num_attention_heads", "num_heads", "n_heads")),
@@ -29,26 +32,27 @@ _KEPT_EQUAL = (
 """Pairs of settings that are equal in the copy if they are equal in the model."""
 
 _STATE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
-"""Settings (heads, head size, expansion) with heads = hidden size * expansion / head size."""
+"""Names of settings (heads, head size, expansion) for which heads = hidden size * expansion / head size."""
 
 _LARGEST_TOKEN = 7
 
 _MOST_PER_KIND = 8
-"""Largest value in a setting that maps each kind of layer to an integer, such as its window."""
+"""Largest integer in the copy's settings that map kinds of layers to integers, such as windows."""
 
 _COPY_DTYPES = (torch.float64, torch.float32)
-"""Tried in this order. With large random weights, rounding errors grow from layer to layer, which float64 avoids; some
-kernels do not support float64."""
+"""Dtypes of the copy, tried in this order. With large random weights, rounding errors grow from layer to layer, which
+float64 avoids; but some kernels do not support float64."""
 
 _EXPERTS = "eager"
-"""How a copy computes its experts, since grouped kernels do not take float64."""
+"""Implementation of the experts in a copy, since grouped kernels do not support float64."""
 
 
 def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
-    """Return a route for a model that is proven on a small copy of it.
+    """Return a route for a model. The route is found and proven on a small copy of the model.
 
     Raises:
-        ModelNotSupportedError: no copy can be built, or no route of it can be proven.
+        ModelNotSupportedError: no copy can be built, no route of the copy can be proven, or the modules that run by
+            segment in the copy are of other classes in the model.
     """
     failures: list[str] = []
     for dtype in _COPY_DTYPES:
@@ -56,9 +60,9 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
             copy = small_copy_of(model, dtype)
         except Exception as error:  # a configuration may be rejected for many reasons
             raise ModelNotSupportedError(
-                f"{type(model).__name__}: with prove=False the route is found on a small copy of the model, and none "
-                f"can be built: {error}. Load the model where it fits in memory, and patch it there before it is "
-                "sharded"
+                f"{type(model).__name__}: with prove=False, the route is found on a small copy of the model, but no "
+                f"copy can be built: {error}. Load the model on a machine where the model fits in memory, and patch "
+                "the model before it is sharded"
             ) from error
         try:
             find_and_prove(copy)
@@ -66,18 +70,19 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
         except NoLanguageModelError:
             raise
         except ModelNotSupportedError as error:
-            failures.append(f"a small copy of the model in {dtype}: {error}")
+            failures.append(f"on a small copy of the model in {dtype}: {error}")
     raise ModelNotSupportedError("; ".join(failures))
 
 
 def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
-    """Replace the route of a model whose modules change beyond the length of the test documents.
+    """Replace the route of a model whose modules work differently on documents that are longer than the test documents.
 
-    An example is a module that selects the best 2048 tokens, which are all tokens of a short document. The route is
-    found on a small copy, in which such thresholds are small, and then proven on the model.
+    An example is a module that selects the best 2048 tokens, and so selects all tokens of a short document. The new
+    route is found on a small copy, in which such thresholds are small, and then proven on the model. If no route can be
+    found on a small copy, the model keeps its route.
 
     Args:
-        model: patched.
+        model: a patched model.
     """
     try:
         route = find_and_prove_on_small_copy(model)
@@ -89,13 +94,17 @@ def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
 
 
 def changes_with_length(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration has thresholds, such as a window, beyond the length of the test documents."""
+    """Return whether a configuration has a threshold, such as a window, that is larger than in a small copy."""
     settings = vars(config.get_text_config())
     return any(isinstance(settings.get(name), int) and settings[name] > short for name, short in THRESHOLDS.items())
 
 
 def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
-    """Return the route of the copy, if the model has the same modules."""
+    """Return the copy's route as the route of the model.
+
+    Raises:
+        ModelNotSupportedError: a module that runs by segment in the copy is of another class in the model.
+    """
     route = route_of(copy)
     assert route is not None
     classes = {name: type(module).__name__ for name, module in copy.named_modules()}
@@ -104,16 +113,18 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
         if classes[plan.name] not in own.get(plan.name, ()):
             raise ModelNotSupportedError(
                 f"{type(model).__name__}: a small copy of the model runs {plan.kind} ({plan.name}) by segment, "
-                f"but the model itself has {own.get(plan.name, ['nothing'])[0]} there"
+                f"but the model itself has {own.get(plan.name, ['nothing'])[0]} under this name"
             )
     return replace(route, packed_share=packed_share(model, route.by_segment))
 
 
 def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a small model of the same class with random weights, with as many layers of the same kinds, on the CPU.
+    """Return a small copy of a model on the CPU, with random weights.
+
+    The copy has the same class as the model, and as many layers of the same kinds.
 
     Raises:
-        Exception: whatever a class raises for a configuration that it rejects.
+        Exception: the class rejects the small configuration; the type of the error depends on the class.
     """
     small = type(model.config).from_dict(_shrink(model.config))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -127,7 +138,7 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
 
 
 def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a configuration, with small sizes."""
+    """Return the settings of a configuration, with sizes replaced by small sizes."""
     settings: dict[str, Any] = config.to_dict()
     before = dict(settings)
     for name, value in before.items():

@@ -1,4 +1,4 @@
-"""Run a model and leave no trace: restore module state, weights, modes and random state; switch off randomness."""
+"""Restore modules, weights, modes and random states after a run of a model, and switch off randomness."""
 
 import random
 from collections import deque
@@ -20,7 +20,8 @@ _CHANGED_IN_PLACE = (
     *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
-"""Dictionaries of a module that a forward may change: transformers adds hooks when hidden states are requested."""
+"""Dictionaries in a module that a forward may change. For example, transformers adds hooks when hidden states are
+requested."""
 
 _NOT_RESTORED = ("forward", "training")
 """Attributes that other code may set on purpose while a forward runs."""
@@ -30,11 +31,13 @@ _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @contextmanager
 def restored(*modules: nn.Module) -> Iterator[list[str]]:
-    """Restore what changes in these modules inside the block: attributes, buffers, hooks, inner modules, and the items
-    of lists, dictionaries and sets.
+    """Context manager: at the end of the block, restore the state that the block has changed in these modules.
+
+    Attributes, buffers, hooks, inner modules, and the items of lists, dictionaries and sets are restored. Values that
+    were written into tensors are not restored; see `WeightSnapshot`.
 
     Yields:
-        A list that is filled, at the end of the block, with the names of what has changed.
+        A list that is filled, at the end of the block, with the names of the attributes and items that have changed.
     """
     before = [
         (module, dict(vars(module)), [dict(vars(module)[name]) for name in _CHANGED_IN_PLACE]) for module in modules
@@ -62,7 +65,7 @@ def _collections(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of a list, set or deque; of a dictionary all keys, then all values."""
+    """Return the items of a list, set or deque; for a dictionary, return all keys, then all values."""
     return [*value, *(value.values() if isinstance(value, dict) else ())]
 
 
@@ -78,7 +81,7 @@ def _refill(value: Any, items: list[Any]) -> None:
 
 
 def _restore_items(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] = ()) -> list[str]:
-    """Restore a dictionary, and return the names of what had changed."""
+    """Restore a dictionary, except for the names in `kept`, and return the names of the items that had changed."""
     added = now.keys() - before.keys() - set(kept)
     others = [name for name in before if name not in kept and (name not in now or now[name] is not before[name])]
     for name in added:
@@ -88,14 +91,16 @@ def _restore_items(now: dict[str, Any], before: dict[str, Any], kept: tuple[str,
 
 
 _SMALL_BUFFER = 2**20
-"""Buffers of up to this many entries are always copied, since kernels, such as those of BatchNorm, write to them
-without a call that could be seen here. Larger buffers are tables, or the weights of quantized models."""
+"""Largest number of entries in a buffer that `WeightSnapshot` always copies. Kernels, such as the kernel of BatchNorm,
+write to such buffers without a function call that `WeightSnapshot` could see. Larger buffers are tables, or the weights
+of quantized models."""
 
 
 class WeightSnapshot(TorchFunctionMode):
-    """Inside the block, copy each parameter and buffer before it is written to, so that it can be restored later.
+    """Context manager: within the block, copy each parameter and buffer before the tensor is written to.
 
-    RWKV rescales its weights at its first evaluation; BatchNorm updates its moving averages.
+    `restore` then restores the tensors that have changed. Two examples: RWKV rescales its weights at its first
+    evaluation, and BatchNorm updates its moving averages.
 
     Args:
         model: the model whose parameters and buffers are kept.
@@ -104,7 +109,7 @@ class WeightSnapshot(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._not_copied: dict[int, list[Tensor]] = {}
-        """Tensors by the address of their storage, which several may share."""
+        """Tensors that are not copied yet, by the address of their storage. Several tensors may share a storage."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         for parameter in model.parameters():
             if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
@@ -135,13 +140,13 @@ class WeightSnapshot(TorchFunctionMode):
 
 
 def writes(function: str) -> bool:
-    """Return whether a function of this name changes its first argument, as `div_`, `__idiv__` and `__setitem__` do."""
+    """Return whether a function with this name changes its first argument, as `div_` and `__setitem__` do."""
     return function.endswith("_") and (not function.endswith("__") or function.startswith(("__i", "__set")))
 
 
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Restore which modules are in training mode."""
+    """Context manager: at the end of the block, restore the training or evaluation mode of every module."""
     before = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -152,7 +157,7 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random states of torch, NumPy and Python."""
+    """Context manager: at the end of the block, restore the random states of torch, NumPy and Python."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
     try:
@@ -171,7 +176,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return something that changes whenever a random number is drawn."""
+    """Return the random states of torch, NumPy and Python. The result changes whenever a random number is drawn."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     _, keys, place, *_ = np.random.get_state(legacy=True)
     numpy = np.asarray(keys).tobytes(), int(place)
@@ -179,8 +184,8 @@ def random_state(device: torch.device) -> tuple[Any, ...]:
 
 
 _RANDOM_SETTINGS = ("drop", "jitter", "noise")
-"""Parts of the names of probabilities and noise scales: attention_dropout, layerdrop, router_jitter_noise,
-neftune_noise_alpha."""
+"""Parts of the names of settings that are probabilities or noise scales, such as attention_dropout, layerdrop,
+router_jitter_noise and neftune_noise_alpha."""
 
 _DROPOUTS = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -190,7 +195,7 @@ _DROPOUTS = (
 
 @contextmanager
 def without_randomness(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, switch off dropout, layer dropping and noise, but leave training mode on."""
+    """Context manager: within the block, switch off dropout, layer dropping and noise, but not training mode."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_zero_settings(module, ("p",) if isinstance(module, _DropoutNd) else ()))
@@ -202,7 +207,12 @@ def without_randomness(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _zero_settings(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set to 0 the attributes that are probabilities or scales of noise."""
+    """Context manager: within the block, set to 0 the attributes of an object that are probabilities or noise scales.
+
+    Args:
+        owner: a module or a configuration.
+        also: names of further attributes to set to 0.
+    """
     settings = {
         name: value
         for name, value in vars(owner).items()
@@ -216,7 +226,7 @@ def _zero_settings(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Inside the block, dropout functions return their input, whatever probability they are called with."""
+    """Context manager: within the block, dropout functions return their input, and attention runs without dropout."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,6 +1,6 @@
-"""Tiny random models of any architecture of transformers, built from its configuration class alone.
+"""Build tiny random models of any architecture of transformers, from the configuration class of the architecture.
 
-The functions come first, the tables of small settings below.
+The functions come first, and the tables of small settings follow.
 """
 
 import dataclasses
@@ -12,14 +12,18 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 from transformers.models.auto import modeling_auto
 
 _MAX_PARAMETERS = 10_000_000
-"""The most parameters that a tiny model may have."""
+"""The largest number of parameters that a tiny model may have."""
 
 _KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
-"""Parts of the names of parameters that keep their initial values, since their modules rely on them."""
+"""Parts of the names of parameters that keep their initial values, since modules rely on these values."""
 
 
 def architectures(kind: str) -> list[str]:
-    """Return the model types of the installed transformers that have a head of this kind: "causal" or "masked"."""
+    """Return the model types in the installed transformers that have a language-model head of this kind.
+
+    Args:
+        kind: "causal" or "masked".
+    """
     mapping = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -28,16 +32,16 @@ def architectures(kind: str) -> list[str]:
 
 
 def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """Build a tiny random model in evaluation mode, with weights that are large enough for every part to matter.
+    """Build a tiny random model in evaluation mode, in which every part has a large effect on the outputs.
 
     Args:
         model_type: a model type of transformers.
-        kind: "causal" or "masked", the language-model head.
-        dtype: of the parameters.
-        **changes: settings of the configuration.
+        kind: kind of the language-model head, "causal" or "masked".
+        dtype: dtype of the parameters.
+        **changes: settings of the configuration, which replace the small settings.
 
     Raises:
-        ValueError: the model stays large even with small settings.
+        ValueError: the model is too large even with small settings.
     """
     config = tiny_config(model_type, kind, **changes)
     heads = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
@@ -52,12 +56,13 @@ def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, *
 
 
 def tiny_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig:
-    """Build a configuration with small sizes and no dropout. Sizes that its class rejects keep their defaults."""
+    """Build a configuration with small sizes and no dropout. Small sizes that its class rejects are left out."""
     return _small_config(CONFIG_MAPPING[model_type], kind, changes)
 
 
 def randomize(model: nn.Module) -> None:
-    """Draw weights that are large enough for every part of the model to matter; initial weights rarely are."""
+    """Draw new weights, large enough for every part of the model to affect the outputs. Initial weights are often too
+    small for this purpose."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,7 +78,7 @@ def randomize(model: nn.Module) -> None:
 
 
 def _scale_of(name: str, parameter: nn.Parameter) -> float:
-    """Return the standard deviation for a weight."""
+    """Return the standard deviation of the random entries of a weight."""
     if any(part in name for part in ("embed", "wte", "wpe")):
         return 0.7
     if "conv1d" in name and parameter.dim() == 3:
@@ -102,7 +107,10 @@ def _small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any
 
 
 def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Return the classes of the nested configurations; the class of the default value where any class is allowed."""
+    """Return the classes of the nested configurations, by name.
+
+    If any class is allowed for a nested configuration, return the class of the default value.
+    """
     found = dict(cls.sub_configs)
     if AutoConfig in found.values():
         found |= {name: type(getattr(cls(), name, None)) for name, inner in found.items() if inner is AutoConfig}
@@ -110,10 +118,18 @@ def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConf
 
 
 def _accepted(cls: type[PreTrainedConfig], small: dict[str, Any], fixed: dict[str, Any]) -> PreTrainedConfig:
-    """Build the configuration, and drop the small sizes that its class rejects, one by one, as its errors name them."""
+    """Build a configuration. Small sizes that its class rejects are dropped one by one.
+
+    A rejected size is found by its name in the error message of the class.
+
+    Args:
+        cls: class of the configuration.
+        small: small sizes, which may be dropped.
+        fixed: settings that are never dropped.
+    """
     try:
         return cls(**(small | fixed))
-    except Exception as error:  # each class raises its own
+    except Exception as error:  # every class raises errors of its own
         rejected = next((name for name in small if name not in fixed and name in str(error)), None)
         if rejected is None:
             raise
@@ -129,8 +145,9 @@ THRESHOLDS = dict.fromkeys(
     ),
     8,
 ) | {"block_size": 2}
-"""Settings that matter only for documents longer than their value, which is below the length of the probe's documents.
-BigBird attends to everything in documents of up to eleven blocks."""
+"""Small values of settings that matter only for documents longer than the setting's value. Most documents of the probe
+are longer than these values. `block_size` has a smaller value than the other settings, since BigBird attends to all
+tokens in documents of up to eleven blocks."""
 
 _NAMES_BY_SIZE = {
     64: (
@@ -199,7 +216,7 @@ _NAMES_BY_SIZE = {
     ),
     0: ("pad_token_id", "num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_layers"),
 }
-"""Names of settings, grouped by the value that they get."""
+"""Names of settings, grouped by the small value that the settings get."""
 
 SETTINGS: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names} | dict.fromkeys(
     (
@@ -207,7 +224,7 @@ SETTINGS: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items()
         *("mtp_layers_block_type",),
     )
 )
-"""Small values for settings, by the names that transformers gives them."""
+"""Small values of settings, by the names of the settings in transformers."""
 
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
@@ -304,4 +321,5 @@ _SETTINGS_OF_TYPE: dict[str, dict[str, Any]] = {
     | {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_headdim": 16}
     | {"use_shared_attention_adapter": False},
 }
-"""What a model type needs beyond small sizes, to be built at all or to have all its kinds of layers."""
+"""Settings that a model type needs in addition to small sizes, so that a model can be built and has all kinds of layers
+of its type."""

@@ -1,4 +1,4 @@
-"""Nested arguments of modules: find their token axes, cut segments out of them, and join segments again."""
+"""Find the token axes of a module's nested arguments, cut segments out of the arguments, and join segments again."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,20 +10,21 @@ from torch import Tensor
 from hf_packing.errors import PackingError
 
 Path = tuple[str | int, ...]
-"""Where a leaf is in nested tuples, lists and dictionaries."""
+"""Place of a leaf in nested tuples, lists and dictionaries: the indices and keys that lead to the leaf."""
 
 Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""Makes padding, from the tensor to pad and the shape of the padding."""
+"""Function that returns padding, given the tensor to pad and the shape of the padding."""
 
 LARGEST_FINITE = 1e30
-"""Larger values stand for infinity: masks are filled with the smallest float."""
+"""Values of larger magnitude count as infinite, since masks are filled with the most negative float."""
 
 _LINE_TOLERANCE = 0.01
-"""How far a bias may be from a straight line, as a share of its last value. Biases in half precision are not exact."""
+"""Largest distance of a bias from a straight line, as a share of the last value of the bias. Biases in half precision
+are not exact."""
 
 
 def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return the same nest of tuples, lists and dictionaries, with every leaf replaced by change(path, leaf)."""
+    """Return nested tuples, lists and dictionaries with every leaf replaced by change(path, leaf)."""
     if isinstance(value, tuple):
         items = [map_leaves(item, change, (*path, number)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -36,7 +37,7 @@ def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) for every leaf."""
+    """Yield (path, leaf) for every leaf of nested tuples, lists and dictionaries."""
     if isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
             yield from leaves(item, (*path, number))
@@ -64,34 +65,37 @@ def _is_integer(leaf: Any) -> bool:
 
 
 class TokenAxes:
-    """Which axes of a module's arguments, or of its outputs, are the tokens of a row.
+    """Stores which axes of a module's arguments, or of its outputs, run along the tokens of a row.
 
-    Axes are recorded on one row whose length no other axis of the model has, so that an axis of that size is an axis of
-    tokens. After `freeze`, a tensor's axes are known by its place among the arguments, whatever its sizes are.
+    Token axes are recorded on a row whose length is no other size in the model, so every axis of this size is a token
+    axis. After `freeze`, the token axes of a tensor are looked up by the tensor's path and number of dimensions, not by
+    the tensor's sizes.
 
     Args:
-        where: the module, for messages.
-        row_length: tokens of the row on which axes are recorded.
+        where: name of the module, for error messages.
+        row_length: number of tokens in the row on which token axes are recorded.
     """
 
     def __init__(self, where: str, row_length: int) -> None:
         self.where = where
         self._row_length: int | None = row_length
         self._known: dict[tuple[Path, int], tuple[int, ...]] = {}
-        """By path and number of dimensions. An integer has -1 dimensions; if it counts tokens, its axes are (0,)."""
+        """Token axes by path and number of dimensions. An integer has -1 dimensions; the token axes of an integer that
+        counts tokens are (0,)."""
         self._counting: set[Path] = set()
-        """Tensors that count tokens along the row. A segment gets their first values, not those at its own place."""
+        """Paths of tensors that count tokens along the row. A segment gets the first values of such a tensor, and not
+        the values at the segment's place in the row."""
 
     @property
     def is_recording(self) -> bool:
         return self._row_length is not None
 
     def freeze(self) -> None:
-        """End the recording."""
+        """End the recording of token axes."""
         self._row_length = None
 
     def record(self, value: Any) -> None:
-        """Learn the token axes of every leaf that has not been seen before."""
+        """Record the token axes of every leaf whose path and number of dimensions are new."""
         for path, leaf in leaves(value):
             if (key := _key(path, leaf)) is None or key in self._known:
                 continue
@@ -100,10 +104,10 @@ class TokenAxes:
                 self._counting.add(path)
 
     def of(self, path: Path, leaf: Any) -> tuple[int, ...]:
-        """Return the token axes of a leaf: (0,) for an integer that counts tokens, () for anything without tokens.
+        """Return the token axes of a leaf: (0,) for an integer that counts tokens, () for a leaf without tokens.
 
         Raises:
-            PackingError: a tensor that was not there when axes were recorded.
+            PackingError: the leaf is a tensor that did not occur when token axes were recorded.
         """
         if (key := _key(path, leaf)) is None:
             return ()
@@ -113,8 +117,8 @@ class TokenAxes:
             return self._axes_by_size(leaf)
         if isinstance(leaf, Tensor) and leaf.ndim:
             raise PackingError(
-                f"{self.where}: {_dotted(path)} of shape {list(leaf.shape)} was not seen when the model was patched, "
-                "so its axis of tokens is not known"
+                f"{self.where}: the tensor {_dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
+                "was patched, so the tensor's token axis is not known"
             )
         return ()
 
@@ -123,27 +127,27 @@ class TokenAxes:
         return tuple(axis for axis, size in enumerate(sizes) if size == self._row_length)
 
     def any_in(self, value: Any) -> bool:
-        """Return whether any leaf has tokens."""
+        """Return whether any leaf has a token axis."""
         return any(self.of(path, leaf) for path, leaf in leaves(value))
 
     def most_in_one_tensor(self, value: Any) -> int:
-        """Return the largest number of token axes that a tensor has."""
+        """Return the largest number of token axes in a single tensor."""
         return max((len(self.of(path, leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor)), default=0)
 
     def has_count(self, value: Any) -> bool:
-        """Return whether an integer is the number of tokens."""
+        """Return whether any leaf is an integer that counts tokens."""
         return any(_is_integer(leaf) and self.of(path, leaf) for path, leaf in leaves(value))
 
     def is_counting(self, path: Path) -> bool:
         return path in self._counting
 
     def check(self, value: Any) -> None:
-        """Raise PackingError for a tensor that was not there when axes were recorded."""
+        """Raise PackingError if a tensor did not occur when token axes were recorded."""
         for path, leaf in leaves(value):
             self.of(path, leaf)
 
     def check_row(self, value: Any, tokens: int) -> None:
-        """Raise PackingError for a tensor whose axes of tokens have another size, or that no longer counts tokens."""
+        """Raise PackingError if a token axis does not have this size, or if a tensor no longer counts tokens."""
         for path, leaf in leaves(value):
             if not isinstance(leaf, Tensor):
                 continue
@@ -154,23 +158,26 @@ class TokenAxes:
                         f"{self.where}: expected {tokens} tokens along axis {axis} of {_dotted(path)}, "
                         f"got shape {list(leaf.shape)}"
                     )
-            is_float = leaf.is_floating_point()  # in half precision, the steps of large values are uneven
+            is_float = leaf.is_floating_point()  # in half precision, large values rise in uneven steps
             if path in self._counting and not is_float and not counts_along(leaf, axes):
                 raise PackingError(
-                    f"{self.where}: expected {_dotted(path)} to count the tokens of a row; is there a padding token in "
-                    "a document?"
+                    f"{self.where}: expected {_dotted(path)} to rise by 1 from token to token, got other steps; a "
+                    "padding token in a document may be the cause"
                 )
 
 
 def _key(path: Path, leaf: Any) -> tuple[Path, int] | None:
-    """Return the key of a leaf that may have tokens, or None."""
+    """Return the key under which the token axes of a leaf are stored; None for a leaf that cannot have tokens."""
     if isinstance(leaf, Tensor):
         return path, leaf.ndim
     return (path, -1) if _is_integer(leaf) else None
 
 
 def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
-    """Return whether values rise in equal steps from token to token: positions, or a bias of ALiBi that starts at 0."""
+    """Return whether values change in equal steps from token to token, as positions and ALiBi biases do.
+
+    Positions change by 1 for every token. A bias has to start at 0.
+    """
     if leaf.dtype == torch.bool or not axes or leaf.shape[axes[0]] < 2:
         return False
     if len(axes) == 2 and leaf.is_floating_point():
@@ -187,7 +194,10 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
 
 
 def _grows_along_diagonal(mask: Tensor) -> bool:
-    """Return whether the blocks on a mask's diagonal hide the same tokens, and differ by a constant, as with ALiBi."""
+    """Return whether the first and the last block on a mask's diagonal hide the same tokens, and differ by a constant.
+
+    The constant must not be 0. Masks with an ALiBi bias are of this kind.
+    """
     size = mask.shape[-1] // 2
     first, last = mask[..., :size, :size], mask[..., -size:, -size:]
     visible = first.abs() < LARGEST_FINITE
@@ -201,16 +211,16 @@ def _grows_along_diagonal(mask: Tensor) -> bool:
 
 
 def cut_inputs(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:
-    """Cut slices out of a row's arguments, and stack them as the rows of a batch, padded on the right.
+    """Cut slices out of a row's arguments, and stack the slices as the rows of a batch, padded on the right.
 
     Args:
-        value: arguments for the row.
-        axes: where their tokens are.
+        value: nested arguments for the row.
+        axes: token axes of the arguments.
         slices: (start, end) of each slice.
-        fill: makes the padding; zeros by default.
+        fill: function that returns the padding; by default, the padding is zeros.
 
     Raises:
-        PackingError: several slices of a tensor that has no axis for rows before its tokens.
+        PackingError: several slices are cut out of a tensor that has no axis for rows before its token axis.
     """
     longest = max(end - start for start, end in slices)
 
@@ -221,7 +231,7 @@ def cut_inputs(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], f
         if not isinstance(leaf, Tensor):
             return longest
         if along[0] == 0 and len(slices) > 1:
-            raise PackingError(f"{axes.where}: its {_dotted(path)} has no axis for rows")
+            raise PackingError(f"{axes.where}: expected {_dotted(path)} to have an axis for rows before its token axis")
         parts = []
         for start, end in slices:
             part = leaf
@@ -243,10 +253,10 @@ def _pad(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
 
 
 def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
-    """Split what a call with several slices returned into what each slice would have returned alone.
+    """Split the output of a call on several slices into one output for each slice.
 
     Returns:
-        For each slice, its leaves by path, without padding.
+        For each slice, the leaves of the slice's output by path, without padding.
     """
     parts: list[dict[Path, Any]] = [{} for _ in lengths]
     for path, leaf in leaves(value):
@@ -259,7 +269,7 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
             each = [leaf]
         else:
             if along[0] == 0 or leaf.shape[0] % len(lengths):
-                raise PackingError(f"{axes.where}: it returns a tensor without an axis for rows")
+                raise PackingError(f"{axes.where}: the module returns a tensor without an axis for rows")
             each = leaf.chunk(len(lengths))
         for part, piece, length in zip(parts, each, lengths, strict=True):
             shortened = piece
@@ -270,10 +280,15 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
 
 
 def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
-    """Join the parts of all segments into one nest like `value`.
+    """Return the output for a row, joined from the outputs of the row's segments and nested like `value`.
 
-    A tensor with two token axes, such as attention weights, gets zeros between segments. For a leaf without tokens,
-    such as a last state, the last part is used. Single numbers must be the same in all parts.
+    A tensor with two token axes, such as attention weights, is 0 where its two tokens are in different segments. A leaf
+    without tokens, such as a last state, is taken from the last segment. Single numbers must be equal in all segments.
+
+    Args:
+        value: output of one call of the module.
+        axes: token axes of the module's outputs.
+        parts: for each segment, the leaves of the segment's output by path.
     """
 
     def join_leaf(path: Path, _: Any) -> Any:
@@ -287,18 +302,18 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
         if len(along) == 1:
             return torch.cat(each, dim=along[0])
         if len(along) > 2:
-            raise PackingError(f"{axes.where}: it returns a tensor with {len(along)} axes of tokens")
+            raise PackingError(f"{axes.where}: the module returns a tensor with {len(along)} token axes, not 1 or 2")
         return _block_diagonal(each, *along)
 
     return map_leaves(value, join_leaf)
 
 
 def _check_equal_numbers(each: Sequence[Tensor], where: str) -> None:
-    """Raise PackingError for single numbers that differ between parts, since none of them is right for the row."""
+    """Raise PackingError if a single number differs between segments, since the number for the row is then unknown."""
     if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
         raise PackingError(
-            f"{where}: it returns a number computed from all its tokens, such as the loss of a router; the number for "
-            "a row cannot be computed from the numbers for its segments"
+            f"{where}: the module returns a number computed from all tokens, such as the loss of a router; the number "
+            "for a row cannot be computed from the numbers for the row's segments"
         )
 
 

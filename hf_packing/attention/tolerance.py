@@ -1,4 +1,4 @@
-"""Compare the logits of a model, and tell differences that rounding explains from differences that are faults."""
+"""Compare the logits of a model, and distinguish differences that rounding explains from larger differences."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,25 +16,27 @@ from hf_packing.errors import ModelNotSupportedError
 
 
 class NoLanguageModelError(ModelNotSupportedError):
-    """A model that has no logits for each token."""
+    """Raised for a model that does not return logits for each token."""
 
     SUPPORTED = (
-        "causal and masked language models are supported, as AutoModelForCausalLM and AutoModelForMaskedLM load them; "
-        "train others, such as classifiers and reward models, on padded batches without hf_packing"
+        "causal and masked language models are supported, as loaded by AutoModelForCausalLM or AutoModelForMaskedLM; "
+        "train other models, such as classifiers and reward models, on padded batches without hf_packing"
     )
-    """The end of a message that refuses a model."""
+    """The end of an error message about a model that is not supported."""
 
 
 def what_is_missing(model: PreTrainedModel) -> str:
-    """Return the end of a message about a model that cannot be called with input_ids alone: why it may not be
-    supported, or an empty string."""
+    """Return the end of an error message about a model that cannot be called with input_ids alone.
+
+    The text says why the model is not supported. If no reason is known, the text is empty.
+    """
     if model.config.is_encoder_decoder:
         return (
-            f"; {type(model).__name__} is an encoder-decoder, which takes two texts: {NoLanguageModelError.SUPPORTED}"
+            f"; {type(model).__name__} is an encoder-decoder, which takes two texts; {NoLanguageModelError.SUPPORTED}"
         )
     with suppress(Exception):  # custom model code may raise anything
         if model.get_output_embeddings() is None:
-            return f"; {type(model).__name__} has no head for a vocabulary: {NoLanguageModelError.SUPPORTED}"
+            return f"; {type(model).__name__} has no head for a vocabulary; {NoLanguageModelError.SUPPORTED}"
     return ""
 
 
@@ -42,28 +44,28 @@ def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
     """Return the logits in a model's output, [rows, tokens, vocabulary], as float32 or float64.
 
     Raises:
-        NoLanguageModelError: there are none.
+        NoLanguageModelError: the output has no logits of this shape.
     """
     logits = getattr(output, "logits", None)
     if logits is None:
         logits = getattr(output, "prediction_logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
-        found = f"those of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "none"
+        found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
         name = type(model).__name__
         raise NoLanguageModelError(
-            f"model: expected logits of shape [rows, tokens, vocabulary], {name} has {found}; "
+            f"model: expected logits of shape [rows, tokens, vocabulary], but {name} returns {found}; "
             f"{NoLanguageModelError.SUPPORTED}"
         )
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def comparable(logits: Tensor) -> Tensor:
-    """Return a boolean mask of the logits that are finite, and not a stand-in for minus infinity."""
+    """Return a boolean mask that is True for finite logits, except for large values that stand for infinity."""
     return logits.abs() < LARGEST_FINITE
 
 
 def largest_difference(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference of comparable logits; infinity if a logit is comparable on one side only."""
+    """Return the largest difference of comparable logits; infinity if a logit is comparable in only one tensor."""
     both = comparable(left) & comparable(right)
     if not torch.equal(comparable(left), comparable(right)):
         return math.inf
@@ -76,28 +78,32 @@ def spread(logits: Tensor) -> float:
 
 
 ROUNDING_FACTOR = 4
-"""Packed documents may differ from documents alone by this many times the measured effect of rounding. On 210 tiny
-architectures, and on small copies of large models, they differed by up to twice that effect."""
+"""Factor on the measured effect of rounding. The product is the allowed difference between the logits of a packed
+document and of the same document alone. On 210 tiny architectures, and on small copies of large models, logits differed
+by up to twice the effect of rounding."""
 
 ALWAYS_ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Difference between packed and alone that is always allowed, in standard deviations of the logits: kernels get other
-shapes, and parts of most models compute in float32 whatever the model's dtype is."""
+"""Always allowed difference between the logits of a packed document and of the same document alone, in standard
+deviations of the logits. Packed documents give tensors of other shapes to kernels, and parts of most models compute in
+float32 whatever the model's dtype is."""
 
 NEVER_ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Difference that is never allowed, however large the effect of rounding is: it could also be a fault in attention."""
+"""Largest difference that is ever allowed, however large the effect of rounding is. A larger difference could also be
+caused by a fault in attention."""
 
 _LEAST_LEAK = 1e-6
-"""Change that is always allowed when another document is replaced. All shapes stay the same, so dense models show no
-change at all; experts get other numbers of tokens, and so other shapes."""
+"""Change of a document's logits that is always allowed when another document is replaced. All shapes stay the same, so
+the logits of dense models do not change at all. Experts, however, get other numbers of tokens, and so other shapes."""
 
 _HALF_LEAK, _HALF_LEAK_WITH_EXPERTS = 1e-3, 2e-2
-"""The same in half precision, without and with experts."""
+"""Change of a document's logits, in half precision, that is allowed when another document is replaced: the first number
+for models without experts, the second for models with experts."""
 
 _HALF_MAX, _HALF_RMS, _HALF_MEDIAN_WITH_EXPERTS = 0.2, 0.05, 0.05
-"""In half precision, the largest or the root mean square difference must be below its limit. With experts, the median
-is enough, since rounding sends single tokens to another expert. On tiny bfloat16 models of 2 to 12 layers, the effect
-of rounding was 0 to 0.25, 0 to 0.04 and 0 to 0.05; that of a lost window, scale or sink at least 0.4, 0.07
-and 0.07."""
+"""Limits in half precision for the largest, the root mean square and the median difference. The largest or the root
+mean square difference must be within its limit. In models with experts, a median within its limit is enough, since
+rounding sends single tokens to other experts. On tiny bfloat16 models of 2 to 12 layers, rounding caused differences of
+0 to 0.25, 0 to 0.04 and 0 to 0.05; a lost window, scale or sink caused differences of at least 0.4, 0.07 and 0.07."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +111,10 @@ class Tolerance:
     """The largest differences that rounding explains, in standard deviations of a model's logits."""
 
     dtype: torch.dtype
-    """Of the computation."""
+    """Dtype in which the model computes."""
     has_experts: bool
     rounding: float | None = None
-    """Measured effect of rounding on a logit; None if it could not be measured."""
+    """Measured effect of rounding on a logit; None if the effect could not be measured."""
 
     @property
     def is_measured(self) -> bool:
@@ -118,13 +124,14 @@ class Tolerance:
 
     @property
     def difference(self) -> float:
-        """Largest difference between a document packed and alone, in single or double precision."""
+        """Largest allowed difference, in single or double precision, between the logits of a packed document and of the
+        same document alone."""
         least, most = ALWAYS_ALLOWED[self.dtype], NEVER_ALLOWED[self.dtype]
         return min(max(least, ROUNDING_FACTOR * (self.rounding or 0.0)), most)
 
     @property
     def leak(self) -> float:
-        """Largest change of a document when another one was changed."""
+        """Largest allowed change of a document's logits when another document is replaced."""
         if not self.is_measured:
             return _HALF_LEAK_WITH_EXPERTS if self.has_experts else _HALF_LEAK
         if self.rounding is None:
@@ -133,20 +140,21 @@ class Tolerance:
         return min(max(_LEAST_LEAK, ROUNDING_FACTOR * self.rounding), most)
 
     def note(self) -> str:
-        """Return the end of a message about a difference: a note if rounding could explain it, or an empty string."""
+        """Return the end of an error message about a difference. The text is empty if rounding cannot be the cause."""
         if not self.is_measured or not self.rounding or ROUNDING_FACTOR * self.rounding <= NEVER_ALLOWED[self.dtype]:
             return ""
         return (
-            f"; rounding alone changes its logits by {self.rounding:.2g} standard deviations in {self.dtype}, so a "
-            "fault cannot be told from rounding: load the model in float64, and patch it again"
+            f"; rounding alone changes the logits by {self.rounding:.2g} standard deviations in {self.dtype}, so the "
+            "cause may be a fault or rounding; load the model in float64, and patch the model again"
         )
 
     def unexplained(self, packed: Sequence[Tensor], alone: Sequence[Tensor], lenience: float = 1) -> float:
-        """Return the largest difference between documents packed and alone, or 0 if rounding explains it.
+        """Return the largest difference between packed documents and the same documents alone, or 0 if rounding
+        explains the difference.
 
         Args:
-            packed: logits of each document, [tokens, vocabulary], float32 or float64.
-            alone: the same.
+            packed: logits of each packed document, [tokens, vocabulary], float32 or float64.
+            alone: logits of each document run alone, [tokens, vocabulary], float32 or float64.
             lenience: factor on the allowed difference.
         """
         return max(
@@ -174,17 +182,18 @@ def measure_rounding(
     """Measure the effect of rounding on a logit.
 
     Each document is run again, in a batch of two copies, with every entry of its embeddings changed by one rounding
-    error. The perturbation shows how rounding errors grow through the model; the batch shows how much kernels differ on
-    other shapes. The tokens stay the same.
+    error. The perturbation shows how rounding errors grow through the model, and the batch shows how much the results
+    of kernels differ for other shapes. The tokens stay the same.
 
     Args:
-        model: of transformers.
-        logits: maps tokens [rows, tokens], each row a document, to logits [rows * tokens, vocabulary].
-        documents: tokens of each.
-        alone: logits of each, [tokens, vocabulary].
+        model: a model of transformers.
+        logits: function that maps tokens [rows, tokens], with one document in each row, to logits
+            [rows * tokens, vocabulary].
+        documents: tokens of each document.
+        alone: logits of each document run alone, [tokens, vocabulary].
 
     Returns:
-        The largest difference in standard deviations of the logits; None if the model cannot run such a batch.
+        The largest difference, in standard deviations of the logits; None if the model cannot run such a batch.
     """
     found = 0.0
     try:
@@ -199,7 +208,8 @@ def measure_rounding(
 
 @contextmanager
 def _perturbed_embeddings(model: PreTrainedModel) -> Iterator[None]:
-    """Move every entry of the embeddings up or down, at random, by the precision in which the model computes."""
+    """Context manager: within the block, change every entry of the embeddings by one rounding error, up or down at
+    random."""
     generator = torch.Generator().manual_seed(0)
 
     def move(_: nn.Module, __: Any, output: Any) -> Any:
@@ -217,13 +227,15 @@ def _perturbed_embeddings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def computation_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
-    """Return the dtype of autocast, or else of the model."""
+    """Return the dtype of autocast if autocast is on; otherwise, return the dtype of the model."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
 
 
 class MatmulDtype(TorchFunctionMode):
-    """Inside the block, note whether matrix products are computed in half precision. Quantized layers compute in half
-    precision whatever the dtype of their input and output is."""
+    """Context manager: within the block, note in `half` the dtype of matrix products in half precision.
+
+    Quantized layers compute in half precision, whatever the dtypes of their inputs and outputs are.
+    """
 
     _NAMES = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm")
 

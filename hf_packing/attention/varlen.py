@@ -20,24 +20,25 @@ from hf_packing.errors import PackingError
 NAME = "packed_varlen"
 
 NAME_WITH_LOCAL_MASKS = "packed_varlen_local"
-"""The same function for models that put windows or chunks only in their mask; there, the mask is a `LocalMask`."""
+"""Name of `packed_varlen` for models that put windows or chunks only in their mask. With this name, `packed_varlen`
+gets a `LocalMask`."""
 
 _HARMLESS = frozenset(
     ["cache_position", "deterministic", "ignore_index", "labels", "num_items_in_batch", "output_attentions"]
     + ["output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "return_dict"]
     + ["seq_idx", "shift_labels", "use_cache"]
 )
-"""Arguments that some models pass to their attention function, and that do not change what it computes."""
+"""Arguments that some models pass to their attention function, and that have no effect on the attention."""
 
 
 @dataclass(frozen=True)
 class LocalMask:
-    """What a mask hides besides the future: tokens outside of a window, or outside of a chunk."""
+    """A mask that hides all tokens outside a window or a chunk, in addition to future tokens."""
 
     window: int | None = None
-    """Tokens that a token attends to on each side, itself included."""
+    """Number of tokens that a token attends to on each side, the token itself included."""
     chunk: int | None = None
-    """Tokens in each of the chunks into which a document is cut; a token attends only to its own chunk."""
+    """Number of tokens in each chunk of a document; a token attends only to tokens in its own chunk."""
 
     def __str__(self) -> str:
         return f"a chunk of {self.chunk} tokens" if self.chunk else f"a window of {self.window} tokens"
@@ -45,13 +46,13 @@ class LocalMask:
 
 @dataclass
 class Observed:
-    """What a model asked of `packed_varlen` while it was observed."""
+    """The number of observed calls of `packed_varlen`, and the windows and local masks that the model requested."""
 
     calls: int = 0
     windows: set[int] = field(default_factory=set)
     """Windows that layers passed to the attention function."""
     local_masks: set[LocalMask] = field(default_factory=set)
-    """Local masks that the model asked for."""
+    """Local masks that the model requested."""
 
 
 _observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
@@ -59,7 +60,7 @@ _observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
 
 @contextmanager
 def observe() -> Iterator[Observed]:
-    """Observe the calls of `packed_varlen` inside the block."""
+    """Context manager: within the block, note the calls of `packed_varlen` in the `Observed` that the block gets."""
     observed = Observed()
     token = _observed.set(observed)
     try:
@@ -69,7 +70,10 @@ def observe() -> Iterator[Observed]:
 
 
 def _observer() -> Observed | None:
-    """Return the observer, or None while torch.compile traces: reading it would break the graph in every layer."""
+    """Return the current `Observed`, or None if calls are not observed.
+
+    While torch.compile traces, also return None, since reading a context variable would break the graph in every layer.
+    """
     return None if torch.compiler.is_compiling() else _observed.get()
 
 
@@ -92,23 +96,24 @@ def packed_varlen(
     max_length_k: int | None = None,  # noqa: ARG001
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside each segment, with the signature of transformers' AttentionInterface.
+    """Compute attention within each segment, with the signature that transformers' AttentionInterface requires.
 
     Args:
         query: [rows, heads, tokens, head_dim].
         key: [rows, kv_heads, tokens, head_dim].
         value: [rows, kv_heads, tokens, value_dim].
-        attention_mask: None, since borders take its place; or a `LocalMask`.
-        sliding_window: tokens that a token attends to on each side, itself included.
+        attention_mask: None, since the borders of segments replace a mask; or a `LocalMask`.
+        sliding_window: number of tokens that a token attends to on each side, the token itself included.
         s_aux: [heads], attention sinks.
-        position_ids: integers [rows, tokens]; borders are read from them if cu_seq_lens_q is missing.
-        cu_seq_lens_q: int32 [segments + 1], borders in the rows laid end to end.
+        position_ids: integers [rows, tokens]; if cu_seq_lens_q is missing, borders are read from the positions.
+        cu_seq_lens_q: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
     Returns:
-        ([rows, tokens, heads, value_dim] contiguous, None).
+        The attention output, a contiguous tensor [rows, tokens, heads, value_dim], and None in place of attention
+        weights.
 
     Raises:
-        PackingError: an argument that cannot be honored; borders that are missing or do not fit.
+        PackingError: an argument cannot be honored, or borders are missing or do not fit the tokens.
     """
     rows, heads, tokens, _ = query.shape
     _check_arguments(module, query, key, attention_mask, others)
@@ -154,7 +159,7 @@ def _check_arguments(
     where = type(module).__name__
     if isinstance(attention_mask, Tensor):
         raise PackingError(
-            f"attention_mask: {NAME} takes none, {where} passed one of shape {list(attention_mask.shape)}"
+            f"attention_mask: {NAME} takes no mask, but {where} passed a mask of shape {list(attention_mask.shape)}"
         )
     if query.shape[2] != key.shape[2]:
         raise PackingError(
@@ -162,7 +167,7 @@ def _check_arguments(
             "cross-attention"
         )
     if others.get("output_attentions"):
-        raise PackingError(f"output_attentions: {NAME} keeps no attention weights, {where} requests them")
+        raise PackingError(f"output_attentions: {NAME} keeps no attention weights, which {where} requests")
     for name, value in others.items():
         if value is not None and value is not False and name not in _HARMLESS:
             raise PackingError(f"{name}: {NAME} cannot honor this argument of {where}")
@@ -171,15 +176,17 @@ def _check_arguments(
 def _borders_and_lengths(
     module: torch.nn.Module, rows: int, tokens: int, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None
 ) -> tuple[Tensor, list[int] | None]:
-    """Return the borders of segments: those of the current row, else cu_seq_lens_q, else as position_ids give them.
+    """Return the borders of the segments, and the lengths of the segments.
 
-    The second value is the lengths of the segments, or None if finding them would require reading a tensor.
+    The borders are taken from the current row, or else from cu_seq_lens_q, or else from position_ids. The lengths are
+    None if the values of a tensor would have to be read to find the lengths.
     """
     row = None if torch.compiler.is_compiling() else current_row.get()
     if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
         if row.rows * row.tokens != rows * tokens:
             raise PackingError(
-                f"{type(module).__name__} attends to {rows * tokens} tokens in a row of {row.rows * row.tokens}"
+                f"{type(module).__name__} attends to {rows * tokens} tokens, but the current packed row has "
+                f"{row.rows * row.tokens} tokens"
             )
         return row.cu_seq_lens, list(row.lengths)
     if cu_seq_lens_q is not None:
@@ -193,7 +200,7 @@ def _borders_and_lengths(
 
 
 def _cut_into_chunks(borders: Tensor, chunk: int) -> tuple[Tensor, list[int], int]:
-    """Return borders, lengths and the longest length of the chunks of all segments."""
+    """Cut all segments into chunks, and return the borders, the lengths and the largest length of the chunks."""
     known = borders.tolist()
     cuts = [start for a, b in pairwise(known) for start in range(a, b, chunk)] + known[-1:]
     lengths = [b - a for a, b in pairwise(cuts)]
@@ -201,7 +208,10 @@ def _cut_into_chunks(borders: Tensor, chunk: int) -> tuple[Tensor, list[int], in
 
 
 def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does for torch's own attention, since norms and rotary embeddings may return float32."""
+    """Return query, key and value in one dtype, cast as autocast does for torch's own attention.
+
+    The cast is needed since norms and rotary embeddings may return float32.
+    """
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -211,7 +221,7 @@ def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _merge_rows(tensor: Tensor) -> Tensor:
-    """Reshape [rows, heads, tokens, dim] to [1, heads, rows * tokens, dim]."""
+    """Return a tensor of [rows, heads, tokens, dim] reshaped to [1, heads, rows * tokens, dim]."""
     if tensor.shape[0] == 1:
         return tensor
     return tensor.transpose(0, 1).flatten(1, 2)[None]
@@ -220,10 +230,12 @@ def _merge_rows(tensor: Tensor) -> Tensor:
 def packed_varlen_mask(
     *args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
 ) -> Tensor | None:
-    """Return no mask, since borders take its place. A mask with padding is returned, for `packed_varlen` to refuse.
+    """Return None for a mask without padding, since the borders of segments replace the mask.
+
+    A mask with padding is returned as a tensor, which `packed_varlen` refuses.
 
     Raises:
-        PackingError: a mask of custom functions, which borders cannot express.
+        PackingError: the mask is made of custom functions, which borders cannot express.
     """
     if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
         raise PackingError(f"attention_mask: {NAME} cannot honor a mask made of custom functions")
@@ -234,7 +246,7 @@ def packed_varlen_mask(
 
 
 def _packed_varlen_local_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | LocalMask | None:
-    """Like `packed_varlen_mask`, with a `LocalMask` for windows and chunks."""
+    """Return the result of `packed_varlen_mask`, but a `LocalMask` for a mask with a window or chunks."""
     padding = packed_varlen_mask(*args, **kwargs)
     return padding if padding is not None or local_size is None else _local_mask(kwargs["mask_function"], local_size)
 
@@ -247,7 +259,7 @@ def _local_mask(mask_function: Any, local_size: int) -> LocalMask:
         return LocalMask(window=local_size + 1)
     if "sliding_window_overlay" in overlays:
         return LocalMask(window=local_size)
-    raise PackingError(f"attention_mask: {NAME} does not know what a mask of size {local_size} hides")
+    raise PackingError(f"attention_mask: {NAME} supports windows and chunks, got another mask of size {local_size}")
 
 
 def _overlay_names(mask_function: Any) -> Iterator[str]:
@@ -261,7 +273,7 @@ def _overlay_names(mask_function: Any) -> Iterator[str]:
 
 
 def register() -> None:
-    """Register `packed_varlen` with transformers."""
+    """Register `packed_varlen` and its mask functions with transformers."""
     for name, mask in ((NAME, packed_varlen_mask), (NAME_WITH_LOCAL_MASKS, _packed_varlen_local_mask)):
         AttentionInterface.register(name, packed_varlen)
         AttentionMaskInterface.register(name, mask)

@@ -1,4 +1,4 @@
-"""python -m hf_packing.cli"""
+"""Run the command line tool as `python -m hf_packing.cli`."""
 
 import sys
 

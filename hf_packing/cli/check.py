@@ -1,4 +1,4 @@
-"""`hf-packing check`: whether a model isolates packed documents, as it is and patched."""
+"""`hf-packing check`: check whether a model isolates packed documents, before and after patch_model."""
 
 import argparse
 import math
@@ -33,19 +33,19 @@ _NOT_ISOLATED = 1
 _KINDS = ("causal", "masked")
 _HEADS = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
 _ADVICE = ". hf_packing.patch_model("
-"""Where the advice in a stock model's reason begins. It is left out: the result of patch_model is printed next."""
+"""The beginning of the advice to call patch_model. The advice is cut off, since patch_model is called next."""
 
 
 def run_check(given: argparse.Namespace) -> int:
     """Check a model, patch it, and check it again.
 
     Args:
-        given: the flags.
+        given: the parsed command line flags.
 
     Returns:
         The exit code: 1 if the patched model does not isolate documents, or if the model cannot be patched.
     """
-    with err.status("Looking for leaks, and for a route"):
+    with err.status("Checking the model for leaks"):
         found = _check_model(given.model, given.weights, given.trust_remote_code)
     if given.json:
         print_json(found.to_dict())
@@ -56,19 +56,19 @@ def run_check(given: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _CheckedModel:
-    """The results for one model."""
+    """The results of checking one model before and after patch_model."""
 
     name: str
     checked: str
-    """What was checked: the model itself, or a small one like it."""
+    """A description of the checked model: either the model itself, or a small model with the same configuration."""
     stock: IsolationReport
     patched: IsolationReport | None
     refusal: str = ""
-    """Why patch_model refuses the model; empty if it does not."""
+    """The reason why patch_model refuses the model; empty if patch_model accepts the model."""
 
     @property
     def isolated(self) -> bool:
-        """Whether documents are isolated once the model is patched."""
+        """Whether documents are isolated after patch_model."""
         return self.patched is not None and self.patched.isolated
 
     def __str__(self) -> str:
@@ -76,11 +76,13 @@ class _CheckedModel:
         if self.stock.reason != self.refusal:
             stock = replace(self.stock, reason=self.stock.reason.partition(_ADVICE)[0])
             parts.append(_indented(f"stock: {stock}".replace("\nroute: none, the model is not patched", "")))
-        after = f"after patch_model: {self.patched}" if self.patched else f"patch_model refuses it: {self.refusal}"
+        after = (
+            f"after patch_model: {self.patched}" if self.patched else f"patch_model refuses the model: {self.refusal}"
+        )
         return "\n".join([*parts, _indented(after)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for JSON."""
+        """Return all results as a dict, for JSON."""
         return {
             "model": self.name,
             "checked": self.checked,
@@ -96,7 +98,7 @@ class _CheckedModel:
 
 
 def _indented(text: str) -> str:
-    """Wrap lines, and indent all but the first."""
+    """Return the text with long lines wrapped, and with all lines but the first indented."""
     lines = [part for line in text.split("\n") for part in wrap(line, WIDE, break_long_words=False) or [""]]
     return "\n  ".join(lines)
 
@@ -116,7 +118,7 @@ def _check_model(name: str, weights: bool, trust_remote_code: bool) -> _CheckedM
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the advice of transformers: it is not about this check."""
+    """Context manager: within the block, silence Python warnings and the log of transformers below errors."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -128,15 +130,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[PreTrainedModel, str]:
-    """Return the model to check, and a description of it.
+    """Return the model to check, and a description of the model.
 
     Args:
-        name: a model on the hub, a folder, or an architecture of transformers such as "llama".
-        weights: whether to load the model itself; otherwise a small one of the same configuration is made.
-        trust_remote_code: whether to run code that comes with the model; otherwise such a model is refused.
+        name: name of a model on the hub, a folder, or an architecture of transformers such as "llama".
+        weights: whether to load the model itself; if False, a small model of the same configuration is made.
+        trust_remote_code: whether to run code that comes with the model; if False, a model with such code is refused.
 
     Raises:
-        PackingError: there is no such model.
+        PackingError: no such model exists, or the model cannot be built or loaded.
     """
     if not weights and not Path(name).exists():
         for kind in _KINDS:
@@ -149,7 +151,7 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
     if weights:
         model, missing = _load(head, name, code | options)
         drawn = (
-            f", except for {len(missing):,} random weights that its files do not have, the first {missing[0]}"
+            f", with random values for {len(missing):,} weights that its files lack, such as {missing[0]}"
             if missing
             else ""
         )
@@ -160,10 +162,11 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
         small = small_copy_of(large)
     except PackingError:
         raise
-    except Exception as error:  # a configuration may raise anything
+    except Exception as error:  # a configuration may raise any error
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise PackingError(
-            f"MODEL: expected a configuration of a model, none can be built from {name!r}: {reason}"
+            f"MODEL: expected a configuration from which a model can be built, but building a model from {name!r} "
+            f"failed: {reason}"
         ) from None
     return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
 
@@ -171,18 +174,18 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
 def _load_config(name: str, trust_remote_code: bool, options: dict[str, bool]) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # of the hub, of the network, of files
+    except Exception as error:  # errors of the hub, the network or files
         raise PackingError(
-            f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, {name!r} cannot be loaded "
-            f"here: {reason_of(error)}"
+            f"MODEL: expected a name on the hub, a folder, or an architecture such as llama, but {name!r} cannot be "
+            f"loaded here: {reason_of(error)}"
         ) from None
 
 
 def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the class to load a model with, and a note for users if the configuration names no known class.
+    """Return the class that loads the model, and a note for the user, empty if the configuration names a known class.
 
-    The class is the one of transformers that the configuration names, or an Auto class that loads the code that comes
-    with the configuration, or else the language model of the configuration's type.
+    The class is the transformers class that the configuration names, or an Auto class that loads code that comes with
+    the configuration, or else the Auto class for language models of the configuration's type.
     """
     named = list(getattr(config, "architectures", None) or [])
     known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
@@ -203,7 +206,10 @@ def _is_model(cls: Any) -> bool:
 
 
 def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
-    """Return the kind of the Auto class in the configuration's auto_map, else of its type; masked if both exist."""
+    """Return "causal" or "masked", based on the Auto class in the configuration's auto_map, or else on the model type.
+
+    If transformers has causal and masked models of the type, return "masked".
+    """
     mappings = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -214,15 +220,17 @@ def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
     for kind in reversed(_KINDS):
         if config.model_type in mappings[kind]:
             return kind
-    raise PackingError(f"MODEL: expected a causal or a masked language model, {name!r} is a {config.model_type}")
+    raise PackingError(
+        f"MODEL: expected a causal or a masked language model, but {name!r} has type {config.model_type}"
+    )
 
 
 def _load(head: Any, name: str, options: dict[str, bool]) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model with its weights, and the names of those that were missing, which are random."""
+    """Return the model with its weights, and the names of the weights that its files lack, which have random values."""
     try:
         model, info = head.from_pretrained(name, output_loading_info=True, **options)
-    except Exception as error:  # of the hub, of the network, of files
+    except Exception as error:  # errors of the hub, the network or files
         raise PackingError(
-            f"--weights: expected weights that can be loaded, those of {name!r} cannot: {reason_of(error)}"
+            f"--weights: expected weights that can be loaded, but loading {name!r} failed: {reason_of(error)}"
         ) from None
     return model.to("cuda") if torch.cuda.is_available() else model, sorted(info["missing_keys"])

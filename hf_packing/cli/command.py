@@ -1,4 +1,4 @@
-"""The command `hf-packing`: its parser, its error messages and its exit codes."""
+"""The command line tool `hf-packing`: the parser, error messages and exit codes."""
 
 import argparse
 import warnings
@@ -14,18 +14,18 @@ from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, s
 from hf_packing.errors import MissingDependencyError, PackingError
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
-"""Exit codes beside those of the commands; the last is the one that shells use for a closed pipe."""
+"""Exit codes after errors. READER_GONE is the code that shells use for a closed pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Errors that a user can fix are printed in one line, without a traceback.
+    """Run the command line tool. Errors that a user can fix are printed in one line, without a traceback.
 
     Args:
-        arguments: None for those of the command line.
+        arguments: the command line arguments; None to take the arguments of this process.
 
     Returns:
-        The exit code: 0, 1 for a model that does not isolate documents, 2 for bad input, 130 when interrupted, 141 when
-        the reader of the output has closed it.
+        The exit code: 0 after success, 1 for a model that does not isolate documents, 2 for bad input, 130 after an
+            interruption, 141 if the program that reads the output has closed the pipe.
     """
     prepare_streams()
     try:
@@ -44,7 +44,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (PackingError, MissingDependencyError) as error:
         say_error(str(error))
         return BAD_INPUT
-    except (OSError, EOFError, UnicodeError, pa.ArrowException) as error:  # of files, and of the disk
+    except (OSError, EOFError, UnicodeError, pa.ArrowException) as error:  # errors of files or the disk
         say_error(f"{type(error).__name__}: {error}")
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -72,14 +72,17 @@ def _check(given: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all other errors."""
+    """A parser that raises PackingError for bad arguments, so that errors are printed in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise PackingError(f"{message}; {self.prog} --help shows all options")
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = _Parser("hf-packing", description="Pack your documents, see what that saves, and check models for leaks.")
+    top = _Parser(
+        "hf-packing",
+        description="Pack documents, see how much packing saves, and check whether models isolate packed documents.",
+    )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
     commands = top.add_subparsers(required=True, metavar="report | pack | check")
     _add_report(
@@ -93,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "pack",
             help="pack your documents into a dataset",
-            description="Tokenize and pack documents into a saved dataset. A run that was interrupted resumes.",
+            description="Tokenize and pack documents into a saved dataset. An interrupted run can be resumed.",
         )
     )
     _add_check(
@@ -101,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
             "check",
             help="check whether a model isolates packed documents",
             description=(
-                "Check whether a model isolates packed documents, as it is and after patch_model, and by which route. "
-                "The exit code is 1 if it does not."
+                "Check whether a model isolates packed documents, before and after patch_model. The exit code is 1 if "
+                "the model cannot be patched, or does not isolate documents after patch_model."
             ),
         )
     )
@@ -111,17 +114,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_report(command: argparse.ArgumentParser) -> None:
     _add_documents(command)
-    _add_max_length(command, [2048, 4096, 8192], "tokens of a row, one or several")
-    names = f"strategies to compare, of {', '.join(STRATEGIES)}"
-    usual = "fixed_length, first_come, best_fit, and bucket if there are several lengths"
+    _add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
+    names = f"strategies to compare; choose from {', '.join(STRATEGIES)}"
+    usual = "fixed_length, first_come, best_fit, and bucket if --max-length has several numbers"
     command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"{names} (default: {usual})")
-    command.add_argument("--output", type=Path, metavar="HTML", help="page to write, with PNG pictures beside it")
+    command.add_argument(
+        "--output", type=Path, metavar="HTML", help="HTML page to write; PNG pictures are written beside the page"
+    )
     command.add_argument(
         "--ranks",
         type=_positive,
         metavar="N",
         default=8,
-        help="processes that train at the same time (default: %(default)s)",
+        help="number of processes that train at the same time (default: %(default)s)",
     )
     command.set_defaults(run=_report)
 
@@ -135,19 +140,19 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
         "--strategy",
         default="best_fit",
         metavar="NAME",
-        help=f"one of {', '.join(STRATEGIES)} (default: %(default)s)",
+        help=f"strategy, one of {', '.join(STRATEGIES)} (default: %(default)s)",
     )
-    _add_max_length(command, [4096], "tokens of a row; several for buckets")
+    _add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
     command.set_defaults(run=_pack)
 
 
 def _add_check(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL", help="name on the hub, folder, or an architecture such as llama")
+    command.add_argument("model", metavar="MODEL", help="a name on the hub, a folder, or an architecture such as llama")
     command.add_argument(
         "--weights",
         action="store_true",
-        help="load the model itself (default: make a small one of the same configuration)",
+        help="load the model itself (default: make a small model of the same configuration)",
     )
     _add_usual(command)
     command.set_defaults(run=_check)
@@ -157,25 +162,27 @@ def _add_documents(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "data",
         metavar="DATA",
-        help="a JSONL, parquet, CSV or text file, a folder of them, a saved dataset, or a dataset's name on the hub",
+        help="a JSONL, parquet, CSV or text file, a folder of files, a saved dataset, or a dataset's name on the hub",
     )
     command.add_argument(
         "--tokenizer",
         metavar="T",
-        help="name on the hub, folder, or tokenizer.json file; needed unless rows have input_ids",
+        help="tokenizer: a name on the hub, a folder, or a tokenizer.json file; needed unless rows have input_ids",
     )
     command.add_argument(
         "--field", help="field with the text (default: the first found of text, prompt and completion, messages)"
     )
-    command.add_argument("--split", help="which split of a dataset to read (default: train)")
+    command.add_argument("--split", help="split of a dataset to read (default: train)")
     command.add_argument("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.py' (default: all)")
     command.add_argument(
         "--skip-bad",
         action="store_true",
-        help="leave out rows that cannot be read, and count them (default: stop at the first)",
+        help="leave out rows that cannot be read, and count these rows (default: stop at the first such row)",
     )
     command.add_argument(
-        "--no-eos", action="store_true", help="put no end-of-sequence token after a text (default: put one)"
+        "--no-eos",
+        action="store_true",
+        help="put no end-of-sequence token after a text (default: put an end-of-sequence token)",
     )
     command.add_argument(
         "--separator", metavar="TEXT", help="text between a prompt and its completion (default: a line break)"
@@ -192,12 +199,14 @@ def _add_max_length(command: argparse.ArgumentParser, default: list[int], meanin
 
 def _add_usual(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--trust-remote-code", action="store_true", help="run code that comes with T or MODEL (default: refuse it)"
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that comes with a tokenizer or a model (default: refuse such code)",
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer from 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)

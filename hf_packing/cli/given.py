@@ -1,4 +1,4 @@
-"""Turn the flags of a command into documents and strategies."""
+"""Turn command line flags into documents and strategies."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ STRATEGIES = tuple(registered_strategies())
 
 
 def corpus_of(given: argparse.Namespace) -> Corpus:
-    """Return the corpus that the flags name, with its tokenizer loaded."""
+    """Return the documents that the flags describe, with the tokenizer loaded."""
     documents = Documents(given.data, given.split, given.glob, given.skip_bad)
     tokenizer = load_tokenizer(given.tokenizer, given.trust_remote_code) if given.tokenizer else None
     return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos, separator=given.separator)
 
 
 def check_that_it_plans(strategy: Strategy) -> None:
-    """Refuse a strategy whose package is missing, before documents are read.
+    """Raise an error if a package that the strategy needs is missing. The check runs before documents are read.
 
     Raises:
         MissingDependencyError: a package that the strategy needs is not installed.
@@ -31,19 +31,19 @@ def check_that_it_plans(strategy: Strategy) -> None:
 
 
 def warn_without_end(corpus: Corpus) -> None:
-    """Warn if documents get no end-of-sequence token because the tokenizer names none."""
+    """Warn if documents get no end-of-sequence token because the tokenizer has none."""
     if corpus.should_end and not corpus.ends and corpus.tokenizer is not None:
-        say_warning(f"{corpus.tokenizer.name} names no end-of-sequence token: documents end without one")
+        say_warning(f"{corpus.tokenizer.name} has no end-of-sequence token, so documents end without such a token")
 
 
 def print_skipped(skipped: Sequence[str]) -> None:
-    """Print how much was left out."""
+    """Print how many rows or files were left out, and the reason for the first."""
     if skipped:
-        say(out, f"left out: {len(skipped):,}, the first: {skipped[0]}")
+        say(out, f"rows or files left out: {len(skipped):,}, the first: {skipped[0]}")
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
-    """Return each strategy with each length; those with buckets once, with all lengths."""
+    """Return each named strategy for each length. A strategy with buckets is returned once, with all lengths."""
     strategies: list[Strategy] = []
     for name in dict.fromkeys(names):
         strategy: Any = _strategy_class(name)
@@ -53,13 +53,15 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
 
 
 def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
-    """Return the one strategy of that name.
+    """Return the strategy with this name.
 
     Raises:
-        PackingError: no such name, or several lengths for a strategy that takes one.
+        PackingError: no strategy has this name, or a strategy without buckets is given several lengths.
     """
     if not _strategy_class(name).has_buckets and len(set(max_lengths)) > 1:
-        raise PackingError(f"--max-length: expected one with {name}, got {', '.join(map(str, max_lengths))}")
+        raise PackingError(
+            f"--max-length: expected a single number with {name}, got {', '.join(map(str, max_lengths))}"
+        )
     return strategies_named([name], max_lengths)[0]
 
 

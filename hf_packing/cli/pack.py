@@ -1,6 +1,7 @@
-"""`hf-packing pack`: documents -> a packed dataset on disk.
+"""`hf-packing pack`: write documents to disk as a packed dataset.
 
-Documents are tokenized in shards that survive an interruption. The dataset is put in place when it is complete.
+Documents are tokenized in shards that survive an interruption. The dataset is moved to the output folder when the
+dataset is complete.
 """
 
 import argparse
@@ -29,9 +30,9 @@ from hf_packing.strategies.compare import name_of
 _JOB = "job.json"
 _PLAN = "plan"
 _REPLACED = "replaced"
-"""Where the overwritten dataset is kept until the new one is in place."""
+"""Name of the folder that keeps the overwritten dataset until the new dataset is in place."""
 _SHARDS, _TOKENIZED = "shards", "[0-9]*.arrow"
-"""The folder of shards, and a pattern of their names; `pack` keeps its own cache beside them."""
+"""The name of the folder of shards, and a pattern of shard names. The folder also has cache files of `pack`."""
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
 
 
@@ -39,7 +40,7 @@ def run_pack(given: argparse.Namespace) -> int:
     """Tokenize and pack documents into a saved dataset.
 
     Args:
-        given: the flags.
+        given: the parsed command line flags.
 
     Returns:
         The exit code, 0.
@@ -52,8 +53,8 @@ def run_pack(given: argparse.Namespace) -> int:
         made = _make_packed_dataset(corpus, strategy, given.output, seen, given.overwrite)
     warn_without_end(corpus)
     if corpus.left_out:
-        instead = "hf_packing.pack keeps columns with one number for each token"
-        say_warning(f"left out beside input_ids: {', '.join(corpus.left_out)}; {instead}")
+        instead = "the Python function hf_packing.pack keeps columns with one number for each token"
+        say_warning(f"left out columns beside input_ids: {', '.join(corpus.left_out)}; {instead}")
     skipped = corpus.documents.skipped
     if given.json:
         facts = {"output": str(given.output), "strategy": name_of(strategy), "rows": made.rows}
@@ -63,27 +64,27 @@ def run_pack(given: argparse.Namespace) -> int:
         return 0
     say(out, str(made.plan))
     if made.tokenized_before:
-        say(out, f"{made.tokenized_before:,} documents had been tokenized before")
+        say(out, f"{made.tokenized_before:,} documents had already been tokenized by an interrupted run")
     if corpus.loss_masks:
-        say(out, f"applied to labels: {', '.join(corpus.loss_masks)}")
+        say(out, f"loss masks applied to labels: {', '.join(corpus.loss_masks)}")
     print_skipped(skipped)
-    say(out, f"written: {given.output}, with the plan in {made.folder / _PLAN}")
+    say(out, f"written: {given.output}, with the packing plan in {made.folder / _PLAN}")
     return 0
 
 
 @dataclass(frozen=True)
 class _PackedDataset:
-    """The result of a run."""
+    """The result of one run of `hf-packing pack`."""
 
     folder: Path
     plan: PackingPlan
     rows: int
     tokenized_before: int
-    """Documents that an earlier, interrupted run had tokenized."""
+    """Number of documents that an earlier, interrupted run had tokenized."""
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    """Refuse an output folder that exists, unless it is a dataset to overwrite.
+    """Raise PackingError if the output folder exists, unless the folder is a saved dataset that may be overwritten.
 
     Raises:
         PackingError: the folder exists without --overwrite, or is not a saved dataset.
@@ -92,28 +93,33 @@ def _check_output(output: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise PackingError(
-            f"--output: expected a folder that does not exist, {str(output)!r} exists; --overwrite replaces it"
+            f"--output: expected a folder that does not exist, but {str(output)!r} exists; --overwrite replaces a "
+            "dataset"
         )
     if not (output / "dataset_info.json").is_file():
-        raise PackingError(f"--overwrite: expected a saved dataset to replace, {str(output)!r} is not a saved dataset")
+        raise PackingError(f"--overwrite: expected a saved dataset to replace, but {str(output)!r} is no saved dataset")
 
 
 def _make_packed_dataset(
     corpus: Corpus, strategy: Strategy, output: Path, seen: Seen, overwrite: bool
 ) -> _PackedDataset:
-    """Tokenize, pack and save. Reuse the tokens of an interrupted run.
+    """Tokenize documents, pack the tokens and save the result. Tokens of an interrupted run are reused.
 
     Args:
-        corpus: documents and their tokenizer.
-        strategy: packs the documents.
+        corpus: the documents and their tokenizer.
+        strategy: the strategy that packs the documents.
         output: the folder to create, for `datasets.load_from_disk`.
-        seen: called with the number of documents tokenized.
-        overwrite: whether to replace an existing dataset, once the new one is complete.
+        seen: a function to call with the number of documents that were tokenized since the last call.
+        overwrite: whether to replace an existing dataset, once the new dataset is complete.
+
+    Returns:
+        The saved dataset's folder, plan and counts.
 
     Raises:
-        PackingError: the output exists, or another run writes it; rows that cannot be read; no document with a token.
+        PackingError: the output folder exists, or another run is writing to the folder; rows that cannot be read; no
+            document with a token.
     """
-    output = output.resolve() if output.is_symlink() else output  # written where the link points
+    output = output.resolve() if output.is_symlink() else output  # the folder that the link points to is written
     _check_output(output, overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
@@ -122,13 +128,13 @@ def _make_packed_dataset(
             aside = _partial_folder(output) / _REPLACED
             if aside.exists() and not output.exists():  # a run was killed between two renames
                 aside.rename(output)
-            _check_output(output, overwrite)  # another run may have made it since
+            _check_output(output, overwrite)  # another run may have made the output meanwhile
             made = _make_while_locked(corpus, strategy, output, seen)
             Path(lock.lock_file).unlink(missing_ok=True)
             return made
     except Timeout:
         raise PackingError(
-            f"--output: expected a folder that no other run writes, another run is writing {str(output)!r}"
+            f"--output: expected a folder that no other run writes to, but another run is writing to {str(output)!r}"
         ) from None
 
 
@@ -139,7 +145,7 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
     documents, before = _tokenize(corpus, partial / _SHARDS, seen)
     if corpus.documents.files and _job_of(corpus) != job:
         raise PackingError(
-            "DATA: expected files that do not change, some changed while they were read; run the command again"
+            "DATA: expected files that do not change, but some files changed during reading; run the command again"
         )
     shards = sorted((partial / _SHARDS).glob(_TOKENIZED))
     if not shards:
@@ -149,11 +155,12 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
     lengths = pa.compute.list_value_length(tokens.data.column("input_ids")).to_numpy()
     if len(lengths) != documents:
         raise PackingError(
-            f"{partial}: expected the tokens of {documents} documents, got {len(lengths)}; remove this folder"
+            f"{partial}: expected the tokens of {documents} documents, got the tokens of {len(lengths)} documents; "
+            "remove this folder, and run the command again"
         )
     if not lengths.any():
         shutil.rmtree(partial)
-        raise PackingError(f"DATA: expected documents with tokens, none of the {len(lengths)} has any")
+        raise PackingError(f"DATA: expected documents with tokens, but all {len(lengths)} documents are empty")
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
     plan = plan_packing(lengths, strategy)
@@ -167,12 +174,15 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
 
 
 def _partial_folder(output: Path) -> Path:
-    """Return the folder for shards of an unfinished run: beside the output, so that it is not taken for finished."""
+    """Return the folder for the shards of an unfinished run.
+
+    The folder is beside the output folder, not in it, so that nobody takes the shards for a finished dataset.
+    """
     return output.parent / f".{output.name}.partial"
 
 
 def _job_of(corpus: Corpus) -> dict[str, Any]:
-    """Return everything that the tokens depend on."""
+    """Return everything that the tokens depend on, as a dict for JSON."""
     backend = corpus.tokenizer.backend.to_str() if corpus.tokenizer else ""
     return {
         "version": hf_packing.__version__,
@@ -188,7 +198,7 @@ def _job_of(corpus: Corpus) -> dict[str, Any]:
 
 
 def _begin(partial: Path, job: dict[str, Any]) -> None:
-    """Make a folder for the shards of this job; delete shards of a different job."""
+    """Make a folder for the shards of this job, which `_job_of` describes; delete the shards of a different job."""
     written = json.dumps(job, sort_keys=True)
     if partial.exists() and (not (partial / _JOB).is_file() or (partial / _JOB).read_text() != written):
         shutil.rmtree(partial)
@@ -197,10 +207,10 @@ def _begin(partial: Path, job: dict[str, Any]) -> None:
 
 
 def _tokenize(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
-    """Write a shard for each block of documents that has none.
+    """Tokenize all blocks of documents that have no shard yet, and write a shard for each of these blocks.
 
     Returns:
-        How many documents there are, and how many of them had been tokenized before.
+        The number of documents, and the number of documents whose shards an earlier run had written.
     """
     done = {int(shard.stem): shard for shard in folder.glob(_TOKENIZED)}
     documents, before = 0, 0
@@ -215,7 +225,7 @@ def _tokenize(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
 
 
 def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]) -> None:
-    """Write tokens under another name first, so that an existing shard is always complete."""
+    """Write tokens under a temporary name and rename the file, so that an existing shard is always complete."""
     table = pa.table({"input_ids": input_ids, "labels": labels}, schema=_SCHEMA)
     unfinished = file.with_suffix(".unfinished")
     with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as stream:
@@ -224,7 +234,7 @@ def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]
 
 
 def _replace(output: Path, fresh: Path, aside: Path) -> None:
-    """Replace the output by a finished folder. If that fails, restore the output that was there before."""
+    """Replace the output folder by the finished folder `fresh`. On failure, restore the old output from `aside`."""
     shutil.rmtree(aside, ignore_errors=True)
     if output.exists():
         output.rename(aside)

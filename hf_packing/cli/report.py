@@ -1,4 +1,4 @@
-"""`hf-packing report`: strategies compared on your documents, in the terminal, as JSON and as a page."""
+"""`hf-packing report`: compare strategies on your documents, and show the result as a table, as JSON or as a page."""
 
 import argparse
 
@@ -12,10 +12,10 @@ from hf_packing.strategies.compare import aligned
 
 
 def run_report(given: argparse.Namespace) -> int:
-    """Compare strategies on documents.
+    """Compare strategies on documents, and print or save the report.
 
     Args:
-        given: the flags.
+        given: the parsed command line flags.
 
     Returns:
         The exit code, 0.

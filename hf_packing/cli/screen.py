@@ -1,4 +1,4 @@
-"""Print to streams that may be closed, may lack a character in their encoding, or may lose their reader."""
+"""Print lines, progress and JSON, even if a stream is closed, loses its reader, or cannot encode a character."""
 
 import json
 import math
@@ -14,21 +14,21 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from hf_packing.data.corpus import Seen
 
 WIDE = 100
-"""Columns that the table of a report needs; text is wrapped to the same width."""
+"""Number of terminal columns that the table of a report needs. Text is wrapped to the same width."""
 
 
 class ReaderGoneError(Exception):
-    """Raised when whoever reads the output, such as `head`, has closed it."""
+    """Raised when the program that reads the output, such as `head`, has closed the pipe."""
 
 
 class _Screen(Console):
-    """Prints lines as they are: no colors for numbers, and no emoji for words between colons, which paths may have."""
+    """A console that prints lines unchanged: no colors for numbers, no emoji for words between colons."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, emoji=False, **settings)
 
     def on_broken_pipe(self) -> None:
-        """Rich would exit with 1, which means something else here."""
+        """Raise ReaderGoneError. Rich would exit with code 1, which here stands for a model that leaks."""
         raise ReaderGoneError
 
 
@@ -41,7 +41,7 @@ err = _Screen(stderr=True)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line as it is: neither cut nor taken for markup."""
+    """Print a line unchanged. The line is not cut, and is not interpreted as markup."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
@@ -51,12 +51,12 @@ def say_error(text: str) -> None:
 
 
 def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning in one line, without its place in the code, which is not the user's code."""
+    """Print a warning in one line. The place in the code is left out, since the code is not the user's."""
     say(err, f"warning: {' '.join(str(message).split())}", style="yellow")
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print JSON, with null for nan and infinity."""
+    """Print facts as JSON, with null for nan and infinity."""
     text = json.dumps(_finite(facts), indent=1, default=plain, allow_nan=False)
     try:
         print(text, flush=True)
@@ -65,13 +65,17 @@ def print_json(facts: dict[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return numbers and arrays of NumPy as Python has them, anything else as text: a default for `json`."""
+    """Return a NumPy number or array as a Python value, and any other value as text; a `default` for `json.dumps`."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @contextmanager
 def counting_documents(description: str) -> Iterator[Seen]:
-    """Show a count of documents; the total is not known before they are read."""
+    """Context manager: within the block, show a count of documents.
+
+    Yields:
+        A function that adds a number of documents to the count.
+    """
     columns = (SpinnerColumn(), TextColumn(description), MofNCompleteColumn(), TextColumn("documents"))
     with Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(description, total=None)
@@ -79,7 +83,7 @@ def counting_documents(description: str) -> Iterator[Seen]:
 
 
 def prepare_streams() -> None:
-    """Discard output to closed streams, and escape characters that an encoding lacks."""
+    """Make stdout and stderr usable: discard output to closed streams, and escape characters that an encoding lacks."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -88,14 +92,14 @@ def prepare_streams() -> None:
 
 
 def swallow_the_rest() -> None:
-    """Discard the remaining output: Python flushes its streams at exit, and would print an error."""
+    """Discard the remaining output. Otherwise Python would flush the streams at exit, and print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
 
 
 def _finite(value: Any) -> Any:
-    """Replace nan and infinity, such as the leak of a model that cannot be called, by None."""
+    """Return the value with nan and infinity replaced by None, since JSON has no nan and no infinity."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,16 +1,18 @@
-"""Turn documents into packed rows, and back: everything between a tokenized dataset and the rows of a packed one.
+"""Turn files into tokenized documents, documents into packed rows, and packed rows back into documents.
+
+These files pack and unpack:
 
 pack.py            pack a whole dataset; unpack it
 map_batch.py       pack one batch of `datasets.map`
-token_columns.py   which columns are packed, and their token lists as NumPy arrays
-packed_rows.py     gather packed rows from documents by a plan; restore the documents
-cache.py           packed rows on disk, with what `unpack` needs; cleanup after killed processes
+token_columns.py   choose the columns to pack, and read their token lists as NumPy arrays
+packed_rows.py     gather packed rows from documents according to a plan; restore the documents
+cache.py           store packed rows on disk with the data that `unpack` needs; clean up after killed processes
 
-Before that, files become documents and documents become tokens:
+These files make tokenized documents:
 
-files.py           which files a path or a pattern names
-documents.py       read the documents in them, and report the line of any that cannot be read
+files.py           find the files that a path or a pattern names
+documents.py       read documents from files, and name the line of every document that cannot be read
 rendering.py       render messages, prompts and texts with the tokenizer's template
-tokenize.py        texts become tokens
-corpus.py          all of it together, for the command and the recipes
+tokenize.py        turn texts into tokens
+corpus.py          read, render and tokenize documents block by block, for the command and the recipes
 """

@@ -1,7 +1,7 @@
-"""Packed rows on disk: where they are stored, along with what `unpack` needs, and whether they are complete.
+"""Store packed rows on disk with the data that `unpack` needs, and check whether stored rows are complete.
 
-Rows are written in a work folder and moved into place when they are complete. What an interrupted run left behind is
-removed later, once no process uses it.
+Rows are written to a work folder and moved into place when complete. A later run removes the work folders of
+interrupted runs, once no process uses those folders.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from hf_packing.planning.plan import ARRAYS, PackingPlan
 from hf_packing.planning.storage import load_arrays, put_in_place
 
 PLAN_KEY = b"hf_packing.plan"
-"""In the metadata of an Arrow stream: the fingerprint of the plan that its rows were packed with."""
+"""Key in the metadata of an Arrow stream. The value is the fingerprint of the plan that the rows were packed with."""
 
 _PLAN = "plan"
 
@@ -55,27 +55,27 @@ _LOCK = "lock"
 _UNFINISHED = re.compile(r"\.cache-[0-9a-f]+\.(arrow|plan)[.-].+")
 
 UNTOUCHED_FOR = 3600.0
-"""Seconds without a write after which unlocked work is a leftover; some file systems have no locks."""
+"""Seconds without a write after which an unlocked work file or folder is removed; some file systems have no locks."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What packed rows were made from, stored beside them so that they can be unpacked."""
+    """The plan and other facts about packed rows, stored beside the rows so that `unpack` can restore documents."""
 
     plan: PackingPlan
     strategy: str
     """The strategy's repr."""
     labels_made: bool
-    """Whether the documents had neither labels nor loss masks."""
+    """Whether labels were made from input_ids, since the documents had neither labels nor loss masks."""
     first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments]: the labels that -100 replaced; None if the labels were made from input_ids."""
+    """int32 [segments]: the labels that -100 replaced at the start of segments; None if `labels_made` is True."""
     loss_masks: tuple[str, ...]
-    """Columns that were applied to the labels, and dropped."""
+    """Names of the mask columns that were applied to the labels and then dropped."""
     trained_tokens: int
-    """How many labels of the rows are not -100."""
+    """The number of labels in the rows that are not -100."""
 
     def facts(self) -> dict[str, Any]:
-        """Return facts to save, so that describing them does not read the plan again."""
+        """Return the facts to save as JSON, so that `describe_changes` need not read the plan."""
         tokens = int(self.plan.document_length.sum(dtype=np.int64))
         packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
         return {
@@ -93,7 +93,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class CachedPacks:
-    """A packed dataset on disk: an Arrow stream of rows, and beside it a folder with their origin."""
+    """A packed dataset on disk: an Arrow stream of rows, and a folder beside the stream with the origin of the rows."""
 
     rows: Path
     """The Arrow stream of packed rows."""
@@ -104,11 +104,11 @@ class CachedPacks:
         return self.rows.with_suffix(".plan")
 
     def exists(self) -> bool:
-        """Return whether `pack` has written here, completely or not."""
+        """Return whether the rows and their origin exist on disk, complete or not."""
         return self.rows.is_file() and self.origin.is_dir()
 
     def open(self) -> MemoryMappedTable | None:
-        """Return the packed rows, memory-mapped; None if they or their origin are missing or incomplete."""
+        """Return the packed rows, memory-mapped; None if the rows or their origin are missing or incomplete."""
         try:
             rows = MemoryMappedTable.from_file(str(self.rows))
             facts, (arrays, plan) = self._facts(), load_arrays(self.origin / _PLAN, ARRAYS)
@@ -120,7 +120,9 @@ class CachedPacks:
 
     @contextmanager
     def create(self, schema: pa.Schema) -> Iterator[tuple[pa.ipc.RecordBatchStreamWriter, Path]]:
-        """Open an Arrow stream to write rows to. If the block ends without an error, they replace any older rows.
+        """Context manager: open an Arrow stream to write rows to.
+
+        If the block ends without an error, the new rows replace any older rows.
 
         Args:
             schema: schema of the rows.
@@ -135,9 +137,9 @@ class CachedPacks:
             unfinished.replace(self.rows)
 
     def save_origin(self, origin: Origin, folder: Path) -> None:
-        """Write the origin in the work folder, then move it into place.
+        """Write an origin to the work folder, then move the written files into place.
 
-        If an equal origin is already in place, it is kept, since other processes may be reading it.
+        If an equal origin is already in place, its files are kept, since other processes may be reading them.
         """
         fresh = folder / self.origin.name
         fresh.mkdir()
@@ -148,7 +150,7 @@ class CachedPacks:
         put_in_place(fresh, self.origin, unless=lambda: self._holds(origin))
 
     def load_origin(self) -> Origin:
-        """Return what the rows were made from.
+        """Return the origin of the rows, read from disk.
 
         Raises:
             PackingError: the origin is damaged, or belongs to other rows.
@@ -160,17 +162,19 @@ class CachedPacks:
             with pa.memory_map(str(self.rows)) as file, pa.ipc.open_stream(file) as stream:
                 plan_of_rows = _plan_of(stream.schema)
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
-            raise PackingError(f"packed: expected what pack saved beside its rows, got {error} {again}") from error
+            raise PackingError(
+                f"packed: expected the files that pack() saved beside the rows, got the error {error} {again}"
+            ) from error
         if plan.fingerprint != plan_of_rows:
             raise PackingError(
-                f"plan: expected the one that these rows were packed with, {plan_of_rows}, got {plan.fingerprint} "
+                f"plan: expected the plan that these rows were packed with, {plan_of_rows}, got {plan.fingerprint} "
                 f"{again}"
             )
         masks, trained = tuple(facts["loss_masks"]), facts["trained_tokens"]
         return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained)
 
     def describe_changes(self) -> list[str]:
-        """Say what packing changed or left out, in phrases such as "drops 5 of 11 tokens"."""
+        """Return phrases that describe what packing changed, dropped or skipped, such as "drops 5 of 11 tokens"."""
         facts = self._facts()
         said = []
         if facts["loss_masks"]:
@@ -186,7 +190,7 @@ class CachedPacks:
         return said
 
     def _holds(self, origin: Origin) -> bool:
-        """Return whether the folder is there, complete, and holds this origin."""
+        """Return whether the folder on disk exists, is complete and holds this origin."""
         try:
             same_plan = PackingPlan.load(self.origin / _PLAN) == origin.plan
             same_facts = self._facts() == origin.facts()
@@ -197,7 +201,7 @@ class CachedPacks:
         return same_plan and same_facts and same_labels
 
     def _facts(self) -> dict[str, Any]:
-        """Read what `Origin.facts` returned when it was saved.
+        """Return the facts that `save_origin` wrote, in the form of `Origin.facts`.
 
         Raises:
             OSError, ValueError: the file is missing or damaged.
@@ -205,26 +209,27 @@ class CachedPacks:
         facts: dict[str, Any] = json.loads((self.origin / _FACTS).read_text())
         if not isinstance(facts, dict) or facts.keys() != _FACT_NAMES:
             raise ValueError(
-                f"expected {', '.join(sorted(_FACT_NAMES))} in {str(self.origin / _FACTS)!r}, got {facts!r}"
+                f"expected the fields {', '.join(sorted(_FACT_NAMES))} in {str(self.origin / _FACTS)!r}, got {facts!r}"
             )
         return facts
 
 
 def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
-    """Hash what packed rows depend on.
+    """Return a hash of everything that determines packed rows.
 
     Args:
         dataset: the documents.
-        how: settings of the packing; a strategy among them has the version of hf_packing in its fields.
+        how: the packing settings, among them the strategy, which has the version of hf_packing in a field.
     """
     return str(Hasher.hash((dataset._fingerprint, how)))
 
 
 def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
-    """Choose where to store packed rows, and remove what killed processes left there.
+    """Return the place on disk for packed rows, and remove unfinished files that killed processes left in its folder.
 
-    As with `Dataset.map`, they go beside the dataset's own files; into the cache folder of `datasets` if there are no
-    such files or their folder is not writable; into a temporary folder if caching is disabled.
+    As with `Dataset.map`, packed rows are stored beside the dataset's own files. If the dataset has no files, or the
+    folder of its files is not writable, the rows go into the cache folder of `datasets`. If caching is disabled, the
+    rows go into a temporary folder.
     """
     name = f"cache-{fingerprint}.arrow"
     if not datasets.is_caching_enabled():
@@ -242,22 +247,25 @@ def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
 
 
 def _plan_of(schema: pa.Schema) -> str:
-    """Return the fingerprint of the plan that rows were packed with; empty if `pack` did not make them."""
+    """Return the fingerprint of the plan that rows were packed with; empty text if `pack` did not make the rows."""
     return str((schema.metadata or {}).get(PLAN_KEY, b"").decode())
 
 
 def _remove_at_exit_of(process: int, folder: Path) -> None:
-    """Remove a folder when the process that made it exits, but not when its forks run the same exit functions."""
+    """Remove a folder, but only in the process that made it, since forked processes run this exit function too."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def work_folder(place: Path) -> Iterator[Path]:
-    """Make a locked folder in which to write a file; it is removed at the end.
+    """Context manager: make a locked folder for unfinished files, and remove the folder at the end of the block.
 
     Args:
-        place: where the file goes when it is complete, `cache-*.arrow`; the folder is made beside it.
+        place: path to which the caller moves the finished file, `cache-*.arrow`; the folder is made beside this path.
+
+    Yields:
+        The folder.
     """
     folder, lock = _locked_folder(place)
     try:
@@ -269,7 +277,7 @@ def work_folder(place: Path) -> Iterator[Path]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove unfinished work of processes that no longer run from a folder of `cache-*.arrow` files."""
+    """Remove unfinished files from a folder of `cache-*.arrow` files, unless a running process uses the files."""
     with suppress(OSError):
         for unfinished in folder.iterdir():
             if _UNFINISHED.fullmatch(unfinished.name):
@@ -278,7 +286,7 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def _locked_folder(place: Path) -> tuple[Path, FileLock | None]:
-    """Return a new folder and its lock, or None on a file system without locks."""
+    """Make a folder beside `place`; return the folder and its lock, which is None on a file system without locks."""
     while True:
         folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
         lock = FileLock(folder / _LOCK)
@@ -294,10 +302,12 @@ def _locked_folder(place: Path) -> tuple[Path, FileLock | None]:
 
 
 def _remove_leftover(unfinished: Path) -> None:
-    """Remove a file or folder, unless its process still runs.
+    """Remove an unfinished file or folder, unless the process that made it still runs.
+
+    A file or folder without a lock is removed only if the last write was more than an hour ago.
 
     Raises:
-        OSError: its process still runs.
+        OSError: the process that made the folder still runs.
     """
     if (unfinished / _LOCK).is_file():
         with FileLock(unfinished / _LOCK, timeout=0):
@@ -310,5 +320,5 @@ def _remove_leftover(unfinished: Path) -> None:
 
 
 def _last_write(path: Path) -> float:
-    """Return when a file, or any file in a folder, was last written to, in seconds since 1970."""
+    """Return the time of the last write to a file, or to any file in a folder, in seconds since 1970."""
     return max(each.stat().st_mtime for each in (path, *path.rglob("*")))

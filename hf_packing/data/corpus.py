@@ -1,4 +1,4 @@
-"""Read documents, render them and tokenize them block by block; report what was read and what was left out."""
+"""Read, render and tokenize documents block by block; report which documents and columns were left out."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,30 +14,30 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import INT32_MAX, IntArray
 
 _CHARACTERS_AT_ONCE = 2_000_000
-"""About this many characters are tokenized in one call, which uses all cores."""
+"""Approximate number of characters to tokenize in one call, enough to use all cores."""
 _ENDED = ("text", "prompt")
-"""Kinds of rows that get an end token. A chat template writes its own."""
+"""Kinds of rows that get an end token. Chats do not, since a chat template writes end tokens."""
 _PER_TOKEN = {"labels": (IGNORED_LABEL, INT32_MAX), "attention_mask": (0, INT32_MAX)} | dict.fromkeys(
     LOSS_MASKS, (0, 1)
 )
-"""The columns that are read beside input_ids, with the least and the greatest value of each."""
+"""The columns that are read in addition to input_ids, with the least and the greatest allowed value of each column."""
 
 _Block = list[Any]
-"""Documents: Rendered, or _TokenizedRow where rows have input_ids."""
+"""A list of documents: `_TokenizedRow` objects if the rows have input_ids, otherwise `Rendered` objects."""
 Seen = Callable[[int], None]
-"""Called with the number of documents read since the last call."""
+"""A callback that receives the number of documents read since the previous call."""
 
 
 @dataclass
 class Corpus:
-    """Documents of one place, and how they become tokens.
+    """Documents from one source, with the settings that turn the documents into tokens.
 
     Args:
-        documents: to read.
-        tokenizer: for texts; None where rows have input_ids.
-        text_field: the field with the text, if it is not one of ROW_KINDS.
-        end_documents: whether texts get the tokenizer's end-of-sequence token, if it has one.
-        separator: between a prompt and a completion that are text; None for a line break.
+        documents: the documents to read.
+        tokenizer: the tokenizer for texts; None if the rows have input_ids.
+        text_field: name of the field with the text; None to use the first of ROW_KINDS that a row has.
+        end_documents: whether to append the tokenizer's end-of-sequence token to texts, if the tokenizer has one.
+        separator: the text between a prompt and a completion that are both text; None for a line break.
     """
 
     documents: Documents
@@ -46,29 +46,32 @@ class Corpus:
     end_documents: bool = True
     separator: str | None = None
     kind: str = field(default="", init=False)
-    """The field that tells the kind of rows, set when the first row is read."""
+    """The field that determines the kind of the rows, set when the first row is read."""
     loss_masks: list[str] = field(default_factory=list, init=False)
-    """Columns that the last iteration applied to the labels."""
+    """Names of the mask columns that the last iteration applied to the labels."""
     left_out: list[str] = field(default_factory=list, init=False)
-    """Columns beside the tokens that the last iteration did not use."""
+    """Names of the columns that the last iteration did not use."""
     _trained_by: tuple[str, ...] | None = field(default=None, init=False)
-    """Columns that say what is trained on, set when the first row with tokens is read."""
+    """Names of the label and mask columns, set when the first row with input_ids is read."""
 
     @property
     def should_end(self) -> bool:
-        """Whether documents should get an end token."""
+        """Whether documents should get an end token, given the options and the kind of the rows."""
         return self.tokenizer is not None and self.end_documents and (self.kind in _ENDED or self.kind not in ROW_KINDS)
 
     @property
     def ends(self) -> bool:
-        """Whether documents get an end token: not every tokenizer has one."""
+        """Whether documents get an end token: `should_end` is True, and the tokenizer has an end token."""
         return self.should_end and self.tokenizer is not None and self.tokenizer.end is not None
 
     def lengths(self, seen: Seen) -> IntArray:
-        """Return int64 [documents], tokens.
+        """Return the number of tokens in every document, int64 [documents].
+
+        Args:
+            seen: called after every block with the number of documents in the block.
 
         Raises:
-            PackingError: as `blocks`.
+            PackingError: for the same reasons as `blocks`.
         """
         found = [np.zeros(0, dtype=np.int64)]
         for block in self.blocks():
@@ -88,10 +91,10 @@ class Corpus:
         return self.tokenizer.tokens(block, self.ends)
 
     def blocks(self) -> Iterator[_Block]:
-        """Yield documents in blocks large enough that tokenizing one keeps all cores busy.
+        """Yield documents in blocks that are large enough to keep all cores busy in the tokenizer.
 
         Raises:
-            PackingError: a row that cannot be used; an option that does not fit the rows.
+            PackingError: a row cannot be used, or an option does not fit the rows.
         """
         self.kind, self._trained_by = "", None
         self.loss_masks.clear()
@@ -116,7 +119,9 @@ class Corpus:
 
     def _document(self, row: DocumentRow) -> "Rendered | _TokenizedRow":
         if row.get(self.kind) is None:
-            raise BadRowError(f"expected {self.kind} as in the rows before, got the fields {', '.join(row) or 'none'}")
+            raise BadRowError(
+                f"expected the field {self.kind}, as in earlier rows, got the fields {', '.join(row) or 'none'}"
+            )
         if self.kind == "input_ids":
             tokenized = _tokenized_row(row)
             self._check_labels(tokenized)
@@ -127,27 +132,31 @@ class Corpus:
         return render(row, self.kind, self.tokenizer.template, "\n" if self.separator is None else self.separator)
 
     def _check_labels(self, row: "_TokenizedRow") -> None:
-        """Refuse a row without the labels or masks of the first row: all of its tokens would be trained on.
+        """Raise unless a row has the same label and mask columns as the first row.
+
+        Without this check, all tokens of a row that lacks labels would be trained on.
 
         Raises:
-            BadRowError: other columns than in the first row.
+            BadRowError: the row has other label or mask columns than the first row.
         """
         self._trained_by = row.trained_by if self._trained_by is None else self._trained_by
         if row.trained_by != self._trained_by:
             expected, got = (" and ".join(names) or "no labels" for names in (self._trained_by, row.trained_by))
-            raise BadRowError(f"expected {expected} beside input_ids as in the rows before, got {got}")
+            raise BadRowError(f"expected {expected} in addition to input_ids, as in earlier rows, got {got}")
 
     def _check_options(self) -> None:
-        """Raise if an option is missing, or would have no effect."""
+        """Raise if a required option is missing, or if an option would have no effect on these rows."""
         if self.kind != "input_ids" and self.tokenizer is None:
-            raise PackingError(f"--tokenizer: expected one for documents with {self.kind}, got none")
+            raise PackingError(f"--tokenizer: expected a tokenizer for documents with {self.kind}, got none")
         if self.kind == "input_ids" and self.tokenizer is not None:
             raise PackingError(
-                "--tokenizer: expected none for documents with input_ids, which are tokenized already; --field names a "
-                "field with text to tokenize instead"
+                "--tokenizer: expected no tokenizer, since documents with input_ids are already tokenized; to tokenize "
+                "a text field instead, pass the name of that field as --field"
             )
         if self.kind != "prompt" and self.separator is not None:
-            raise PackingError(f"--separator: expected documents with prompt and completion, these have {self.kind}")
+            raise PackingError(
+                f"--separator: expected documents with prompt and completion, got documents with {self.kind}"
+            )
 
 
 class _TokenizedRow(NamedTuple):
@@ -156,11 +165,11 @@ class _TokenizedRow(NamedTuple):
     input_ids: list[int]
     labels: list[int]
     loss_masks: list[str]
-    """Columns that were applied to the labels."""
+    """Names of the mask columns that were applied to the labels."""
     trained_by: tuple[str, ...]
-    """Columns that say what is trained on: labels and loss masks."""
+    """Names of the columns that decide which tokens are trained on: labels and loss masks."""
     left_out: list[str]
-    """Columns that are not used."""
+    """Names of the columns that are not used."""
 
 
 def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
@@ -168,10 +177,10 @@ def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
 
     Raises:
         PackingError: the row is packed already.
-        BadRowError: values that are not one number for each token.
+        BadRowError: a column does not have one valid integer for each token, or attention_mask marks padding.
     """
     if packed := row.keys() & set(SEGMENT_COLUMNS):
-        raise PackingError(f"DATA: expected documents, got rows with {min(packed)}, which are packed already")
+        raise PackingError(f"DATA: expected documents, got packed rows: only packed rows have {min(packed)}")
     input_ids = _whole_numbers("input_ids", row["input_ids"])
     per_token = {
         name: _whole_numbers(name, row[name], *limits)
@@ -180,9 +189,11 @@ def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
     }
     for name, values in per_token.items():
         if len(values) != len(input_ids):
-            raise BadRowError(f"expected as many {name} as the {len(input_ids)} input_ids, got {len(values)}")
+            raise BadRowError(
+                f"expected {name} with one value for each of the {len(input_ids)} input_ids, got {len(values)} values"
+            )
     if other := set(per_token.get("attention_mask", [])) - {1}:
-        raise BadRowError(f"expected documents without padding, attention_mask has a {min(other)}")
+        raise BadRowError(f"expected documents without padding, got a {min(other)} in attention_mask")
     masks = [name for name in LOSS_MASKS if name in per_token]
     labels = per_token.get("labels", input_ids)
     if masks:

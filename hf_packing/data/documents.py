@@ -1,9 +1,9 @@
-"""Read documents row by row from files, folders, saved datasets and the hub, and count what cannot be read.
+"""Read documents row by row from files, folders, saved datasets and the hub, and count the rows that cannot be read.
 
-JSON lines, text and parquet are read here, not by `datasets`: a reader has to name the line that is wrong and go on
-after it. The JSON builder of `datasets` cannot do that, and it changes rows: whole numbers become floats where another
-row has a float, the arguments of tool calls take the order of the first row, and text such as "2024-01-01" becomes a
-date. CSV, saved datasets and the hub are left to `datasets`.
+This module reads JSON lines, text and parquet without `datasets`, since a reader has to name a wrong line and then
+continue with the next line. The JSON builder of `datasets` cannot do so. The builder also changes rows: integers become
+floats if another row has a float, the arguments of tool calls take the order of the first row, and text such as
+"2024-01-01" becomes a date. CSV files, saved datasets and datasets on the hub are read with `datasets`.
 """
 
 import codecs
@@ -34,34 +34,34 @@ DocumentRow = dict[str, Any]
 
 _SPREADSHEET = ".xlsx"
 _ARCHIVES = (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather")
-"""Files to unpack or to convert first. Some of their bytes could be taken for text."""
-_NO_TEXT = "expected text in UTF-8, got zero bytes, as in archives, arrays and UTF-16"
+"""Suffixes of files that the user must unpack or convert first. The content of such a file can look like text."""
+_NO_TEXT = "expected text in UTF-8, got NUL bytes, as in archives, arrays and UTF-16"
 
 _TRAIN = "train"
 _BEGINNING = 8192
-"""Bytes read to tell text from other content, and a JSON array from lines of JSON."""
+"""Bytes read from the start of a file to tell text from other content, and a JSON array from lines of JSON."""
 _SHOWN = 80
-"""Characters of a value that a message shows."""
+"""The number of characters of a value that a message shows."""
 _MOST_OF_A_REASON = 1000
-"""Characters of another library's error that a message shows."""
+"""The most characters of another library's error that a message shows."""
 _PATIENCE = 5
 """Seconds to wait for the hub's answer."""
 
 
 @dataclass
 class Documents:
-    """Rows from one place, read again in every iteration.
+    """Rows from one source, which every iteration reads again.
 
     Args:
         data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines are documents; a folder of files
-            with rows, or of texts, each of which is one document; a folder that `save_to_disk` made; or the name of a
-            dataset on the hub. JSON and text may be compressed.
-        split: of a dataset with several; None for "train". Files have none.
-        glob: which files of a folder are read, such as "*.py"; None for all.
-        skip_bad: whether rows that cannot be read are left out, and counted in `skipped`.
+            with rows; a folder of text files, where every file is one document; a folder that `save_to_disk` made; or
+            the name of a dataset on the hub. JSON files and text files may be compressed.
+        split: name of the split to read from a dataset with several splits; None for "train". Files have no splits.
+        glob: pattern for the names of the files to read in a folder, such as "*.py"; None for all files.
+        skip_bad: whether rows that cannot be read are left out and listed in `skipped`.
 
     Raises:
-        PackingError: there is nothing to read in `data`, or an option does not fit it.
+        PackingError: there is nothing to read in `data`, or an option does not fit `data`.
     """
 
     data: str
@@ -69,9 +69,9 @@ class Documents:
     glob: str | None = None
     skip_bad: bool = False
     skipped: list[str] = field(default_factory=list, init=False)
-    """What the last iteration left out, and why."""
+    """Files and rows that the last iteration left out, with the reasons."""
     files: list[Path] = field(init=False)
-    """Empty for a dataset that `datasets` reads."""
+    """The files to read; empty if `datasets` reads the data."""
     _found: FoundFiles = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,8 +80,8 @@ class Documents:
         self.files = self._found.to_read
         if self.split and path.exists() and not is_saved_dataset(path):
             raise PackingError(
-                f"--split: expected a saved dataset or a name on the hub, {self.data!r} has files and no splits; name "
-                "the files of the split, with --glob if they are in a folder"
+                f"--split: expected a saved dataset or a name on the hub, but {self.data!r} has files and no splits; "
+                "name the files of the split instead, with --glob if the files are in a folder"
             )
 
     def __iter__(self) -> Iterator[DocumentRow]:
@@ -89,10 +89,10 @@ class Documents:
             yield row
 
     def with_places(self) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield every row with its place, for messages.
+        """Yield pairs of a place, such as "a.jsonl, line 3", and the row at that place. Error messages name the place.
 
         Raises:
-            PackingError: a row or a file cannot be read, and is not to be skipped.
+            PackingError: a row or a file cannot be read, and `skip_bad` is False.
         """
         self.skipped[:] = self._found.not_read
         for why in self._found.broken:
@@ -106,17 +106,20 @@ class Documents:
                 yield f"{file}, {place}" if place else str(file), row
 
     def leave_out(self, why: str) -> None:
-        """Count a row that cannot be read.
+        """Add a row or a file that cannot be read to `skipped`.
+
+        Args:
+            why: the place of the row or file, and the reason.
 
         Raises:
-            PackingError: bad rows are not to be skipped.
+            PackingError: `skip_bad` is False.
         """
         if not self.skip_bad:
-            raise PackingError(f"{why}; --skip-bad leaves such rows out, and counts them")
+            raise PackingError(f"{why}; --skip-bad leaves such rows out and counts them")
         self.skipped.append(why)
 
     def identity(self) -> list[Any]:
-        """Return values that change when the documents do: sizes and times of files, or the fingerprint of a dataset.
+        """Return values that change when the documents change: sizes and times of files, or a dataset's fingerprint.
 
         The time of the last status change is included, since copying a file can restore the modification time.
         """
@@ -128,14 +131,14 @@ class Documents:
     def _to_its_end(
         self, file: Path, rows: Callable[[Path], Iterator[tuple[str, DocumentRow]]]
     ) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield the rows of a file; if it is damaged, those before the damage."""
+        """Yield the rows of a file. If the file is damaged, yield the rows before the damage, then call `leave_out`."""
         try:
             yield from rows(file)
         except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
-            self.leave_out(f"{file}: expected a file that can be read to its end, {error}")
+            self.leave_out(f"{file}: expected a file that can be read to its end, got the error: {error}")
 
     def _rows(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield the rows of a file, or the lines of a text."""
+        """Yield the rows of a file, or the lines of a text file, with their places."""
         kind = kind_of_file(file)
         if kind in (_SPREADSHEET, *_ARCHIVES):
             self.leave_out(f"{file}: expected JSONL, parquet, CSV or text, got a {kind} file")
@@ -168,23 +171,23 @@ class Documents:
                     row = json.loads(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError) as error:
                     got = _shown(line.decode("utf-8", errors="replace"))
-                    self.leave_out(f"{file}, line {number}: expected JSON, {error}, got {got}")
+                    self.leave_out(f"{file}, line {number}: expected JSON, got {got} ({error})")
                     continue
                 yield f"line {number}", row
 
     def _lines(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield every line of a text as a document."""
+        """Yield every line of a text file as a document, with its place."""
         with open_file(file) as stream:
             for number, line in enumerate(stream, start=1):
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    self.leave_out(f"{file}, line {number}: expected text in UTF-8, {error}")
+                    self.leave_out(f"{file}, line {number}: expected text in UTF-8, got the error: {error}")
                     continue
                 yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
 
     def _text(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield a text file as one document; count any other as skipped: folders also hold images and archives."""
+        """Yield a text file as one document. Add other files to `skipped`, such as images, but refuse a spreadsheet."""
         if kind_of_file(file) == _SPREADSHEET:
             yield from self._rows(file)
         elif not _is_text(file):
@@ -195,18 +198,19 @@ class Documents:
             try:
                 yield "", {"text": content.decode("utf-8-sig")}
             except UnicodeDecodeError as error:
-                self.skipped.append(f"{file}: expected text in UTF-8, {error}")
+                self.skipped.append(f"{file}: expected text in UTF-8, got the error: {error}")
 
 
 def load(data: str, split: str | None = None) -> Any:
-    """Load a saved dataset, or one from the hub.
+    """Load a saved dataset, or a dataset from the hub.
 
     Args:
-        data: a folder that `save_to_disk` made, or a name on the hub, whose files `datasets` keeps in its cache.
-        split: of several; None for "train".
+        data: a folder that `save_to_disk` made, or the name of a dataset on the hub. `datasets` keeps the files of a
+            dataset from the hub in its cache.
+        split: name of the split to load from a dataset with several splits; None for "train".
 
     Returns:
-        A `datasets.Dataset` with the columns that its format shows; its rows are plain Python, whatever the format.
+        A `datasets.Dataset` with the columns that the saved format shows. Rows hold plain Python values.
 
     Raises:
         PackingError: there is no such dataset or split.
@@ -219,27 +223,30 @@ def load(data: str, split: str | None = None) -> Any:
         else:
             with _from_cache_only(unless=Path(data).exists() or hub_answers(data, "dataset")):
                 found = datasets.load_dataset(data)
-    except Exception as error:  # from the hub, the network or files
+    except Exception as error:  # errors of the hub, the network or files
         raise PackingError(f"DATA: expected a file, a folder or a dataset, got {data!r}: {reason_of(error)}") from None
     if isinstance(found, dict):
         if (split or _TRAIN) not in found:
             raise PackingError(f"--split: expected one of {', '.join(map(str, found))}, got {split or _TRAIN!r}")
         found = found[split or _TRAIN]
     elif split and split != str(found.split):
-        raise PackingError(f"--split: expected none or {found.split}, since {data!r} is a single split, got {split!r}")
+        raise PackingError(
+            f"--split: expected no split or {found.split}, since {data!r} is a single split, got {split!r}"
+        )
     shown = found.format["columns"]
     found = found.with_format(None)
     return found if shown == found.column_names else found.select_columns(shown)
 
 
 def hub_answers(name: str, kind: str = "model") -> bool:
-    """Return whether the hub answers, asking once.
+    """Send one request to the hub and return whether the hub answers.
 
-    Without this, huggingface_hub retries for each file that is not cached: 24 s each, with a warning for every try.
+    Without this check, huggingface_hub retries for every file that is not cached. The retries take 24 s per file, with
+    a warning for every try.
 
     Args:
-        name: of the repository.
-        kind: "model" or "dataset".
+        name: name of the repository.
+        kind: type of the repository, "model" or "dataset".
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -255,7 +262,11 @@ def hub_answers(name: str, kind: str = "model") -> bool:
 
 @contextmanager
 def _from_cache_only(unless: bool) -> Iterator[None]:
-    """Make `load_dataset` use only its cache; it takes no argument for that."""
+    """Context manager: within the block, make `load_dataset` use only its cache.
+
+    Args:
+        unless: if True, change nothing.
+    """
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE
@@ -273,7 +284,10 @@ def reason_of(error: Exception) -> str:
 
 
 def _is_text(file: Path) -> bool:
-    """Return whether a file looks like text. Archives, arrays and UTF-16 have zero bytes, which are valid UTF-8."""
+    """Return whether a file looks like text, that is, has no NUL bytes at the beginning.
+
+    NUL bytes are valid UTF-8, but are typical of archives, arrays and UTF-16.
+    """
     with open_file(file) as stream:
         return b"\0" not in stream.read(_BEGINNING)
 
@@ -284,29 +298,31 @@ def _json_array(file: Path) -> list[Any]:
     try:
         return list(json.loads(content.decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
-        raise PackingError(f"{file}: expected a JSON array, {error}") from None
+        raise PackingError(f"{file}: expected a JSON array, got the error: {error}") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[DocumentRow]:
     try:
         table = pq.ParquetFile(file)
-    except Exception as error:  # pyarrow raises its own
-        raise PackingError(f"{file}: expected a parquet file, {error}") from None
+    except Exception as error:  # pyarrow raises errors of its own
+        raise PackingError(f"{file}: expected a parquet file, got the error: {error}") from None
     for batch in table.iter_batches(batch_size=1024):
         yield from batch.to_pylist()
 
 
 def _table_rows(file: Path, separator: str) -> Iterator[DocumentRow]:
-    """Stream the rows, so that no copy of them stays in a cache. Text such as NA stays text."""
+    """Yield the rows of a CSV or TSV file, streamed so that no copy stays in a cache. Text such as NA stays text."""
     import datasets
 
     options = {"sep": separator, "keep_default_na": False, "streaming": True}
     verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error below says what it would log
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error raised below has the same information
     try:
         yield from datasets.load_dataset("csv", data_files=str(file), split=_TRAIN, **options)
     except (ValueError, OSError) as error:
-        raise PackingError(f"{file}: expected a table whose first line names its columns, {reason_of(error)}") from None
+        raise PackingError(
+            f"{file}: expected a table whose first line names the columns, got the error: {reason_of(error)}"
+        ) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
 

@@ -1,7 +1,7 @@
-"""Find the files that documents are read from, and say which files of a folder are not read, and why.
+"""Find the files to read documents from, and list the files of a folder that are not read, with the reasons.
 
-`datasets` could list the files of a folder, but it follows no links to folders, reads a file twice if it has
-two names there, and does not say what it leaves out.
+`datasets` could list the files of a folder, but `datasets` follows no links to folders, reads a file with two names
+twice, and does not report which files are left out.
 """
 
 import bz2
@@ -16,84 +16,83 @@ from hf_packing.errors import PackingError
 
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _LEFT_OUT = ("__pycache__", "site-packages", "node_modules")
-"""Folders that are skipped, as are those that begin with a dot."""
+"""Names of folders that are skipped. Folders whose names begin with a dot are skipped too."""
 JSON = ".json"
-"""A file with rows, or one text document if it is in a folder with text files."""
+"""Suffix of a file with rows. In a folder with text files, such a file is one text document."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = (".jsonl", ".ndjson", ".parquet", *SEPARATORS)
-"""Files with a row for each document. In a folder that has one, no other files are read."""
+"""Suffixes of files with a row for each document. In a folder with such files, no other files are read."""
 
 
 class FoundFiles(NamedTuple):
-    """The files of a place."""
+    """The files found at a path: files to read, files that are left out, and files that cannot be read."""
 
     to_read: list[Path]
-    """In order; none for a saved dataset, or for what may be a name on the hub."""
+    """Files to read, in order; empty for a saved dataset, and for a path that may be a name on the hub."""
     not_read: list[str]
-    """Files that are left out, and why."""
+    """Files that are left out, with the reasons."""
     broken: list[str]
-    """Files that should be read but cannot be, and why."""
+    """Files that should be read but cannot be read, with the reasons."""
 
 
 def find_files(path: Path, glob: str | None) -> FoundFiles:
-    """Find the files to read in a place.
+    """Return the files to read at a path, and the files that are left out.
 
     Args:
         path: a file, a folder, a saved dataset, or the name of a dataset on the hub.
-        glob: a pattern of names of files in the folder, at any depth, such as "*.py"; None for all.
+        glob: pattern for the names of files in the folder, at any depth, such as "*.py"; None for all files.
 
     Raises:
-        PackingError: there are no files; a pattern without a folder to look in; a folder that cannot be read.
+        PackingError: there are no files, a pattern is given without a folder, or a folder cannot be read.
     """
     may_be_on_hub = not (path.exists() or path.suffix or path.is_absolute() or str(path).startswith("."))
     if not path.exists() and not may_be_on_hub:
-        raise PackingError(f"DATA: expected a file, a folder or a dataset's name, {str(path)!r} does not exist")
+        raise PackingError(f"DATA: expected a file, a folder or a dataset's name, but {str(path)!r} does not exist")
     if path.is_dir() and not is_saved_dataset(path):
         return _files_of_folder(path, glob)
     if glob:
         raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise PackingError(
-            f"DATA: expected a file or a folder, {str(path)!r} is neither, and cannot be read twice; write it to a file"
+            f"DATA: expected a file or a folder, but {str(path)!r} is neither and cannot be read twice; save the "
+            "content in a file"
         )
     return FoundFiles([path] if path.is_file() else [], [], [])
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `save_to_disk` made the folder."""
+    """Return whether `save_to_disk` made the folder."""
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def kind_of_file(file: Path) -> str:
-    """Return the suffix that says what is in a file, compressed or not, in lower case."""
+    """Return the suffix that tells the kind of a file, in lower case, ignoring a compression suffix such as .gz."""
     return (Path(file.stem).suffix if file.suffix.lower() in _OPENERS else file.suffix).lower()
 
 
 def open_file(file: Path) -> IO[bytes]:
-    """Open a file that may be compressed."""
+    """Open a file, compressed or not, and return a stream of the uncompressed bytes."""
     opened: IO[bytes] = _OPENERS.get(file.suffix.lower(), open)(file, "rb")
     return opened
 
 
 def _files_of_folder(folder: Path, glob: str | None) -> FoundFiles:
     if glob and (Path(glob).is_absolute() or "**" in glob.removeprefix("**/")):
-        raise PackingError(
-            f"--glob: expected a pattern of file names, such as *.py, matched at any depth, got {glob!r}"
-        )
+        raise PackingError(f"--glob: expected a pattern for file names at any depth, such as *.py, got {glob!r}")
     saved: list[Path] = []
     files = sorted(file for file in _walk(folder, saved) if file.match(glob or "*"))
-    not_read = [f"{each}: not read, a saved dataset within a folder" for each in sorted(saved)]
+    not_read = [f"{each}: a saved dataset within a folder, so not read" for each in sorted(saved)]
     broken = [f"{file}: expected a file, got a broken link" for file in files if not file.exists()]
-    not_read += [f"{file}: not read, not a regular file" for file in files if file.exists() and not file.is_file()]
+    not_read += [f"{file}: not a regular file, so not read" for file in files if file.exists() and not file.is_file()]
     files = [file for file in files if file.is_file()]
     targets = {file.resolve() for file in files if not file.is_symlink()}
     again = {file for file in files if file.is_symlink() and file.resolve() in targets}
-    not_read += [f"{file}: not read, a link to another file in the folder" for file in files if file in again]
+    not_read += [f"{file}: a link to another file in the folder, so not read" for file in files if file in again]
     files = [file for file in files if file not in again]
     if not files:
-        reason = "; name a saved dataset in it directly" if saved else f"; {broken[0]}" if broken else ""
+        reason = "; name a saved dataset in the folder directly" if saved else f"; {broken[0]}" if broken else ""
         raise PackingError(
-            f"DATA: expected files{f' like {glob}' if glob else ''}, the folder {str(folder)!r} has none{reason}"
+            f"DATA: expected files{f' like {glob}' if glob else ''} in the folder {str(folder)!r}, got none{reason}"
         )
     with_rows = [file for file in files if kind_of_file(file) in ROWS]
     if with_rows:
@@ -102,18 +101,20 @@ def _files_of_folder(folder: Path, glob: str | None) -> FoundFiles:
 
 
 def _walk(top: Path, saved: list[Path]) -> Iterator[Path]:
-    """Yield the files of a folder and of the folders that links in it lead to, each folder once.
+    """Yield the files of a folder, of its subfolders and of linked folders. No folder is visited twice.
 
     Args:
         top: the folder.
-        saved: filled with the saved datasets in it, whose files are not yielded.
+        saved: list to which saved datasets in the folder are added. Files of saved datasets are not yielded.
     """
 
     def refuse(error: OSError) -> None:
-        raise PackingError(f"DATA: expected folders that can be read, {error.filename!r}: {error.strerror}")
+        raise PackingError(
+            f"DATA: expected folders that can be read, but reading {error.filename!r} failed: {error.strerror}"
+        )
 
     pending, seen = [top], set[str]()
-    for start in pending:  # grows: links come last, so that files keep the names that they have in the folder itself
+    for start in pending:  # linked folders are appended, so a file reached twice is read under its direct name
         for where, folders, files in os.walk(start, onerror=refuse):
             folder, real = Path(where), os.path.realpath(where)
             if folder != top and is_saved_dataset(folder):

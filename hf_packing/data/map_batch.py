@@ -1,6 +1,7 @@
-"""Pack one batch of rows, in whatever form `datasets.map` or a user's own function passes it.
+"""Pack one batch of rows, in any form that `datasets.map` or a user's own function may pass.
 
-`map` passes only rows to its function. Its other arguments, such as `remove_columns`, are read from its stack frame.
+`map` passes nothing but rows to the function that it calls. Other arguments of `map`, such as `remove_columns`, are
+read from the stack frame of `map`.
 """
 
 import sys
@@ -33,22 +34,23 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, b
     """Pack the documents of one batch.
 
     Args:
-        batch: a pyarrow Table, a data frame, or a mapping of columns: lists of lists, or lists or arrays of arrays.
-        plan_lengths: returns the plan for checked lengths.
-        bucket: whether rows get a column with the capacity of their pack.
+        batch: a pyarrow Table, a data frame, or a mapping from names to columns. In a mapping, a column is a list of
+            lists, a list of arrays, or an array of arrays.
+        plan_lengths: function that returns the plan for checked document lengths.
+        bucket: whether packed rows get a column `bucket` with the capacity of their pack.
 
     Returns:
-        One row for each pack: a Table for `Dataset.map`, for a Table and for a data frame; a dict of lists of lists
-        for lists; a dict of lists of arrays for anything else.
+        Packed rows, one for each pack. A batch from `Dataset.map`, a Table or a data frame gives a Table. A mapping
+        with lists of lists gives a dict of lists of lists, any other mapping a dict of lists of arrays.
 
     Raises:
-        PackingError: as `find_token_columns`; a batch that is not a mapping, a single row, or a `map` that would keep
-            columns of the documents beside packed rows.
+        PackingError: `find_token_columns` refuses the columns, the batch is a single row or is not a mapping, or `map`
+            would keep columns of the documents beside packed rows.
     """
     call = _current_map_call()
     if (call is not None and not call.batched) or _is_single_row(batch):
         raise PackingError(
-            "batch: expected rows of lists, got a single row; call map with batched=True, as in "
+            "batch: expected several rows, got a single row; call map with batched=True, as in "
             "map(strategy, batched=True, batch_size=10_000, remove_columns=dataset.column_names)"
         )
     table = _as_table(batch)
@@ -74,41 +76,41 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, b
 
 @dataclass(frozen=True)
 class _MapCall:
-    """The arguments of the `map` that calls a strategy."""
+    """Arguments of the `map` call that runs a strategy."""
 
     batched: bool
     remove_columns: tuple[str, ...] = ()
     dataset: Any = None
-    """The Dataset that is mapped; None for an IterableDataset."""
+    """The Dataset whose `map` was called; None for an IterableDataset."""
     makes_tables: bool = False
-    """Whether an IterableDataset keeps the returned table as it is; otherwise it adds the new columns to the old."""
+    """Whether `IterableDataset.map` keeps a returned table as it is, instead of adding new columns to old columns."""
 
     def check_columns(self, given: list[str], packed: list[str]) -> None:
-        """Raise if IterableDataset.map would remove packed columns, or keep columns of documents beside them.
+        """Raise if `IterableDataset.map` would remove packed columns, or keep document columns beside packed columns.
 
         Args:
-            given: columns of the batch.
-            packed: columns of its packed rows.
+            given: names of the columns of the batch.
+            packed: names of the columns of the packed rows.
         """
         if self.dataset is not None or not self.batched:
             return
         if self.makes_tables:
             if lost := [name for name in packed if name in self.remove_columns]:
                 raise PackingError(
-                    f"remove_columns: expected none of the packed rows' columns, got {lost}; in formats such as arrow, "
-                    "IterableDataset.map would remove them after packing: leave remove_columns out"
+                    f"remove_columns: expected no columns of packed rows, got {lost}, since IterableDataset.map in "
+                    "formats such as arrow would remove these columns after packing; leave remove_columns out"
                 )
         elif kept := [name for name in given if name not in packed and name not in self.remove_columns]:
             raise PackingError(
-                f"remove_columns: expected {kept} among them, since IterableDataset.map would keep these columns of "
+                f"remove_columns: expected {kept} to be removed, since IterableDataset.map would keep these columns of "
                 f"documents beside packed rows; call map(strategy, batched=True, remove_columns={kept})"
             )
 
 
 def _current_map_call() -> _MapCall | None:
-    """Find the `map` call on the stack that passed the batch; return None if anything else calls the strategy.
+    """Return the arguments of the `map` call that passed the batch; None if the caller is not `map`.
 
-    If a formatted dataset calls the strategy as its transform for one row, that counts as a map without batched=True.
+    A dataset that calls the strategy as a transform for one row counts as a `map` call without batched=True.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package_of(frame) == "hf_packing":
@@ -132,7 +134,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _is_single_row(batch: Any) -> bool:
-    """Return whether this is a single row, as `map` passes without batched=True. A Table does not show it."""
+    """Return whether a batch is a mapping with a single row, as `map` passes without batched=True."""
     if not isinstance(batch, Mapping) or type(batch).__name__ == "LazyBatch":
         return False
     if type(batch).__name__ == "LazyRow":
@@ -154,14 +156,14 @@ def _as_table(batch: Any) -> pa.Table:
         return pa.table(batch)
     if not isinstance(batch, Mapping):
         raise PackingError(
-            f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}; with map, leave "
-            "input_columns out"
+            f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}; if map "
+            "calls the strategy, leave input_columns out"
         )
     return pa.table({name: _as_array(name, batch[name]) for name in batch})
 
 
 def _is_untouched(batch: Any) -> bool:
-    """Return whether a batch is still the table that `map` reads it from: no column was read, set or deleted."""
+    """Return whether a batch from `map` is unchanged since `map` made it: no column was read, set or deleted."""
     table = getattr(batch, "pa_table", None)
     return isinstance(table, pa.Table) and set(table.column_names) == batch.keys_to_format == set(batch)
 
@@ -171,25 +173,28 @@ def _as_array(name: str, values: Any) -> pa.Array:
         return pa.array([row if isinstance(row, (list, str, bytes, dict)) else _as_numpy(row) for row in values])
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError) as error:
         if expected := {INPUT_IDS: "integers", **TRAINING_COLUMNS}.get(name):
-            raise PackingError(f"column {name!r}: expected lists of {expected}: {error}") from error
+            raise PackingError(f"column {name!r}: expected lists of {expected}, got the error: {error}") from error
         return pa.nulls(len(values))
 
 
 def _as_numpy(row: Any) -> Any:
-    """Convert a row to a type that Arrow takes. An empty row loses its dtype: NumPy would make it float64."""
+    """Convert a row to a type that Arrow accepts. An empty row becomes a list, since NumPy would make it float64."""
     if not hasattr(row, "__len__"):
         return row
     return np.asarray(row) if len(row) else []
 
 
 def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
-    """Select what the format of the dataset shows; `map` passes all columns."""
+    """Return the columns of a table that the dataset's format shows, since `map` passes all columns.
+
+    If the dataset has a transform, warn and return all columns.
+    """
     if dataset.format["type"] != "custom":
         visible = visible_columns(dataset)
         return table.select([name for name in table.column_names if name in visible])
     warnings.warn(
-        "map keeps the transform of a dataset, which would be applied to packed rows too: call .with_format(None) on "
-        "the dataset that map returns",
+        "map keeps the transform of a dataset, so the transform would be applied to packed rows too; call "
+        ".with_format(None) on the dataset that map returns",
         stacklevel=2,
     )
     return table
@@ -198,12 +203,13 @@ def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
 def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bool) -> None:
     """Raise if the dataset's format, which `map` keeps, would hide a column that packing makes.
 
-    Only columns that change the meaning of packed rows matter: labels with loss masks applied, and capacities.
+    The check covers only the columns that change the meaning of packed rows: `labels` with loss masks applied, and
+    `bucket`.
 
     Args:
-        dataset: the Dataset that is mapped.
-        visible: the columns of the batch that its format shows.
-        bucket: whether packing makes that column.
+        dataset: the Dataset whose `map` was called.
+        visible: names of the batch's columns that the dataset's format shows.
+        bucket: whether packing makes a column `bucket`.
     """
     form = dataset.format
     if form["type"] == "custom" or form["output_all_columns"]:
@@ -212,9 +218,9 @@ def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bo
     made += [BUCKET] if bucket else []
     if hidden := [name for name in made if name in dataset.column_names and name not in form["columns"]]:
         raise PackingError(
-            f"column {hidden[0]!r}: expected none of that name, or one that the format of the dataset shows; map keeps "
-            f"the format, {form['columns']}, which would hide {hidden[0]!r} of packed rows too: remove the column, "
-            "or call pack, which shows all columns that it makes"
+            f"column {hidden[0]!r}: expected no such column, or a column that the dataset's format shows, since map "
+            f"keeps the format {form['columns']}, which would hide {hidden[0]!r} of packed rows too; remove the "
+            "column, or call pack, which shows all columns of packed rows"
         )
 
 
@@ -237,7 +243,7 @@ def _pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]
 
 
 def _rows_of_arrays(column: pa.ChunkedArray, name: str) -> Any:
-    """Return a column as a list of arrays, one for each row, or as one array of capacities."""
+    """Return a token column as a list with one array per row, or the column of capacities as one array."""
     if name == BUCKET and not is_token_type(column.type):
         return column.to_numpy()
     tokens = TokenColumn(name, column)

@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: plan over a whole dataset, gather its packed rows in Arrow, cache them on disk."""
+"""`pack` plans over a whole dataset, gathers rows in Arrow and caches the rows on disk; `unpack` restores documents."""
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,13 +35,13 @@ DatasetOrDict = TypeVar("DatasetOrDict", datasets.Dataset, datasets.DatasetDict)
 
 @runtime_checkable
 class PlansLengths(Protocol):
-    """What `pack` needs of a strategy."""
+    """The interface that `pack` requires of a strategy."""
 
     has_buckets: ClassVar[bool]
-    """Whether packs have several capacities; if so, a column `bucket` has that of each row."""
+    """Whether packs have several capacities. If so, the column `bucket` of packed rows has the capacity of the pack."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Return the plan for checked lengths."""
+        """Return the plan for checked document lengths."""
         ...
 
 
@@ -52,23 +52,25 @@ def pack(
 
     Args:
         dataset: Dataset or DatasetDict with `input_ids`. TRL's loss masks, `completion_mask` and `assistant_masks`, are
-            applied to the labels and dropped. Other columns with one number for each token (labels, weights) are packed
-            along; an attention_mask is dropped; all others are left out. Warnings say what is applied, left out,
-            dropped or skipped. Columns hidden by `with_format(columns=[...])` are ignored.
-        strategy: such as BestFit(2048).
-        position_ids: whether rows get that column. Without it the dataset is a third smaller, but only works with
-            trainers that pass seq_lengths on: SFTTrainer with padding_free, Trainer with remove_unused_columns=False.
+            applied to the labels and dropped. Other columns with one number for each token, such as labels or weights,
+            are packed like input_ids. An attention_mask is dropped, and all other columns are left out. Warnings say
+            what is applied, left out, dropped or skipped. Columns hidden by `with_format(columns=[...])` are ignored.
+        strategy: a strategy such as BestFit(2048).
+        position_ids: whether packed rows get a column `position_ids`. Without this column the dataset is a third
+            smaller, but works only with trainers that pass seq_lengths on: SFTTrainer with padding_free, or Trainer
+            with remove_unused_columns=False.
         load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
             and the same version of hf_packing.
 
     Returns:
-        A dataset of the same kind, memory-mapped, one row for each pack: `input_ids`, `labels` (made from input_ids
-        if there are none; -100 at the first token of every segment), `position_ids` (restarting at every segment)
-        and `seq_lengths` (tokens of every segment); with buckets also `bucket` (capacity of the pack in tokens).
+        A dataset of the same kind, memory-mapped, with one row for each pack. The columns are `input_ids`, `labels`
+        (-100 at the first token of every segment; made from input_ids if the documents have no labels),
+        `position_ids` (restarting at every segment) and `seq_lengths` (tokens of every segment). If the strategy has
+        several capacities, the column `bucket` has the capacity of the pack in tokens.
 
     Raises:
-        PackingError: no input_ids, columns whose lengths disagree, a dataset that is packed already, is not map-style
-            or has a transform.
+        PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, is not
+            map-style, or has a transform.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -101,14 +103,14 @@ def pack_split(
     load_from_cache_file: bool,
     plan: PackingPlan | None = None,
 ) -> datasets.Dataset:
-    """Pack one split, as `pack` does.
+    """Pack one split of a dataset and return the packed split, as `pack` does.
 
     Args:
         dataset: Dataset with `input_ids`.
-        strategy: such as BestFit(2048).
-        position_ids: whether rows get that column.
+        strategy: a strategy such as BestFit(2048).
+        position_ids: whether packed rows get a column `position_ids`.
         load_from_cache_file: whether to reuse rows that were packed before.
-        plan: the strategy's plan for the lengths of the dataset; None to compute it.
+        plan: the strategy's plan for the document lengths of the dataset; None to compute the plan.
     """
     _check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
@@ -134,21 +136,21 @@ def pack_split(
 
 
 def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
-    """Restore the documents of a packed dataset, in their order, with the token columns they had.
+    """Restore the documents of a packed dataset, in the original order, with their token columns.
 
-    Documents that were dropped come back empty; truncated ones come back without what was cut off.
+    Dropped documents come back empty. Truncated documents come back without the tokens that were cut off.
 
     Args:
-        packed: what `pack` returned, neither shuffled nor selected from.
-        plan: the plan that the rows were packed with; None uses the one that `pack` saved beside its rows, which is
-            missing if the rows were saved elsewhere. With a plan given here, labels keep the -100 at the start of
-            segments, and rows with equal seq_lengths that have been swapped are not detected.
+        packed: a dataset that `pack` returned, neither shuffled nor selected from.
+        plan: the plan that the rows were packed with; None to use the plan that `pack` saved beside the rows. Pass a
+            plan if the rows were saved elsewhere, without the saved plan. Labels then keep the -100 at the start of
+            segments, and swapped rows with equal seq_lengths are not detected.
 
     Returns:
-        Dataset, one row for each document, in memory.
+        A Dataset in memory, with one row for each document.
 
     Raises:
-        PackingError: rows whose plan is unknown, or that are not those of the plan.
+        PackingError: the plan of the rows is unknown, or the rows do not match the plan.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -160,7 +162,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         raise PackingError(f"packed: expected a Dataset that was packed, got {type(packed).__name__}")
     if row_numbers(packed) is not None:
         raise PackingError(
-            "packed: expected the rows in the order they were packed, this dataset was shuffled or selected from"
+            "packed: expected all rows in the order of packing, but this dataset was shuffled or selected from"
         )
     table = packed.data.table
     files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
@@ -168,13 +170,13 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
     if origin is None:
         if not isinstance(plan, PackingPlan):
             raise PackingError(
-                "plan: expected the PackingPlan of these rows, since pack() has stored none beside these files, got "
+                "plan: expected the PackingPlan of these rows, since pack() has stored no plan beside these files, got "
                 f"{plan!r}"
             )
         return datasets.Dataset(unpack_rows(table, plan, None), split=packed.split)
     if plan is not None and plan != origin.plan:
         raise PackingError(
-            f"plan: expected the one these rows were packed with, {origin.plan.fingerprint}, got {plan!r}"
+            f"plan: expected the plan that these rows were packed with, {origin.plan.fingerprint}, got {plan!r}"
         )
     if len(packed) != origin.plan.num_packs:
         raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
@@ -186,7 +188,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
 
 def _check_strategy(strategy: Any) -> None:
     if isinstance(strategy, type) or not isinstance(strategy, PlansLengths):
-        hint = f"; did you forget its arguments, as in {strategy.__name__}(2048)?" if isinstance(strategy, type) else ""
+        hint = f"; call the class with arguments, as in {strategy.__name__}(2048)" if isinstance(strategy, type) else ""
         raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
 
 
@@ -199,20 +201,21 @@ def _check_map_style(name: str, dataset: Any) -> None:
 
 
 def _check_no_transform(dataset: datasets.Dataset) -> None:
-    """Raise if the dataset has a transform: its output may be random, and must be neither stored nor ignored."""
+    """Raise if the dataset has a transform, whose output may be random and must be neither stored nor ignored."""
     if dataset.format["type"] == "custom":
         raise PackingError(
-            "dataset: expected one without a transform, since its output may differ at every read. Pass the dataset to "
-            "attach or prepare_dataloader, which apply the transform at every read; or pack one output of it with "
-            "map(strategy, batched=True, remove_columns=dataset.column_names).with_format(None); or call "
-            "with_format(None) to pack without the transform"
+            "dataset: expected a dataset without a transform, since the output of a transform may differ at every "
+            "read. Pass the dataset to attach or prepare_dataloader, which apply the transform at every read; or pack "
+            "one output of the transform with map(strategy, batched=True, "
+            "remove_columns=dataset.column_names).with_format(None); or call with_format(None) to pack without the "
+            "transform"
         )
 
 
 def _write_packs(
     columns: TokenColumns, plan: PackingPlan, strategy: PlansLengths, position_ids: bool, cache: CachedPacks
 ) -> None:
-    """Gather packed rows block by block, each while the previous block is being written."""
+    """Gather packed rows block by block and write the rows to the cache. Gathering and writing run at the same time."""
     extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
     schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
     schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
@@ -254,8 +257,8 @@ def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: 
 
     Args:
         dataset: the documents.
-        column_names: the columns of the documents that packing has read.
-        schema: of the packed rows.
+        column_names: names of the document columns that packing has read.
+        schema: schema of the packed rows.
     """
     known = dataset.info
     features = datasets.Features.from_arrow_schema(schema)
@@ -271,5 +274,5 @@ def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: 
 
 
 def _of_any_length(feature: Any) -> Any:
-    """Return a list feature without a fixed length: packed rows are longer than the documents."""
+    """Return a feature without a fixed list length, since packed rows are longer than the documents."""
     return replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature

@@ -1,4 +1,4 @@
-"""Gather packed rows from the token columns of documents, by a plan; restore the documents from packed rows."""
+"""Gather packed rows from the token columns of documents as a plan says; restore the documents from packed rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +32,11 @@ class PackedRows:
     """Packed rows, and facts about their documents that the rows no longer show."""
 
     table: pa.Table
-    """One pack a row: input_ids, labels, the other token columns, position_ids, seq_lengths, bucket."""
+    """One row for each pack, with input_ids, labels, other token columns, seq_lengths and optional columns."""
     first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments]: the labels that -100 replaced; None if the documents had neither labels nor loss masks."""
+    """int32 [segments]: the labels that -100 replaced; None if the documents have neither labels nor loss masks."""
     trained_tokens: int
-    """How many labels are not -100."""
+    """The number of labels that are not -100."""
 
 
 def pack_rows(
@@ -47,15 +47,15 @@ def pack_rows(
     position_ids: bool = True,
     bucket: bool = False,
 ) -> PackedRows:
-    """Build the packs first_pack:end_pack of a plan. Loss masks are applied to the labels and dropped.
+    """Return the packed rows of the packs first_pack:end_pack. Loss masks are applied to the labels and dropped.
 
     Args:
         columns: token columns of the documents that the plan was made for.
-        plan: which slice of which document goes where.
-        first_pack: the first pack to build.
-        end_pack: the first pack after those to build; None for all.
-        position_ids: whether rows get that column.
-        bucket: whether rows get a column with the capacity of their pack.
+        plan: the plan, which assigns slices of documents to packs.
+        first_pack: number of the first pack to build.
+        end_pack: number of the last pack to build, plus 1; None to build all packs from `first_pack` on.
+        position_ids: whether packed rows get a column `position_ids`.
+        bucket: whether packed rows get a column `bucket` with the capacity of their pack.
     """
     packs = slice(first_pack, plan.num_packs if end_pack is None else end_pack)
     offsets = plan.pack_offsets[packs.start : packs.stop + 1]
@@ -82,21 +82,21 @@ def pack_rows(
 
 
 def check_bucket_is_free(column_names: list[str]) -> None:
-    """Raise if documents have a column `bucket`, where packed rows store the capacity of their pack."""
+    """Raise if documents have a column `bucket`, in which packed rows store the capacity of their pack."""
     if BUCKET in column_names:
         raise PackingError(
-            "column 'bucket': expected no such column among the documents, since packed rows store the capacity of "
-            "their pack there; rename or remove it"
+            "column 'bucket': expected no such column in the documents, since packed rows store the capacity of their "
+            "pack in a column of this name; rename or remove the column"
         )
 
 
 def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:
-    """Restore the documents of packed rows, in their order, without the tokens that were dropped.
+    """Return the documents of packed rows, in the original order, without the tokens that were dropped.
 
     Args:
-        packed: all rows of the plan, in its order.
+        packed: all rows of the plan, in the order of the plan.
         plan: the plan that the rows were packed with.
-        first_labels: int32 [segments]: the labels that -100 replaced; None leaves -100 there.
+        first_labels: int32 [segments]: the labels that -100 replaced at the start of segments; None to keep -100.
 
     Raises:
         PackingError: the rows were not packed with this plan.
@@ -116,8 +116,8 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
             continue
         if not of_tokens:
             raise PackingError(
-                f"column {name!r}: expected a number for each token, got {packed.schema.field(name).type}; remove it "
-                "before unpacking"
+                f"column {name!r}: expected lists of numbers, one for each token, got "
+                f"{packed.schema.field(name).type}; remove the column before unpacking"
             )
         column = TokenColumn(name, packed.column(name))
         values = column.gather(pack[order], start_in_pack[order], length)
@@ -130,12 +130,14 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
 def _make_labels(
     packed: dict[str, npt.NDArray[Any]], input_ids: npt.NDArray[np.int32], segment_begin: IntArray
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Return the labels of packed tokens, and those that -100 replaced (None without labels and loss masks).
+    """Return the labels of packed tokens, and the labels that -100 replaced at the start of segments.
+
+    The replaced labels are None if the documents have neither labels nor loss masks.
 
     Args:
-        packed: the other columns, [tokens] each; labels and loss masks are taken out.
-        input_ids: int32 [tokens], used as labels if the documents have none.
-        segment_begin: int64 [segments]: where segments begin.
+        packed: all token columns except input_ids, by name, [tokens] each. Labels and loss masks are removed.
+        input_ids: int32 [tokens], used as labels if the documents have no labels.
+        segment_begin: int64 [segments]: index of the first token of every segment.
     """
     masks = {name: packed.pop(name) for name in LOSS_MASKS if name in packed}
     given = packed.pop(LABELS, None)
@@ -165,18 +167,21 @@ def _as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def _positions(length: IntArray) -> npt.NDArray[np.int32]:
-    """Return 0, 1, 2, ... for every segment, int32 [tokens]. Slicing one range is faster than subtracting starts."""
+    """Return the position of every token in its segment, int32 [tokens].
+
+    Joining slices of one range is faster than subtracting the start of every segment from a range of all tokens.
+    """
     ramp = np.arange(length.max(initial=0), dtype=np.int32)
     return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
 
 
 def _list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:
-    """Return flat values as a list array: a LargeList on request, or if 32-bit offsets are too small.
+    """Return flat values as an Arrow list array, or as a LargeList array if requested or if offsets exceed 32 bits.
 
     Args:
         values: numbers [sum(lengths)].
-        lengths: integers [rows], the values in each row.
-        large: whether to make a LargeList in any case.
+        lengths: integers [rows]: the number of values in each row.
+        large: whether to make a LargeList array even if 32-bit offsets would do.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     flat = pa.array(values)
@@ -188,22 +193,23 @@ def _list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False
 def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
     if missing := [name for name in (INPUT_IDS, SEQ_LENGTHS) if name not in packed.column_names]:
         raise PackingError(
-            f"column {missing[0]!r}: expected a packed dataset, got columns {', '.join(packed.column_names)}"
+            f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(packed.column_names)}"
         )
     if packed.num_rows != plan.num_packs:
         raise PackingError(
-            f"plan: expected one with {packed.num_rows} packs, as many as there are rows, got {plan.num_packs}"
+            f"plan: expected a plan with {packed.num_rows} packs, one for each row, got {plan.num_packs} packs"
         )
     lengths = pc.list_flatten(packed.column(SEQ_LENGTHS)).to_numpy()
     segments = pc.list_value_length(packed.column(SEQ_LENGTHS)).to_numpy()
     if not np.array_equal(segments, np.diff(plan.pack_offsets)) or not np.array_equal(lengths, plan.segment_length):
         raise PackingError(
-            "plan: expected the plan that these rows were packed with; their seq_lengths differ from its segments"
+            "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
+            "seq_lengths"
         )
     if POSITION_IDS in packed.column_names:
         found = pc.list_flatten(packed.column(POSITION_IDS)).to_numpy()
         if not np.array_equal(found, _positions(plan.segment_length)):
             raise PackingError(
-                "column 'position_ids': expected positions that restart at 0 at every segment of seq_lengths; remove "
-                "the column that is wrong"
+                "column 'position_ids': expected positions that restart at 0 at every segment of seq_lengths, got "
+                "other positions; remove position_ids or correct seq_lengths"
             )

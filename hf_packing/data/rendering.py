@@ -9,57 +9,62 @@ from typing import Any, NamedTuple
 from hf_packing.errors import PackingError
 
 ROW_KINDS = ("input_ids", "text", "prompt", "messages")
-"""Fields that tell the kind of a row; if it has several, the first counts."""
+"""Fields that determine the kind of a row. If a row has several of these fields, the first in this order counts."""
 _CHATML = ("<|im_start|>", "<|im_end|>\n")
 
 
 class BadRowError(PackingError):
-    """Raised for a row that cannot be used. The message says what was expected, and what the row has."""
+    """Raised for a row that cannot be used. The message says what was expected and what the row has."""
 
 
 class TrainOn(NamedTuple):
-    """Which tokens have a loss: those that pass both conditions, as in TRL."""
+    """Two conditions that a token has to pass to have a loss, as in TRL."""
 
     assistant_only: bool = False
-    """Whether only the assistant's turns in a chat count."""
+    """Whether, in a chat, only tokens of the assistant's turns pass."""
     completion_only: bool = True
-    """Whether only the completion counts, not its prompt."""
+    """Whether, in a prompt with a completion, only tokens of the completion pass."""
 
     def covers(self, by_assistant: bool, in_completion: bool) -> bool:
-        """Whether a piece of a row is trained on."""
+        """Return whether a piece of a row is trained on.
+
+        Args:
+            by_assistant: whether the assistant wrote the piece.
+            in_completion: whether the piece is part of the completion.
+        """
         return (by_assistant or not self.assistant_only) and (in_completion or not self.completion_only)
 
 
 _COMPLETIONS = TrainOn()
-"""What `hf-packing pack` trains on: completions, whole texts, whole chats."""
+"""The default of `hf-packing pack`: completions, whole texts and whole chats are trained on."""
 EVERYTHING = TrainOn(completion_only=False)
 
 
 class Rendered(NamedTuple):
-    """The text of a row."""
+    """The text of a row, and the pieces of the text that are not trained on."""
 
     text: str
     masked: tuple[tuple[int, int], ...] = ()
-    """Pieces of the text that are not trained on, in order: first character and end of each."""
+    """Pieces of the text that are not trained on, in order, as pairs of the first character and the end of a piece."""
     complete: bool = False
     """Whether a chat template has written the text, so that the tokenizer adds no special tokens."""
 
 
 Settings = Mapping[str, Any]
-"""What a row gives to the chat template: `tools`, and whatever is in `chat_template_kwargs`."""
+"""Arguments that a row passes to the chat template: `tools`, and the content of `chat_template_kwargs`."""
 Template = Callable[[Sequence[Mapping[str, Any]], bool, Settings], str]
-"""Messages, whether to add the generation prompt, and settings -> text."""
+"""A function that returns a chat as text, given messages, whether to add the generation prompt, and settings."""
 
 
 def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
-    """Return the field that tells the kind of a row.
+    """Return the name of the field that determines the kind of a row.
 
     Args:
         row: a row of the documents.
-        field: the one that the user names, or None.
+        field: name of the text field that the user chose; None to try all of ROW_KINDS.
 
     Raises:
-        BadRowError: the row has no such field. The message lists those it has.
+        BadRowError: the row has no such field. The message lists the fields of the row.
     """
     wanted = (field,) if field else ROW_KINDS
     found = next((name for name in wanted if row.get(name) is not None), None)
@@ -67,7 +72,7 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
         expected = "prompt and completion" if field == "prompt" else field
         raise BadRowError(
             f"expected {expected or 'text, prompt and completion, messages or input_ids'}, got the fields "
-            f"{', '.join(row) or 'none'}; --field names the one with the text"
+            f"{', '.join(row) or 'none'}; --field names the field with the text"
         )
     return found
 
@@ -75,18 +80,18 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
 def render(
     row: Mapping[str, Any], kind: str, template: Template, separator: str = "\n", train_on: TrainOn = _COMPLETIONS
 ) -> Rendered:
-    """Return the text of a row.
+    """Return the text of a row, and the pieces of the text that are not trained on.
 
     Args:
         row: a row of the documents.
-        kind: one of ROW_KINDS, or the field with the text.
-        template: writes chats.
-        separator: between a prompt and a completion that are text.
-        train_on: which pieces have a loss. When only the assistant's turns in a chat have one, the text after
-            the last of them is left out, since it changes no loss.
+        kind: one of ROW_KINDS, or the name of the field with the text.
+        template: function that writes a chat as text.
+        separator: the text between a prompt and a completion that are both text.
+        train_on: conditions for the pieces that have a loss. In a chat with pieces that have no loss, the text after
+            the last piece with a loss is left out, since that text changes no loss.
 
     Raises:
-        BadRowError: values of another type, or a chat that the template cannot write.
+        BadRowError: a value has the wrong type, or the template cannot write the chat.
     """
     if kind == "messages":
         return _render_chat(_messages(row[kind]), 0, template, _settings(row), train_on)
@@ -106,10 +111,16 @@ def render(
 
 
 def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: Settings = MappingProxyType({})) -> str:
-    """Write a chat for a tokenizer without a chat template. Tools come first, as JSON in a system message.
+    """Return a chat as ChatML text, for a tokenizer without a chat template.
+
+    Args:
+        messages: the messages of the chat.
+        ask: whether to add the generation prompt.
+        settings: arguments for a chat template. Only `tools` is supported, and written as JSON in a system message at
+            the beginning.
 
     Raises:
-        BadRowError: the chat has settings for a template, or content that is not text.
+        BadRowError: the chat has other settings than `tools`, or content that is not text.
     """
     if others := settings.keys() - {"tools"}:
         raise BadRowError(f"expected a tokenizer with a chat template, since chat_template_kwargs sets {min(others)}")
@@ -124,9 +135,9 @@ class _Edge(NamedTuple):
     """The end of a piece of a chat."""
 
     messages: int
-    """Messages before it."""
+    """The number of messages before the end."""
     asks: bool
-    """Whether the generation prompt comes before it, too."""
+    """Whether the generation prompt also comes before the end."""
     trained: bool
     """Whether the piece is trained on."""
 
@@ -134,7 +145,7 @@ class _Edge(NamedTuple):
 def _render_chat(
     messages: Sequence[Mapping[str, Any]], prompt: int, template: Template, settings: Settings, train_on: TrainOn
 ) -> Rendered:
-    """Render a chat whose first `prompt` messages are the prompt."""
+    """Return the text and the untrained pieces of a chat whose first `prompt` messages are the prompt."""
     if not train_on.assistant_only and not (prompt and train_on.completion_only):
         return Rendered(_unicode(template(messages, False, settings)), complete=True)
     text, masked = "", []
@@ -142,8 +153,8 @@ def _render_chat(
         longer = template(messages[: edge.messages], edge.asks, settings)
         if not longer.startswith(text):
             raise BadRowError(
-                f"expected a chat template that leaves earlier turns as they are, this one rewrites those before turn "
-                f"{edge.messages}, so that they cannot be masked separately"
+                f"expected a chat template that leaves earlier turns as they are, but this template rewrites the text "
+                f"before turn {edge.messages}, so that earlier turns cannot be masked separately"
             )
         if not edge.trained:
             masked.append((len(text), len(longer)))
@@ -152,7 +163,7 @@ def _render_chat(
 
 
 def _edges(messages: Sequence[Mapping[str, Any]], prompt: int, train_on: TrainOn) -> list[_Edge]:
-    """Return where pieces end: only where training begins or stops, and not after it has stopped for good."""
+    """Return the ends of the pieces of a chat, up to the last trained piece. Trained and untrained pieces alternate."""
     found = []
     for turn, message in enumerate(messages):
         by_assistant = message["role"] == "assistant"
@@ -164,11 +175,11 @@ def _edges(messages: Sequence[Mapping[str, Any]], prompt: int, train_on: TrainOn
 
 
 def _unicode(text: str) -> str:
-    """Return the text, if it can be encoded as UTF-8."""
+    """Return the text unchanged; raise BadRowError if the text cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRowError(f"expected Unicode, {error}") from None
+        raise BadRowError(f"expected Unicode, got the error: {error}") from None
     return text
 
 
@@ -178,19 +189,22 @@ def _messages(value: Any) -> Sequence[Mapping[str, Any]]:
         raise BadRowError(f"expected a list of messages, got {type(value).__name__}")
     for message in value:
         if "role" not in message or not ("content" in message or "tool_calls" in message):
-            raise BadRowError(f"expected messages with role and content, one has {', '.join(message) or 'nothing'}")
+            raise BadRowError(
+                "expected messages with a role, and with content or tool_calls, got a message with "
+                f"{', '.join(message) or 'nothing'}"
+            )
     kept: list[Mapping[str, Any]] = _without_nulls(list(value))
     return kept
 
 
 def _settings(row: Mapping[str, Any]) -> Settings:
-    """Return the columns `tools` and `chat_template_kwargs`, as TRL gives them to a chat template."""
+    """Return the arguments for a chat template from the columns `tools` and `chat_template_kwargs`, as TRL does."""
     tools, others = _without_nulls(row.get("tools")), _without_nulls(row.get("chat_template_kwargs"))
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise BadRowError(f"expected tools as a list or as JSON, {error}") from None
+            raise BadRowError(f"expected tools as a list or as JSON, got the error: {error}") from None
     if not isinstance(tools, (list, type(None))):
         raise BadRowError(f"expected tools as a list or as JSON, got {type(tools).__name__}")
     if not isinstance(others, (Mapping, type(None))):
@@ -199,19 +213,19 @@ def _settings(row: Mapping[str, Any]) -> Settings:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop fields that are null: Arrow adds them wherever another row has such a field."""
+    """Return a value without fields that are null. Arrow adds null fields to rows that lack a field of other rows."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Return the content as text, joining the texts of parts, followed by tool calls as JSON."""
+    """Return the content of a message as text. Text parts are joined, and followed by tool calls as JSON."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, Sequence) and not isinstance(content, str):
         if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in content):
-            raise BadRowError("expected only text parts in a message, got others")
+            raise BadRowError("expected only text parts in a message, got a part of another type")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, (str, type(None))):
-        raise BadRowError(f"expected text as content of a message, got {type(content).__name__}")
+        raise BadRowError(f"expected text as the content of a message, got {type(content).__name__}")
     return (content or "") + (json.dumps(calls, default=str) if calls else "")

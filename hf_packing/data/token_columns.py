@@ -1,4 +1,4 @@
-"""Which columns of a dataset are packed, and their token lists as NumPy arrays.
+"""Choose the columns of a dataset to pack, and read the token lists in these columns as NumPy arrays.
 
 `input_ids` and all other columns with one number for each token are packed, unless the dataset's format hides them.
 """
@@ -15,26 +15,26 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
 TOKENS_AT_ONCE = 1 << 19
-"""Columns are read, and rows written, in blocks of about this many tokens, so that memory stays bounded."""
+"""Columns are read and rows are written in blocks of about this many tokens, so that memory use stays bounded."""
 
 TRAINING_COLUMNS = {LABELS: "integers", ATTENTION_MASK: "0 and 1"} | dict.fromkeys(LOSS_MASKS, "0 and 1")
-"""Columns that decide what a model is trained on, and what their lists hold: packed or refused, never left out."""
+"""Columns that decide which tokens are trained on, with their values. `pack` uses or refuses each of these columns."""
 
 
 class TokenColumn:
-    """A list column of numbers. Its chunks are read in place, so it may have more than 2**31 values in all.
+    """A list column of numbers. Chunks are read without copies, so a column may have more than 2**31 values in all.
 
     Args:
         name: the column's name, for error messages.
         column: lists of integers, floats or booleans, without nulls.
-        row_numbers: integers [rows]: the rows of the column in the wanted order; None for all rows in their own order.
+        row_numbers: integers [rows]: the rows of the column in the wanted order; None for all rows in stored order.
 
     Attributes:
         length: int64 [rows]: the number of values in each row.
         type: the Arrow type of the column.
 
     Raises:
-        PackingError: a null list or a null value.
+        PackingError: a list or a value is null.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray, row_numbers: IntArray | None = None) -> None:
@@ -54,10 +54,12 @@ class TokenColumn:
             self._chunk = self._chunk[row_numbers]
             missing, nulls = missing[row_numbers], nulls[row_numbers]
         if missing.any():
-            raise PackingError(f"column {name!r}: expected a list in every row, row {int(missing.argmax())} has none")
+            raise PackingError(
+                f"column {name!r}: expected a list in every row, but row {int(missing.argmax())} has none"
+            )
         if nulls.any():
             raise PackingError(
-                f"column {name!r}: expected a number for every token, row {int(nulls.argmax())} has a null"
+                f"column {name!r}: expected a number for every token, but row {int(nulls.argmax())} has a null"
             )
 
     def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
@@ -66,12 +68,12 @@ class TokenColumn:
         Slicing and one concatenation copy at memory speed; fancy indexing and `take` are about half as fast.
 
         Args:
-            row: integers [slices].
-            start: integers [slices], tokens, within the row.
-            length: integers [slices], tokens.
+            row: integers [slices]: the row of every slice.
+            start: integers [slices]: the first token of every slice, counted from the start of the row.
+            length: integers [slices]: the number of tokens in every slice.
 
         Returns:
-            [sum(length)], in the dtype of the column; always a copy.
+            Array [sum(length)] in the dtype of the column; always a copy.
         """
         begin = self._begin[row] + start
         bounds = zip(begin.tolist(), (begin + length).tolist(), strict=True)
@@ -85,31 +87,31 @@ class TokenColumn:
 
 
 TokenColumns = dict[str, TokenColumn]
-"""By name, input_ids first; their rows have the same lengths."""
+"""Token columns by name, input_ids first. A row has the same number of values in all columns."""
 
 
 def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> TokenColumns:
-    """Read the columns of a table of documents that are packed: input_ids, and those with a number for each token.
+    """Return the columns to pack from a table of documents: input_ids, and all columns with one number for each token.
 
-    An attention_mask is checked and dropped: with one, transformers would not detect packed documents.
+    attention_mask is checked and dropped, since transformers does not detect packed documents if a mask is passed.
 
     Args:
-        table: one document a row, as `with_typed_empty_lists` returns it.
-        row_numbers: integers [documents]: the rows of the table in the wanted order; None for all.
+        table: a table that `with_typed_empty_lists` returned, with one document per row.
+        row_numbers: integers [documents]: the rows of the table in the wanted order; None for all rows.
 
     Raises:
-        PackingError: no input_ids, a table that is packed already, an attention_mask with zeros, columns with other
-            lengths than input_ids, labels or a mask without a number for each token.
+        PackingError: the table has no input_ids or is packed already, attention_mask has zeros, a column has other
+            lengths than input_ids, or labels or a mask do not have one number for each token.
     """
     names = table.column_names
     if packed := [name for name in SEGMENT_COLUMNS if name in names]:
         raise PackingError(
-            f"column {packed[0]!r}: expected documents that are not packed yet; this dataset seems to be packed "
-            "already (remove the column if it is not)"
+            f"column {packed[0]!r}: expected documents that are not packed yet, but a dataset with this column seems "
+            "to be packed already; remove the column if the dataset is not packed"
         )
     if INPUT_IDS not in names:
         raise PackingError(
-            f"column 'input_ids': expected this column in the dataset, got columns {', '.join(names) or 'none'}"
+            f"column 'input_ids': expected this column in the dataset, got the columns {', '.join(names) or 'none'}"
         )
     if not is_token_type(table.schema.field(INPUT_IDS).type):
         raise PackingError(f"column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}")
@@ -117,7 +119,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
         if name in names and not is_token_type(kind := table.schema.field(name).type):
             raise PackingError(
                 f"column {name!r}: expected lists of {values}, one for each token, got {kind}; remove the column if "
-                "it means something else"
+                "the values mean something else"
             )
     others = [field.name for field in table.schema if is_token_type(field.type) and field.name != INPUT_IDS]
     columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in (INPUT_IDS, *others)}
@@ -128,9 +130,9 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
 
 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
-    """Cast token columns without any value to lists of int32; Arrow cannot infer that they hold numbers.
+    """Return a table whose empty token columns are cast to lists of int32, since Arrow cannot infer their type.
 
-    If input_ids have values, only the columns that decide what is trained on are cast.
+    If the table has values in input_ids, only the columns that decide which tokens are trained on are cast.
     """
     untyped = [field.name for field in table.schema if is_list(field.type) and pa.types.is_null(field.type.value_type)]
     if INPUT_IDS not in untyped:
@@ -145,7 +147,7 @@ def with_typed_empty_lists(table: pa.Table) -> pa.Table:
 
 
 def columns_left_out(schema: pa.Schema, removed: Collection[str] = ()) -> list[str]:
-    """Return the columns without one number for each token, with their types, except those that are removed anyway."""
+    """Return names and types of the columns without one number for each token, except the columns in `removed`."""
     return [
         f"{field.name!r} ({field.type})"
         for field in schema
@@ -154,9 +156,9 @@ def columns_left_out(schema: pa.Schema, removed: Collection[str] = ()) -> list[s
 
 
 def visible_columns(dataset: Any) -> list[str]:
-    """Return the columns that the format of a dataset shows. A trainer sees no others, so no others are packed.
+    """Return the columns that the format of a dataset shows. A trainer sees no hidden columns, so `pack` skips them.
 
-    An attention_mask counts as visible even if it is hidden: it is only checked for padding.
+    attention_mask counts as visible even if the format hides this column, since packing only checks it for padding.
 
     Args:
         dataset: a Dataset.
@@ -165,7 +167,7 @@ def visible_columns(dataset: Any) -> list[str]:
         Column names, in the order of the dataset.
 
     Raises:
-        PackingError: the format hides all columns that say where segments are, so packed rows would pass for documents.
+        PackingError: the format hides all columns that mark segments, so packed rows would look like documents.
     """
     form, schema = dataset.format, dataset.data.table.schema
     if form["output_all_columns"]:
@@ -174,8 +176,9 @@ def visible_columns(dataset: Any) -> list[str]:
     segment_columns = [name for name in SEGMENT_COLUMNS if name in schema.names]
     if segment_columns and hidden.issuperset(segment_columns):
         raise PackingError(
-            f"column {segment_columns[0]!r}: expected among the columns of the dataset's format, {form['columns']}, "
-            "which hides where the documents of packed rows begin; show it, or remove it if the rows are not packed"
+            f"column {segment_columns[0]!r}: expected a visible column, but the dataset's format {form['columns']} "
+            "hides where the documents of packed rows begin; show this column, or remove this column if rows are not "
+            "packed"
         )
     if ATTENTION_MASK in hidden and is_token_type(schema.field(ATTENTION_MASK).type):
         hidden.remove(ATTENTION_MASK)
@@ -183,7 +186,7 @@ def visible_columns(dataset: Any) -> list[str]:
 
 
 def row_numbers(dataset: Any) -> IntArray | None:
-    """Return which rows of a Dataset's table are its rows after shuffle, select or filter; None for all in order."""
+    """Return the table row of every row of a Dataset after shuffle, select or filter; None for all rows in order."""
     indices = dataset._indices
     return None if indices is None else indices.column(0).to_numpy()
 
@@ -202,26 +205,26 @@ def is_token_type(kind: pa.DataType) -> bool:
 
 
 def check_same_lengths(columns: TokenColumns) -> None:
-    """Raise unless every row has as many values in each column as it has input_ids."""
+    """Raise unless every row has as many values in every column as in input_ids."""
     lengths = columns[INPUT_IDS].length
     for name, column in columns.items():
         if (other := column.length != lengths).any():
             row = int(other.argmax())
             raise PackingError(
-                f"column {name!r}: expected as many values as input_ids in every row, row {row} has "
-                f"{column.length[row]} for {lengths[row]} input_ids (remove the column if it is not about tokens)"
+                f"column {name!r}: expected as many values as input_ids in every row, but row {row} has "
+                f"{column.length[row]} for {lengths[row]} input_ids; remove the column if it is not about tokens"
             )
 
 
 def blocks_of_rows(row_tokens: IntArray, tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges of rows with at most `tokens` tokens each; a row with more is a range by itself.
+    """Yield consecutive ranges of rows with at most `tokens` tokens per range. A row with more is a range by itself.
 
     Args:
-        row_tokens: integers [rows]: the tokens of each row.
-        tokens: at least 1.
+        row_tokens: integers [rows]: the number of tokens in each row.
+        tokens: the most tokens in a range of several rows, at least 1.
 
-    Returns:
-        Pairs of the first row of a block and the first row after it.
+    Yields:
+        Pairs of the first row of a range and the first row after the range.
     """
     end = np.cumsum(row_tokens, dtype=np.int64)
     first = 0
@@ -239,9 +242,10 @@ def _check_no_padding(mask: TokenColumn) -> None:
         if (other := values != 1).any():
             token = int(other.argmax())
             row = int(np.repeat(rows, mask.length[rows])[token])
-            hint = "it seems to be packed already" if values[token] else "tokenize with padding=False"
+            hint = "the row seems to be packed already" if values[token] else "tokenize with padding=False"
             raise PackingError(
-                f"column 'attention_mask': expected documents without padding, row {row} has a {values[token]}; {hint}"
+                f"column 'attention_mask': expected documents without padding, but row {row} has a {values[token]}; "
+                f"{hint}"
             )
 
 
@@ -251,7 +255,7 @@ class _Chunk(NamedTuple):
     values: npt.NDArray[Any]
     """The values of all rows, concatenated, with zeros for nulls."""
     begin: IntArray
-    """int64 [rows]: where each row begins in the values."""
+    """int64 [rows]: the index in `values` at which each row begins."""
     length: IntArray
     """int64 [rows]: the number of values in each row."""
     missing: npt.NDArray[np.bool_]

@@ -1,8 +1,8 @@
-"""Turn rendered rows into tokens and labels, with whatever tokenizer the user names.
+"""Turn rendered rows into tokens and labels, with the tokenizer that the user names.
 
 A text is tokenized as a whole. To find the token at which a masked piece begins or ends, the text before that point is
-also tokenized by itself, and the leading tokens that the two results share are counted. That is TRL's rule for prompts,
-even where a token spans the border.
+also tokenized by itself, and the leading tokens that the two results share are counted. TRL finds the end of a prompt
+in the same way, even if a token spans the end.
 """
 
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ class TextTokenizer:
     """A `tokenizers.Tokenizer`, or an object with the same interface."""
     template: Template = chatml
     template_text: str = "ChatML"
-    """Identifies the template: its text, and the special tokens it may write."""
+    """Text that identifies the template: the source of the template, and the special tokens that it may write."""
     end: int | None = None
-    """The token that ends a document, if there is one. A chat template writes its own."""
+    """The id of the token that ends a document; None if no token does. A chat template writes end tokens itself."""
 
     def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
-        """Return int64 [documents], tokens.
+        """Return the number of tokens in every document, int64 [documents].
 
         Args:
             rendered: the documents.
-            ended: whether to append the end token to each.
+            ended: whether to append the end token to every document.
         """
         pairs = zip(rendered, self._encode(rendered), strict=True)
         lengths = [len(encoding) + len(self._end_of(each, encoding.ids, ended)) for each, encoding in pairs]
@@ -50,7 +50,7 @@ class TextTokenizer:
 
         Args:
             rendered: the documents.
-            ended: whether to append the end token to each.
+            ended: whether to append the end token to every document.
         """
         edges = [sorted({edge for piece in each.masked for edge in piece if edge}) for each in rendered]
         before = [
@@ -72,7 +72,7 @@ class TextTokenizer:
         return input_ids, labels
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[Encoding]:
-        """Encode texts with the tokenizer's special tokens, except chats, whose template has already written them."""
+        """Return the encodings of texts. Chats get no special tokens here, since the chat template has written them."""
         encodings: list[Encoding] = []
         for complete, group in groupby(rendered, key=lambda each: each.complete):
             texts = [each.text for each in group]
@@ -80,21 +80,21 @@ class TextTokenizer:
         return encodings
 
     def _end_of(self, document: Rendered, ids: Sequence[int], ended: bool) -> list[int]:
-        """Return the end token to append, as a list; empty if there is none or the document has it."""
+        """Return a list with the end token to append; empty if the document needs none or the tokenizer has none."""
         if not ended or document.complete or self.end is None or (ids and ids[-1] == self.end):
             return []
         return [self.end]
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
-    """Load a tokenizer.
+    """Load a tokenizer and return it as a `TextTokenizer`.
 
     Args:
-        name: a repository on the hub, a folder, or a tokenizer.json file.
-        trust_remote_code: whether to run code that comes with the tokenizer. Otherwise, such a tokenizer is refused.
+        name: name of a repository on the hub, path of a folder, or path of a tokenizer.json file.
+        trust_remote_code: whether to run code that comes with the tokenizer. If False, such a tokenizer is refused.
 
     Raises:
-        PackingError: there is no such tokenizer, or it cannot be loaded.
+        PackingError: no such tokenizer exists, or the tokenizer cannot be loaded.
     """
     path = Path(name)
     if path.is_file():
@@ -102,28 +102,28 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
             return TextTokenizer(name, _without_limits(Tokenizer.from_file(str(path))))
         except Exception as error:  # tokenizers raises bare exceptions
             raise PackingError(
-                f"--tokenizer: expected a tokenizer.json, {name!r} is not one: {reason_of(error)}"
+                f"--tokenizer: expected a tokenizer.json file, got {name!r}, which cannot be loaded: {reason_of(error)}"
             ) from None
     from transformers import AutoTokenizer
 
     options = {"trust_remote_code": trust_remote_code, "local_files_only": not path.exists() and not hub_answers(name)}
     try:
         loaded = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # from the hub, the network or files
+    except Exception as error:  # errors of the hub, the network or files
         raise PackingError(
-            f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, {name!r} cannot be loaded here: "
-            f"{reason_of(error)}"
+            f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, but {name!r} cannot be loaded "
+            f"here: {reason_of(error)}"
         ) from None
     if not hasattr(loaded, "backend_tokenizer"):
-        raise PackingError(f"--tokenizer: expected a fast tokenizer, {name!r} is a {type(loaded).__name__}")
+        raise PackingError(f"--tokenizer: expected a fast tokenizer, but {name!r} is a {type(loaded).__name__}")
     return text_tokenizer(loaded)
 
 
 def text_tokenizer(tokenizer: Any) -> TextTokenizer:
-    """Wrap a tokenizer of transformers, with its chat template.
+    """Return a `TextTokenizer` that wraps a tokenizer of transformers and its chat template.
 
     Args:
-        tokenizer: a PreTrainedTokenizerBase; the backend of a slow one has no `to_str()`.
+        tokenizer: a PreTrainedTokenizerBase. For a slow tokenizer, the `backend` of the result has no `to_str()`.
     """
     has_backend = hasattr(tokenizer, "backend_tokenizer")
     backend = _without_limits(tokenizer.backend_tokenizer) if has_backend else _SlowBackend(tokenizer)
@@ -159,26 +159,31 @@ def _template_of(tokenizer: Any) -> Template:
         try:
             return str(tokenizer.apply_chat_template(list(messages), **{**settings, **usual}))
         except Exception as error:  # templates may raise anything
-            raise BadRowError(f"expected messages that the chat template accepts, {reason_of(error)}") from None
+            raise BadRowError(
+                f"expected messages that the chat template accepts, got the error: {reason_of(error)}"
+            ) from None
 
     return render
 
 
 def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
-    """Switch off padding and truncation: a tokenizer file may set them, and they would hide how long documents are."""
+    """Switch off padding and truncation, which would hide the lengths of documents, and return the tokenizer."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
 
 
 def _without_end(text: Encoding) -> list[int]:
-    """Return the tokens without those that the tokenizer puts after a text."""
+    """Return the tokens of a text without the special tokens that the tokenizer puts at the end."""
     special = np.array(text.special_tokens_mask, dtype=bool)
     within = np.flatnonzero(~special)
     return text.ids[: within[-1] + 1] if len(within) else text.ids
 
 
 def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many leading tokens two texts share. Offsets would drift where a tokenizer drops a character."""
+    """Return the number of leading tokens that two texts share.
+
+    Character offsets are not used, since offsets are wrong after a character that the tokenizer drops.
+    """
     pairs = zip(ids, others, strict=False)
     return next((number for number, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(others)))

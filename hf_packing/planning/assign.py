@@ -1,14 +1,15 @@
-"""Assign documents to the packs of a table: all at once, or shard by shard with the same result.
+"""Assign documents to the packs of a PatternTable, all documents at once or shard by shard, with the same result.
 
-Both ways make the same four decisions, each at random, or in order if the seed is None:
+An assignment consists of four random choices. If the seed is None, documents, segments and packs keep their order.
 
-1. which documents of one length are cut in which way; this gives each document a place in one long list;
-2. which piece of one length goes into which slot of that length (a piece's rank follows from its document's place);
-3. the order of the segments inside each pack;
-4. the order of the packs.
+1. Documents of one length may be cut in several ways. Choose the way in which each of these documents is cut.
+2. Choose a slot of the same length for each piece. A slot is the place of one segment in a pack.
+3. Choose the order of the segments in each pack.
+4. Choose the order of the packs.
 
-Each is a permutation that can be evaluated one element at a time, so a shard needs only its own documents. It is
-evaluated in blocks that fit in the CPU cache.
+Each choice is a permutation that can be evaluated one element at a time, so a shard can be assigned without the
+documents of other shards. Permutations are evaluated in blocks that fit in the CPU cache. Pieces are numbered by rank,
+as described in `Cuts`.
 """
 
 from __future__ import annotations
@@ -29,36 +30,37 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class DealtShard:
-    """Where the segments of one shard's documents go, in the order of the documents."""
+    """The packs and places of one shard's segments, listed in the order of the shard's documents."""
 
     document: IntArray
-    """integers [segments]: the document that a segment is cut from, numbered within the shard."""
+    """integers [segments]: number of the segment's document, counted within the shard."""
     start: IntArray
-    """int64 [segments], tokens: where in its document it begins."""
+    """int64 [segments]: index of the segment's first token in the document."""
     length: IntArray
-    """int32 [segments], tokens."""
+    """int32 [segments]: tokens of the segment."""
     pack: IntArray
-    """int64 [segments]: number of the pack among the packs of all shards."""
+    """int64 [segments]: number of the segment's pack, counted over the packs of all shards."""
     place: IntArray
-    """int64 [segments]: index of the segment in its pack, from 0."""
+    """int64 [segments]: index of the segment among the segments of the pack, from 0."""
 
 
 class _Places(NamedTuple):
-    """Where segments go, one element for each segment."""
+    """The pack of each segment, and the place in that pack. Each array has one element for each segment."""
 
     pack: IntArray
-    """int64: number of the pack, as the patterns number them."""
+    """int64 [segments]: number of the segment's pack, in the order of the patterns."""
     place: IntArray
-    """int64: index of the segment in its pack."""
+    """int64 [segments]: index of the segment among the segments of the pack, from 0."""
     length: IntArray
-    """int32, tokens."""
+    """int32 [segments]: tokens of the segment."""
 
 
 class Slots:
-    """The places for segments in all packs of some patterns, listed by length, shortest first.
+    """All slots of the packs of some patterns, sorted by length, shortest first.
 
-    Slots and pieces of one length are paired by a random permutation, or in order if the seed is None. The permutation
-    works in both directions: `block` finds the pieces for given slots, `find` finds the slots for given pieces.
+    A slot is the place of one segment in a pack. A random permutation assigns the pieces of each length to the slots of
+    that length; if the seed is None, pieces and slots are paired in order. `block` finds the pieces for given slots,
+    and `find` finds the slots for given pieces.
     """
 
     def __init__(self, patterns: Patterns, seed: int | None) -> None:
@@ -88,7 +90,7 @@ class Slots:
             self._within_pack_key = derive_key(seed, "documents of a pack")
 
     def block(self, begin: int, end: int) -> tuple[_Places, IntArray]:
-        """Return where the slots begin:end are, and the rank of the piece that goes into each."""
+        """Return the packs and places of the slots begin:end, and the rank of the piece that goes into each slot."""
         first, last = np.searchsorted(self._end, [begin, end - 1], side="right")
         entries = slice(first, last + 1)
         shown = np.minimum(self._end[entries], end) - np.maximum(self._begin[entries], begin)
@@ -102,7 +104,7 @@ class Slots:
         return places, first_rank + permute(slot - first_rank, self._counts[places.length], keys)
 
     def find(self, length: IntArray, rank: IntArray) -> _Places:
-        """Return where the pieces of these lengths and ranks go."""
+        """Return the packs and places for the pieces with the given lengths and ranks."""
         slot = rank
         if self._seed is not None:
             first_rank = self._first_rank[length]
@@ -122,19 +124,20 @@ class Slots:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which document goes where, for the patterns and cuts of a table."""
+    """The assignment of documents to packs, for the patterns and cuts of a PatternTable."""
 
     patterns: Patterns
     cuts: Cuts
     seed: int | None
 
     def plan(self, lengths: IntArray, proven_lower_bound: int, note: str) -> PackingPlan:
-        """Make the plan for all documents.
+        """Return the plan for all documents.
 
         Args:
-            lengths: integers [documents], tokens: the checked lengths that were counted.
-            proven_lower_bound: packs, stored in the plan.
-            note: stored in the plan.
+            lengths: integers [documents]: checked document lengths in tokens, the same lengths that the table was made
+                for.
+            proven_lower_bound: lower bound on the number of packs, which is stored in the plan.
+            note: remark that is stored in the plan.
         """
         piece_document, piece_start = self._pieces_by_rank(lengths)
         final_pack, pack_offsets, pack_capacity = self._place_packs()
@@ -160,12 +163,17 @@ class Assignment:
         )
 
     def shard(self, order: IntArray, kind: IntArray, number: IntArray) -> DealtShard:
-        """Assign the documents of one shard.
+        """Assign the documents of one shard to packs.
 
         Args:
-            order: int64 [documents]: the shard's documents, sorted by length.
-            kind: int64 [documents]: the length of each, as an index into `Cuts.by_length`.
-            number: int64 [documents]: how many documents of the same length come before it in all shards.
+            order: int64 [documents]: indices of the shard's documents, sorted by document length.
+            kind: int64 [documents]: for each document in sorted order, the index of the document's length in
+                `Cuts.by_length`.
+            number: int64 [documents]: for each document in sorted order, the number of earlier documents of the same
+                length, counted in this shard and in all shards before this shard.
+
+        Returns:
+            DealtShard with all segments of the shard's documents.
         """
         cuts = self.cuts
         listed_at = self._places_in_list(kind, number)
@@ -198,9 +206,9 @@ class Assignment:
         return self.cuts.ranks()
 
     def _places_in_list(self, kind: IntArray, number: IntArray) -> IntArray:
-        """Return the places of documents in the list of all documents, sorted by length and then by group.
+        """Return the index of each given document in the list of all documents, which is sorted by length and group.
 
-        Arguments as in `shard`.
+        `Cuts` describes groups. `kind` and `number` have the same meaning as in `shard`.
         """
         by_length = self.cuts.by_length()
         listed_at = by_length.first[kind] + number
@@ -212,7 +220,7 @@ class Assignment:
         return listed_at
 
     def _list_documents(self, lengths: IntArray) -> IntArray:
-        """Return all documents, sorted by length and then by group."""
+        """Return the numbers of all documents, sorted by document length and then by group (see `Cuts`)."""
         order = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
         by_length = self.cuts.by_length()
         mixed = np.flatnonzero(by_length.several_groups)
@@ -225,16 +233,21 @@ class Assignment:
         return listed
 
     def _pieces_of_documents(self, group: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the pieces of documents of these groups: for each piece, indices into `group` and into `Cuts`."""
+        """Return all pieces of some documents, given each document's group.
+
+        Returns:
+            int64 [pieces]: position of the piece's document in `group`; int64 [pieces]: index of the piece in `Cuts`.
+        """
         pieces_each = self.cuts.pieces_each[group]
         nth = np.repeat(np.arange(len(group)), pieces_each)
         return nth, np.repeat(self.cuts.piece_offsets[group], pieces_each) + _count_up(pieces_each)
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
-        """Return the document of every piece, and where in it the piece begins, in the order of the pieces' ranks.
+        """Return the document and the start of every piece, in the order of the pieces' ranks.
 
         Returns:
-            integers [pieces]; int64 [pieces], or None if every piece begins at token 0.
+            integers [pieces]: number of the piece's document; int64 [pieces]: index of the piece's first token in the
+            document, or None if every piece begins at token 0.
         """
         cuts, listed = self.cuts, self._list_documents(lengths)
         if cuts.whole.all():
@@ -245,7 +258,7 @@ class Assignment:
         nth, piece = self._pieces_of_documents(group)
         by_length = sort_by_length(cuts.piece_length[piece])
         document, piece = cut[nth[by_length]], piece[by_length]
-        # pieces of cut documents come after the whole documents of their length
+        # among pieces of one length, whole documents come before pieces of cut documents
         whole_up_to = np.concatenate([[0], np.cumsum(cuts.documents[cuts.whole])])
         at = whole_up_to[np.searchsorted(cuts.document_length[cuts.whole], cuts.piece_length[piece], side="right")]
         start = None
@@ -255,13 +268,13 @@ class Assignment:
         return np.insert(whole, at, document), start
 
     def _final_pack(self, pack: IntArray) -> IntArray:
-        """Return the row that each pack of the patterns becomes."""
+        """Return the final number of each pack, given the pack's number in the order of the patterns."""
         if self.seed is None:
             return pack
         return permute(pack, np.array([self.patterns.num_packs]), np.array([derive_key(self.seed, "packs")]))
 
     def _place_packs(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the row that each pack of the patterns becomes, and the plan's pack_offsets and pack_capacity."""
+        """Return the final number of every pack of the patterns, and the plan's pack_offsets and pack_capacity."""
         patterns = self.patterns
         row = np.arange(patterns.num_packs)
         for begin in range(0, len(row), _BLOCK):
@@ -274,6 +287,6 @@ class Assignment:
 
 
 def _count_up(sizes: IntArray) -> IntArray:
-    """Return 0, 1, ..., size - 1 for each size, concatenated."""
+    """Return the numbers 0, 1, ..., size - 1 for each of the given sizes, concatenated."""
     numbers: IntArray = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return numbers

@@ -1,4 +1,4 @@
-"""Document lengths: check them, count them, and cut the documents that are longer than a pack."""
+"""Check document lengths, count documents by length, and cut documents that are longer than a pack."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,22 +15,24 @@ _MAX_TOKENS = 2**63
 _MAX_PIECES = 2**40
 _COUNTED_AT_ONCE = 1 << 22
 _DENSE_LENGTHS = 1 << 22
-"""Up to this length a table of counts is cheaper than sorting."""
+"""Maximum length up to which counting in an array is cheaper than sorting."""
 
 Overflow = Literal["split", "truncate", "drop", "error"]
 
 
 def check_lengths(lengths: Any) -> IntArray:
-    """Return the lengths as an integer array, or raise an error that points at the first bad one.
+    """Return the lengths as an integer array, or raise an error that names the first invalid length.
 
     Args:
-        lengths: 1-d integers [documents], tokens; a list, an array, or anything `numpy.asarray` takes. Zero is allowed.
+        lengths: 1-d integers [documents]: document lengths in tokens, as a list, an array or any other input of
+            `numpy.asarray`. A length may be 0.
 
     Returns:
-        int32 [documents], or int64 where a document has 2**31 tokens or more.
+        int32 [documents], or int64 [documents] if a document has 2**31 tokens or more.
 
     Raises:
-        PackingError: not one-dimensional, not integers, masked, negative, or more than 2**63 - 1 tokens in all.
+        PackingError: the lengths are not one-dimensional, not integers, masked or negative, or all documents together
+            have 2**63 tokens or more.
     """
     array = check_whole_numbers("lengths", lengths)
     if not array.size:
@@ -40,49 +42,55 @@ def check_lengths(lengths: Any) -> IntArray:
         raise PackingError(f"lengths: expected no negative length, got {array[first]} at index {first}")
     longest, total = int(array.max()), float(array.sum(dtype=np.float64))
     if total >= _MAX_TOKENS:
-        raise PackingError(f"lengths: expected fewer than 2**63 tokens in all, got {total:.3g}, the longest {longest}")
+        raise PackingError(
+            f"lengths: expected fewer than 2**63 tokens in all documents together, got {total:.3g} tokens; the longest "
+            f"document has {longest}"
+        )
     return array.astype(np.int32 if longest <= INT32_MAX else np.int64)
 
 
 def check_whole_numbers(name: str, values: Any) -> IntArray:
     """Return `values` as a 1-d integer array, or raise a PackingError that names the argument.
 
-    An empty array may have any type.
+    An empty array may have any dtype.
     """
     if isinstance(values, np.ma.MaskedArray):
         raise PackingError(f"{name}: expected an array without a mask, got a masked array")
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise PackingError(f"{name}: expected 1-d integers, got {type(values).__name__}: {error}") from error
+        raise PackingError(
+            f"{name}: expected 1-d integers, got {type(values).__name__}, which NumPy cannot convert: {error}"
+        ) from error
     if array.ndim != 1:
-        raise PackingError(f"{name}: expected one dimension, got shape {array.shape}")
+        raise PackingError(f"{name}: expected a 1-d array, got an array of shape {array.shape}")
     if array.size and array.dtype.kind not in "iu":
-        raise PackingError(f"{name}: expected integers, got {array.dtype} such as {array[0]!r}")
+        raise PackingError(f"{name}: expected integers, got {array.dtype} values such as {array[0]!r}")
     return array
 
 
 def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int = INT32_MAX) -> int:
-    """Return `value` as an int within [minimum, maximum], or raise a PackingError that names the argument."""
+    """Return `value` as an int from minimum to maximum, or raise a PackingError that names the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
         raise PackingError(f"{name}: expected an integer from {minimum} to {maximum}, got {value!r}")
     return int(value)
 
 
 def is_real(value: Any) -> bool:
-    """Return whether `value` is a number, and not a bool."""
+    """Return whether `value` is an int, a float or a real NumPy number, but not a bool."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def smallest_index_type(count: int) -> type[np.signedinteger[Any]]:
-    """Return the integer type to index `count` items with."""
+    """Return np.int32 if that type can index `count` items, or else np.int64."""
     return np.int32 if count <= INT32_MAX else np.int64
 
 
 def sort_by_length(lengths: IntArray) -> IntArray:
     """Return the indices that sort non-negative lengths, shortest first; equal lengths keep their order.
 
-    NumPy sorts 16-bit keys by radix, ten times as fast as wider ones, so wider lengths are sorted 16 bits at a time.
+    NumPy sorts 16-bit integers by radix, ten times as fast as wider integers. So lengths that need more than 16 bits
+    are sorted by 16 bits at a time.
     """
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
@@ -94,12 +102,12 @@ def sort_by_length(lengths: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class LengthCounts:
-    """How many documents there are of each length. Only lengths that occur are listed."""
+    """The number of documents of each length. Lengths that do not occur are left out."""
 
     length: IntArray
-    """int64 [lengths], tokens, ascending, without repeats."""
+    """int64 [lengths]: the distinct document lengths in tokens, ascending."""
     documents: IntArray
-    """int64 [lengths], at least 1."""
+    """int64 [lengths]: number of documents of each length, at least 1."""
 
     @property
     def num_documents(self) -> int:
@@ -107,7 +115,7 @@ class LengthCounts:
 
 
 def count_lengths(lengths: IntArray) -> LengthCounts:
-    """Count checked lengths."""
+    """Return the number of documents of each length, from lengths that `check_lengths` has checked."""
     if lengths.max(initial=0) >= _DENSE_LENGTHS:
         length, documents = np.unique(lengths, return_counts=True)
         return LengthCounts(length.astype(np.int64), documents.astype(np.int64))
@@ -118,19 +126,23 @@ def count_lengths(lengths: IntArray) -> LengthCounts:
 
 
 def counts_of_histogram(counts: IntArray) -> LengthCounts:
-    """Convert a checked histogram, in which counts[n] documents have n tokens."""
+    """Return a checked histogram as LengthCounts; counts[n] is the number of documents of n tokens."""
     length = np.flatnonzero(counts)
     return LengthCounts(length, counts[length])
 
 
 def check_counts(counts: Any) -> IntArray:
-    """Return a histogram as int64, or raise an error that points at the first bad count.
+    """Return a histogram of lengths as int64, or raise an error that names the first invalid count.
 
     Args:
         counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens.
 
+    Returns:
+        int64 [longest + 1].
+
     Raises:
-        PackingError: not one-dimensional, not integers, masked, negative, or 2**63 tokens or more in all.
+        PackingError: the counts are not one-dimensional, not integers, masked or negative, or there are 2**63 or more
+            documents or tokens in total.
     """
     array = check_whole_numbers("counts", counts)
     if not array.size:
@@ -141,65 +153,74 @@ def check_counts(counts: Any) -> IntArray:
     documents, tokens = float(array.sum(dtype=np.float64)), float(array @ np.arange(len(array), dtype=np.float64))
     if max(documents, tokens) >= _MAX_TOKENS:
         raise PackingError(
-            f"counts: expected fewer than 2**63 documents and tokens, got {documents:.3g} and {tokens:.3g}"
+            f"counts: expected fewer than 2**63 documents and fewer than 2**63 tokens, got {documents:.3g} documents "
+            f"and {tokens:.3g} tokens"
         )
     return array.astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Contiguous slices of documents, none longer than a pack, in document order."""
+    """Pieces of documents. A piece is a contiguous slice of one document that is no longer than a pack."""
 
     document: IntArray
-    """integers [pieces]: the document that a piece is cut from."""
+    """integers [pieces]: number of the document that the piece is cut from."""
     start: IntArray
-    """integers [pieces], tokens: where in the document the piece begins."""
+    """integers [pieces]: index of the piece's first token in the document."""
     length: IntArray
-    """integers [pieces], tokens, at least 1."""
+    """integers [pieces]: tokens of the piece, at least 1."""
 
     def take(self, order: IntArray) -> "Pieces":
-        """Select pieces by index."""
+        """Return the pieces with the given indices, in the order of the indices."""
         return Pieces(self.document[order], self.start[order], self.length[order])
 
 
 def check_overflow(overflow: str) -> None:
-    """Raise PackingError unless `overflow` is one of the accepted values."""
+    """Raise PackingError unless `overflow` is "split", "truncate", "drop" or "error"."""
     if overflow not in get_args(Overflow):
         raise PackingError(f"overflow: expected one of {', '.join(get_args(Overflow))}, got {overflow!r}")
 
 
 def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
-    """With overflow="error", raise a PackingError that names the first document longer than the capacity."""
+    """Raise PackingError if `overflow` is "error" and a document is longer than the capacity.
+
+    The error names the first document that is too long.
+    """
     if overflow == "error" and lengths.max(initial=0) > capacity:
         first = int(np.argmax(lengths > capacity))
         raise PackingError(
-            f"lengths: document {first} has {lengths[first]} tokens, more than max_length={capacity}, and "
-            "overflow='error' (accepted: split, truncate, drop)"
+            f"lengths: document {first} has {lengths[first]} tokens, more than max_length={capacity}, which "
+            "overflow='error' forbids; use overflow='split', 'truncate' or 'drop' for long documents"
         )
 
 
 def check_num_pieces(pieces: float, capacity: int) -> None:
-    """Raise PackingError if long documents become more pieces than can be planned."""
+    """Raise PackingError if documents are cut into more than 2**40 pieces, the maximum for one plan."""
     if pieces > _MAX_PIECES:
         raise PackingError(
-            f"max_length: expected to cut documents into at most 2**40 pieces, got {capacity}, which makes {pieces:.4g}"
+            "max_length or bucket_lengths: expected packs that are long enough to cut documents into at most 2**40 "
+            f"pieces, got packs of {capacity} tokens, which make {pieces:.4g} pieces"
         )
 
 
 def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Pieces:
-    """Cut documents into pieces that fit in a pack.
+    """Return the pieces that documents are cut into, so that every piece fits in a pack.
 
-    "split" cuts a long document into chunks of exactly `capacity` and a remainder (the minimally required truncation of
-    arXiv 2404.10830); "truncate" keeps its first `capacity` tokens; "drop" leaves it out; "error" raises. Empty
-    documents yield no piece.
+    A document of at most `capacity` tokens becomes one piece; an empty document becomes no piece. `overflow` selects
+    the treatment of a longer document: "split" cuts the document into chunks of exactly `capacity` tokens and a
+    remainder (the minimally required truncation of arXiv 2404.10830), "truncate" keeps the first `capacity` tokens,
+    "drop" leaves the document out, and "error" raises PackingError.
 
     Args:
-        lengths: integers [documents], tokens, checked.
-        capacity: tokens that a pack holds.
-        overflow: as above.
+        lengths: integers [documents]: document lengths in tokens, already checked.
+        capacity: capacity of each pack, in tokens.
+        overflow: treatment of documents longer than `capacity`, as described above.
+
+    Returns:
+        Pieces in document order.
 
     Raises:
-        PackingError: unknown overflow, or a document is too long and overflow is "error".
+        PackingError: `overflow` has an unknown value, or `overflow` is "error" and a document is too long.
     """
     check_overflow(overflow)
     documents = len(lengths)

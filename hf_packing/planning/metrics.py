@@ -1,4 +1,4 @@
-"""Metrics of a plan, such as padding and truncation; and a lower bound on the packs of any plan."""
+"""Metrics of a plan, such as padding and truncation, and a lower bound on the number of packs in any plan."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from hf_packing.planning.lengths import IntArray
 
 @dataclass(frozen=True)
 class PackingMetrics:
-    """A plan in numbers. All ratios but concatenation_ratio lie in [0, 1]; a plan without packs has zeros."""
+    """The metrics of a plan. A ratio is 0 if the denominator is 0.
+
+    padding_ratio, truncation_ratio, dropped_token_ratio, packing_efficiency and attention_cost are between 0 and 1.
+    """
 
     num_documents: int
     num_segments: int
     num_packs: int
     num_tokens: int
-    """Tokens of all documents."""
+    """Number of tokens in all documents."""
     num_cut_documents: int
-    """Documents of which some tokens are packed, but not all in one segment."""
+    """Number of documents that are packed in several segments or only in part."""
     num_dropped_documents: int
-    """Documents that have tokens, none of which is packed."""
+    """Number of documents that have tokens but are not packed at all."""
     num_empty_documents: int
     num_dropped_tokens: int
     num_padding_slots: int
-    """Slots of packs that hold no token."""
+    """Number of positions in packs that hold padding instead of a token."""
     padding_ratio: float
-    """Padding slots / slots."""
+    """num_padding_slots / sum of the capacities of all packs."""
     truncation_ratio: float
-    """Documents cut / documents."""
+    """num_cut_documents / num_documents."""
     concatenation_ratio: float
-    """Documents / packs."""
+    """num_documents / num_packs."""
     dropped_token_ratio: float
-    """Tokens dropped / tokens."""
+    """num_dropped_tokens / num_tokens."""
     packing_efficiency: float
-    """1 - padding_ratio."""
+    """1 - padding_ratio, or 0 for a plan without packs."""
     packing_factor: float
-    """Segments / packs."""
+    """num_segments / num_packs."""
     lower_bound: int
-    """Proven lower bound on the packs of any plan for the same segments."""
+    """Proven lower bound on the number of packs in any plan for the same segments."""
     attention_cost: float
     """Sum of squared segment lengths / sum of squared capacities: the work of attention relative to full rows."""
 
@@ -51,14 +54,14 @@ def measure_plan(
     pack_capacity: IntArray,
     proven_lower_bound: int,
 ) -> PackingMetrics:
-    """Compute the metrics of a plan from its arrays.
+    """Return the metrics of a plan, computed from the plan's arrays.
 
     Args:
-        document_length: integers [documents], tokens.
-        segment_document: integers [segments].
-        segment_length: integers [segments], tokens.
-        pack_capacity: integers [packs], tokens.
-        proven_lower_bound: lower bound on packs that the strategy has proven; 0 for none.
+        document_length: integers [documents]: length of each document, in tokens.
+        segment_document: integers [segments]: number of the document that each segment is cut from.
+        segment_length: integers [segments]: length of each segment, in tokens.
+        pack_capacity: integers [packs]: capacity of each pack, in tokens.
+        proven_lower_bound: lower bound on the number of packs, proven by the strategy; 0 if there is no such bound.
     """
     packs, capacity = len(pack_capacity), int(pack_capacity.max(initial=0))
     segments_of = np.bincount(segment_document, minlength=len(document_length))
@@ -97,7 +100,7 @@ def make_metrics(
     squared_capacities: float,
     lower_bound: int,
 ) -> PackingMetrics:
-    """Compute all metrics from what was counted."""
+    """Return all metrics of a plan, computed from the plan's counts and sums."""
     padding = slots - packed_tokens
     return PackingMetrics(
         num_documents=documents,
@@ -125,18 +128,21 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def pack_lower_bound(counts: IntArray, capacity: int) -> int:
-    """Return a lower bound on the packs of any plan for these segments.
+    """Return a lower bound on the number of packs in any plan for the counted segments.
 
-    The larger of L1, tokens divided by capacity, and L2 (Martello and Toth, "Lower bounds and reduction procedures for
-    the bin packing problem", 1990): for any threshold a up to half the capacity, segments above capacity - a need a
-    pack of their own, those above half the capacity cannot share one, and the rest fills the room left, by volume.
+    The bound is the larger of two bounds, L1 and L2. L1 is the total number of tokens divided by the capacity, rounded
+    up. L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem", 1990) counts one
+    pack for each segment longer than half the capacity, since two such segments never fit in one pack. L2 adds packs
+    for shorter segments that do not fit beside the long segments: for a threshold a, segments of at least a tokens fit
+    only beside long segments of at most capacity - a tokens. L2 is the maximum over all thresholds a up to half the
+    capacity.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length, none above capacity.
-        capacity: tokens that a pack holds.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens, for n up to the capacity.
+        capacity: capacity of each pack, in tokens.
 
     Returns:
-        packs.
+        Lower bound on the number of packs.
 
     Example:
         >>> import numpy as np
@@ -147,7 +153,7 @@ def pack_lower_bound(counts: IntArray, capacity: int) -> int:
     number = np.concatenate([[0], np.cumsum(counts[lengths], dtype=np.int64)])
     volume = np.concatenate([[0], np.cumsum(counts[lengths] * lengths, dtype=np.int64)])
     half = int(np.searchsorted(lengths, capacity // 2, side="right"))
-    threshold = np.arange(half)  # the bound can only rise where a segment has the length of the threshold
+    threshold = np.arange(half)  # as indices into lengths; thresholds between two lengths give no higher bound
     complement = np.searchsorted(lengths, capacity - lengths[:half], side="right")
     above_half = number[-1] - number[half]
     room = (number[complement] - number[half]) * capacity - (volume[complement] - volume[half])

@@ -1,11 +1,12 @@
-"""Best-fit and first-fit decreasing, by counts: packs that still have room, and documents that are still to be placed.
+"""Best-fit and first-fit decreasing on counts of lengths, and records of open packs and of remaining documents.
 
-Document by document, best-fit decreasing puts each length, longest first, into the pack with the least room that still
-holds it (arXiv 2404.10830). By counts, all packs with the same room and the same content are filled together: as long
-as the room left is at least the length, the same pack stays the best fit, so it takes as many copies as it holds before
-another pack is touched. The cost depends on the distinct lengths, not on the number of documents. With a limit on
-documents per pack this is longest-pack-first histogram packing (arXiv 2107.02027). First-fit decreasing fills one pack
-after the other with the longest document that fits.
+Best-fit decreasing takes documents from the longest to the shortest, and puts each document into the pack with the
+least room that still holds the document (arXiv 2404.10830). This module fills consecutive packs with the same content
+together. A pack that has just taken a document is still the best fit for the next document of the same length, as long
+as that document fits. So a pack takes as many documents of one length as fit before another pack is used. The cost
+depends on the number of distinct lengths, not on the number of documents. With a limit on documents per pack, best-fit
+decreasing is longest-pack-first histogram packing (arXiv 2107.02027). First-fit decreasing fills one pack after the
+other, each time with the longest remaining document that fits.
 """
 
 from collections.abc import Mapping
@@ -21,15 +22,16 @@ class Interval(NamedTuple):
     first_pack: int
     packs: int
     documents: int
-    """Documents in each pack."""
+    """Number of documents in each pack."""
 
 
 class OpenPacks:
-    """Packs with room, as intervals of pack numbers grouped by the room they have, and the moves that filled them.
+    """The packs that still have room, grouped by room, and a record of the runs that filled all packs.
 
-    The rooms that occur are the set bits of one big integer: shifting it right by a length and taking the lowest set
-    bit finds the least room that holds the length, and the highest set bit is the most room. Either takes a fraction of
-    a microsecond, without a search tree. Among packs with the same room, the newest are taken first.
+    Packs with the same room are stored as intervals of consecutive packs, and the newest interval is used first. The
+    rooms that occur are the set bits of one big integer. After a right shift by a length, the lowest set bit gives the
+    least room that holds the length. The highest set bit gives the most room. Finding either room takes a fraction of a
+    microsecond and needs no search tree.
     """
 
     def __init__(self, capacity: int, max_documents: int | None) -> None:
@@ -41,25 +43,25 @@ class OpenPacks:
         self._rooms = 0
 
     def least_room(self, length: int) -> int | None:
-        """Return the least room that holds the length; None if no open pack holds it."""
+        """Return the least room of an open pack that holds `length` tokens, or None if no open pack has enough room."""
         fitting = self._rooms >> length
         return length + (fitting & -fitting).bit_length() - 1 if fitting else None
 
     def most_room(self) -> int:
-        """Return the most room that any open pack has; -1 if none is open."""
+        """Return the most room of any open pack, or -1 if no pack is open."""
         return self._rooms.bit_length() - 1
 
     def newest(self, room: int) -> Interval:
-        """Return the newest interval with this room."""
+        """Return the newest interval of packs with this room."""
         return self._intervals[room][-1]
 
     def add(self, room: int, interval: Interval) -> None:
-        """Add open packs with this room."""
+        """Add an interval of open packs with this room."""
         self._intervals.setdefault(room, []).append(interval)
         self._rooms |= 1 << room
 
     def take(self, room: int, packs: int) -> Interval:
-        """Remove the newest interval with this room, or only as many of its packs as are wanted."""
+        """Remove at most `packs` packs from the newest interval with this room, and return the removed packs."""
         intervals = self._intervals[room]
         interval = intervals.pop()
         if not intervals:
@@ -69,34 +71,38 @@ class OpenPacks:
         return Interval(interval.first_pack, min(packs, interval.packs), interval.documents)
 
     def fill(self, interval: Interval, room: int, length: int, copies: int) -> None:
-        """Put `copies` segments into each pack of a taken interval; close packs that are full or at the limit."""
+        """Put `copies` segments of this length into each pack of the interval.
+
+        `room` is the room of each pack before the call. Packs stay open unless the packs are full or have the maximum
+        number of segments.
+        """
         self.runs.append(Run(length, interval.first_pack, interval.packs, copies))
         room, documents = room - copies * length, interval.documents + copies
         if room and documents < self.limit:
             self.add(room, Interval(interval.first_pack, interval.packs, documents))
 
     def open(self, packs: int, length: int, copies: int) -> None:
-        """Open new packs, and put `copies` segments of this length into each."""
+        """Open new packs, and put `copies` segments of this length into each new pack."""
         self.fill(Interval(self.num_packs, packs, 0), self.capacity, length, copies)
         self.num_packs += packs
 
     def patterns(self) -> Patterns:
-        """Collect the patterns of all packs."""
+        """Return the patterns of all packs."""
         return patterns_from_runs(self.runs, self.num_packs, self.capacity)
 
 
 def lengths_descending(counts: IntArray) -> list[tuple[int, int]]:
-    """List (length, documents) for every length that occurs, the longest first."""
+    """Return (length, number of documents) for every length that occurs, the longest length first."""
     lengths = counts.nonzero()[0][::-1]
     return list(zip(lengths.tolist(), counts[lengths].tolist(), strict=True))
 
 
 def fill_best_fit(packs: OpenPacks, counts: IntArray) -> None:
-    """Put counted segments into packs that may already be open, and into new ones.
+    """Pack counted segments best-fit decreasing, into open packs where possible and otherwise into new packs.
 
     Args:
-        packs: changed in place.
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
+        packs: open packs, changed in place.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
     """
     for length, left in lengths_descending(counts):
         while left and (room := packs.least_room(length)):
@@ -115,12 +121,12 @@ def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None
     """Pack counted segments best-fit decreasing.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
-        capacity: tokens that a pack holds.
-        max_documents: most segments in one pack; None for no limit.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack; None for no limit.
 
     Returns:
-        Patterns with exactly the counted segments.
+        Patterns whose packs hold exactly the counted segments.
     """
     packs = OpenPacks(capacity, max_documents)
     fill_best_fit(packs, counts)
@@ -128,7 +134,11 @@ def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None
 
 
 class Remaining:
-    """How many documents are left of each length. The lengths that occur are the set bits of one big integer."""
+    """The number of remaining documents of each length.
+
+    The lengths that occur are the set bits of one big integer, so the longest length that fits is found without a
+    search.
+    """
 
     def __init__(self, number: Mapping[int, int]) -> None:
         self.number = dict(number)
@@ -138,29 +148,31 @@ class Remaining:
         self.lengths = int.from_bytes(bits, "little")
 
     def longest(self, room: int) -> int:
-        """Return the longest length that fits in the room; -1 if none does."""
+        """Return the longest remaining length that fits in the room, or -1 if no remaining length fits."""
         return (self.lengths & ((2 << room) - 1)).bit_length() - 1
 
     def shortest(self) -> int:
-        """Return the shortest length that is left."""
+        """Return the shortest remaining length."""
         return (self.lengths & -self.lengths).bit_length() - 1
 
     def add(self, length: int) -> None:
-        """Put one document back."""
+        """Add one document of this length."""
         self.number[length] = self.number.get(length, 0) + 1
         self.lengths |= 1 << length
 
     def take(self, length: int, number: int) -> None:
-        """Take `number` documents of a length."""
+        """Remove `number` documents of this length."""
         self.number[length] -= number
         if not self.number[length]:
             self.lengths ^= 1 << length
 
     def fill(self, room: int) -> tuple[list[tuple[int, int]], int]:
-        """Choose the documents for a pack: the longest that fits, then the next. Does not take them yet.
+        """Choose documents for one pack by repeatedly choosing the longest remaining document that fits.
+
+        The chosen documents are not removed.
 
         Returns:
-            (length, copies) for each length in the pack, and the room that stays free.
+            (length, number of documents) for each length in the pack, and the room that stays free.
         """
         copies: list[tuple[int, int]] = []
         limit = room
@@ -172,21 +184,24 @@ class Remaining:
         return copies, room
 
     def packs_alike(self, copies: list[tuple[int, int]]) -> int:
-        """Return how many packs in a row would be filled with these same copies."""
+        """Return the number of packs with the same documents that can be made from the remaining documents.
+
+        `copies` lists the documents of one pack, as returned by `fill`.
+        """
         return min(self.number[length] // number for length, number in copies)
 
 
 def first_fit_patterns(counts: IntArray, capacity: int) -> Patterns:
     """Pack counted segments first-fit decreasing.
 
-    Packs are filled one by one, which has the same result as placing documents one by one.
+    Packs are filled one after the other; the result is the same as placing documents one after the other.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
-        capacity: tokens that a pack holds.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        capacity: capacity of each pack, in tokens.
 
     Returns:
-        Patterns with exactly the counted segments.
+        Patterns whose packs hold exactly the counted segments.
     """
     remaining = Remaining(dict(lengths_descending(counts)))
     patterns = []

@@ -1,4 +1,4 @@
-"""PatternTable: a plan from counts alone; which document goes where is decided later."""
+"""PatternTable: a plan made from counts of lengths alone, before any document is assigned to a pack."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_packing.planning.plan import PackingPlan
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PatternTable:
-    """Which packs to make from documents of which lengths.
+    """A plan made from counts of lengths: the packs to make, before documents are assigned to packs.
 
-    Its size depends on the number of distinct lengths; with Bucket, also on the number of cut documents.
-
-    `plan_counts` makes it. Each worker needs only the table, its own documents and, for each length, how many documents
-    earlier shards have. Together, the workers make the same packs as a plan over all documents.
+    `plan_counts` returns a PatternTable. The size of a table depends on the number of distinct lengths and, with
+    Bucket, on the number of cut documents. To assign a shard of documents to packs, a worker needs only the table, the
+    lengths of the shard's documents, and the number of documents of each length in earlier shards. Together, the
+    workers make the same packs as a plan for all documents.
 
     Example:
         >>> import numpy as np, hf_packing as hfp
@@ -38,19 +38,19 @@ class PatternTable:
     """
 
     patterns: Patterns
-    """The packs, by the lengths of their segments."""
+    """The packs, described by the lengths of their segments."""
     cuts: Cuts
-    """The documents, by length and by the pieces they are cut into."""
+    """The pieces that documents of each length are cut into."""
     seed: int | None
-    """Seed of all random orders; None keeps documents of equal length in order and does not shuffle packs."""
+    """Seed for shuffling packs, the segments in each pack, and documents of equal length; None for no shuffling."""
     proven_lower_bound: int = 0
-    """Lower bound on the number of packs that the strategy has proven under its limits; 0 if it has proven none."""
+    """Lower bound on the number of packs, proven by the strategy under its own limits; 0 if there is no such bound."""
     note: str = ""
-    """How planning went, if the strategy reports it."""
+    """Remark of the strategy on how planning went; empty if there is nothing to report."""
 
     def __post_init__(self) -> None:
         if not np.array_equal(np.trim_zeros(self.patterns.counts(), "b"), np.trim_zeros(self.cuts.counts(), "b")):
-            raise AssertionError("the patterns and the documents' pieces have different lengths")
+            raise AssertionError("patterns and cuts: expected as many segments as pieces of each length")
 
     @property
     def num_documents(self) -> int:
@@ -65,26 +65,30 @@ class PatternTable:
         return Assignment(self.patterns, self.cuts, self.seed)
 
     def plan(self, lengths: IntArray) -> PackingPlan:
-        """Return the plan over all documents.
+        """Return the plan for all documents.
 
         Args:
-            lengths: integers [documents], tokens: the checked lengths that the table was made for.
+            lengths: integers [documents]: checked document lengths in tokens, the same lengths that the table was made
+                for.
         """
         return self._assignment.plan(lengths, self.proven_lower_bound, self.note)
 
     def deal(self, shard_lengths: Any, already_dealt: Any = None) -> DealtShard:
-        """Return where the documents of one shard go. Memory depends on the shard and the table, not on other shards.
+        """Assign the documents of one shard to packs. The memory needed does not depend on other shards.
 
         Args:
-            shard_lengths: 1-d integers [documents], tokens, of this shard.
-            already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in the shards before
-                this one, the sum of their `np.bincount`; None for the first shard. Lengths beyond its end count as 0.
+            shard_lengths: 1-d integers [documents]: lengths of the shard's documents, in tokens.
+            already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in all earlier shards
+                together, that is, the sum of `np.bincount` over earlier shards. Lengths beyond the end of the array
+                have a count of 0. None for the first shard.
 
         Returns:
-            DealtShard. Together, all shards hold every segment of the plan once and fill every place of every pack.
+            DealtShard. All shards together hold every segment of the plan exactly once, and fill every place of every
+            pack.
 
         Raises:
-            PackingError: a length that was not counted, more documents of a length than were counted, bad integers.
+            PackingError: an argument is not 1-d non-negative integers, a length was not counted for the table, or the
+                shards have more documents of a length than were counted.
         """
         lengths, by_length = check_lengths(shard_lengths), self.cuts.by_length()
         order = sort_by_length(lengths)
@@ -93,7 +97,7 @@ class PatternTable:
         return self._assignment.shard(order, kind, number)
 
     def metrics(self) -> PackingMetrics:
-        """Return the metrics of the plan, the same as those of a plan over the documents."""
+        """Return the metrics of the plan, equal to the metrics of the PackingPlan that `plan` returns."""
         cuts, patterns = self.cuts, self.patterns
         counts = cuts.counts()
         length = np.arange(len(counts), dtype=np.float64)
@@ -116,7 +120,10 @@ class PatternTable:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out cached properties, so that a copy for another worker is small."""
+        """Return the function and the arguments that rebuild the table when the table is copied or unpickled.
+
+        Cached properties are left out, so a pickled table for another worker is small.
+        """
         return _rebuild_table, (self.patterns, self.cuts, self.seed, self.proven_lower_bound, self.note)
 
     def __repr__(self) -> str:
@@ -139,28 +146,32 @@ def _number_documents(
     """Return the arguments `kind` and `number` of `Assignment.shard`, for a shard's documents sorted by length.
 
     Returns:
-        int64 [documents]: the length of each, as an index into `by_length`; int64 [documents]: how many documents of
-        the same length come before it in all shards.
+        int64 [documents]: index of the document's length in `by_length`; int64 [documents]: number of earlier documents
+        of the same length, counted in this shard and in all shards before this shard.
     """
     kind = np.searchsorted(by_length.length, lengths)
     unknown = kind == len(by_length.length)
     unknown[~unknown] = by_length.length[kind[~unknown]] != lengths[~unknown]
     if unknown.any():
-        raise PackingError(f"lengths: expected only lengths that were counted, got {lengths[unknown][0]}")
+        raise PackingError(f"lengths: expected only lengths that were counted for the table, got {lengths[unknown][0]}")
     in_shard = np.bincount(kind, minlength=len(by_length.length))
     nth = np.arange(len(kind)) - (np.cumsum(in_shard) - in_shard)[kind]
     number: IntArray = already_dealt[kind] + nth
     if (beyond := number >= by_length.documents[kind]).any():
         first = kind[beyond][0]
         raise PackingError(
-            f"lengths: expected at most {by_length.documents[first]} documents of length {by_length.length[first]} in "
-            f"all shards, as counted; {already_dealt[first]} were already dealt and this shard has {in_shard[first]}"
+            f"lengths: expected at most the {by_length.documents[first]} documents of length {by_length.length[first]} "
+            f"that were counted for the table, but earlier shards have {already_dealt[first]} such documents and this "
+            f"shard has {in_shard[first]}"
         )
     return kind, number
 
 
 def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> IntArray:
-    """Return how many documents of each counted length earlier shards have, from a histogram that may be shorter."""
+    """Return the number of documents in earlier shards for each counted length, after checking `already_dealt`.
+
+    `already_dealt` is a histogram that may be shorter than the longest counted length, or None for no documents.
+    """
     length, documents = by_length.length, by_length.documents
     if already_dealt is None:
         return np.zeros(len(length), dtype=np.int64)
@@ -173,13 +184,15 @@ def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> In
     uncounted[length[inside]] = 0
     if uncounted.any():
         first = int(np.argmax(uncounted != 0))
-        raise PackingError(f"already_dealt: expected no documents of length {first}, as counted, got {dealt[first]}")
+        raise PackingError(
+            f"already_dealt: expected no documents of length {first}, since the table counts none, got {dealt[first]}"
+        )
     beyond = dealt[length[inside]] > documents[inside]
     if beyond.any():
         first = int(length[inside][beyond][0])
         raise PackingError(
-            f"already_dealt: expected at most {documents[inside][beyond][0]} documents of length {first}, as counted, "
-            f"got {dealt[first]}"
+            f"already_dealt: expected at most the {documents[inside][beyond][0]} documents of length {first} that were "
+            f"counted for the table, got {dealt[first]}"
         )
     result = np.zeros(len(length), dtype=np.int64)
     result[inside] = dealt[length[inside]]

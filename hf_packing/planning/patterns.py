@@ -1,6 +1,7 @@
-"""What a counting strategy decides from counts alone: `Patterns` of packs, and `Cuts` of documents.
+"""`Patterns` of packs and `Cuts` of documents, the two results that counting strategies compute from counts of lengths.
 
-Both list equal packs or documents once, so their size depends on the number of distinct lengths, not of documents.
+`Patterns` lists equal packs once, and `Cuts` lists equal documents once. So the size of both objects depends on the
+number of distinct lengths, not on the number of documents.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,21 +18,21 @@ from hf_packing.planning.lengths import IntArray, LengthCounts, Overflow, check_
 
 @dataclass(frozen=True)
 class Patterns:
-    """Packs by the lengths of their segments. Pattern i stands for `packs[i]` equal packs; packs are numbered in order.
+    """Packs, described by the lengths of their segments. Pattern i stands for `packs[i]` equal packs.
 
-    A pattern has one entry for each length in it.
+    Packs are numbered in the order of the patterns. Each entry of a pattern stands for segments of one length.
     """
 
     packs: IntArray
-    """int64 [patterns]: how many packs are made like this."""
+    """int64 [patterns]: number of packs with this pattern."""
     capacity: IntArray
-    """int32 [patterns], tokens."""
+    """int32 [patterns]: capacity of each pack, in tokens."""
     entry_offsets: IntArray
-    """int64 [patterns + 1]: entries of pattern i are entry_offsets[i]:entry_offsets[i + 1]."""
+    """int64 [patterns + 1]: the entries of pattern i are entry_offsets[i]:entry_offsets[i + 1]."""
     entry_length: IntArray
-    """int32 [entries], tokens: a segment length in the pattern."""
+    """int32 [entries]: length of the entry's segments, in tokens."""
     entry_copies: IntArray
-    """int64 [entries]: how many segments of that length each pack has."""
+    """int64 [entries]: number of segments of that length in each pack."""
 
     @cached_property
     def num_packs(self) -> int:
@@ -39,28 +40,28 @@ class Patterns:
 
     @property
     def entry_pattern(self) -> IntArray:
-        """int64 [entries]: the pattern that an entry belongs to."""
+        """Index of the pattern that each entry belongs to, int64 [entries]."""
         return np.repeat(np.arange(len(self.packs)), np.diff(self.entry_offsets))
 
     def segments_per_pack(self) -> IntArray:
-        """int64 [patterns]: segments in each pack of a pattern."""
+        """Return the number of segments in each pack of a pattern, int64 [patterns]."""
         total = np.concatenate([[0], np.cumsum(self.entry_copies)])
         return np.diff(total[self.entry_offsets])
 
     def tokens_per_pack(self) -> IntArray:
-        """int64 [patterns]: tokens in each pack of a pattern."""
+        """Return the number of tokens in each pack of a pattern, int64 [patterns]."""
         total = np.concatenate([[0], np.cumsum(self.entry_copies * self.entry_length)])
         return np.diff(total[self.entry_offsets])
 
     def without_empty(self) -> "Patterns":
-        """Leave out the patterns that have no segment."""
+        """Return the patterns that have at least one segment."""
         entries = np.diff(self.entry_offsets)
         kept = entries > 0
         offsets = np.concatenate([[0], np.cumsum(entries[kept])])
         return Patterns(self.packs[kept], self.capacity[kept], offsets, self.entry_length, self.entry_copies)
 
     def counts(self) -> IntArray:
-        """int64 [longest + 1]: how many segments of each length the packs hold."""
+        """Return the number of segments of each length in all packs, int64 [longest + 1]."""
         segments = self.packs[self.entry_pattern] * self.entry_copies
         counts = np.zeros(int(self.entry_length.max(initial=0)) + 1, dtype=np.int64)
         np.add.at(counts, self.entry_length, segments)
@@ -68,17 +69,17 @@ class Patterns:
 
 
 class Pattern(NamedTuple):
-    """One pattern, for callers that make patterns one by one."""
+    """One pattern of packs, for strategies that make patterns one by one."""
 
     packs: int
-    """How many packs have this pattern."""
+    """Number of packs with this pattern."""
     capacity: int
     copies: Sequence[tuple[int, int]]
-    """(length, copies), each length once."""
+    """(length, number of segments) for each distinct segment length in a pack."""
 
 
 class Run(NamedTuple):
-    """One move of a counting strategy: add the same number of copies of a length to each of some consecutive packs."""
+    """One step of filling packs: put the same number of segments of one length into each of some consecutive packs."""
 
     length: int
     first_pack: int
@@ -87,7 +88,7 @@ class Run(NamedTuple):
 
 
 def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
-    """Collect patterns that were made one by one."""
+    """Convert a list of patterns to `Patterns`."""
     sizes = [len(pattern.copies) for pattern in patterns]
     entries = np.array([entry for pattern in patterns for entry in pattern.copies], dtype=np.int64).reshape(-1, 2)
     return Patterns(
@@ -100,12 +101,13 @@ def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
 
 
 def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Patterns:
-    """Collect the patterns of packs that were filled by runs.
+    """Return the patterns of packs that were filled by runs.
 
     Args:
-        runs: moves in the order they were made; their packs are intervals of range(num_packs).
-        num_packs: packs opened in all.
-        capacity: tokens of every pack.
+        runs: runs in the order in which packs were filled; each run covers consecutive packs with numbers below
+            num_packs.
+        num_packs: total number of packs.
+        capacity: capacity of each pack, in tokens.
     """
     length, first, packs, copies = np.array(list(runs), dtype=np.int64).reshape(-1, 4).T
     borders = np.unique(np.concatenate([first, first + packs, [0, num_packs]]))
@@ -126,35 +128,39 @@ def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Pa
 
 
 class DocumentsByLength(NamedTuple):
-    """Documents by length, no matter how they are cut; one element for each length."""
+    """The number of documents of each length. Each array has one element for each distinct length."""
 
     length: IntArray
-    """int64 [lengths], tokens, ascending."""
+    """int64 [lengths]: the distinct document lengths in tokens, ascending."""
     documents: IntArray
-    """int64 [lengths]: how many there are."""
+    """int64 [lengths]: number of documents of this length."""
     first: IntArray
-    """int64 [lengths]: how many shorter documents there are."""
+    """int64 [lengths]: number of documents that are shorter than this length."""
     several_groups: IntArray
     """bool [lengths]: whether documents of this length are cut in different ways."""
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which pieces documents are cut into. Documents of one length that are cut alike form a group.
+    """The pieces that documents are cut into. Documents of one length that are cut in the same way form a group.
 
-    Groups are sorted by document length; among groups of one length, the one that stays whole comes first. Documents
-    and their pieces are listed in the order of groups. A piece's rank is its index when this list of pieces is sorted
-    by length. It follows from its document's place in the list, so no worker needs another worker's documents.
+    Groups are sorted by document length; among groups of one length, the group of uncut documents comes first. Tokens
+    after a document's last piece are dropped.
+
+    Documents are listed group by group, and pieces are listed document by document. The rank of a piece is the piece's
+    index after the list of pieces is sorted by piece length, where pieces of equal length keep their order. A piece's
+    rank follows from the place of the piece's document in the list of documents, so no worker needs the documents of
+    other workers.
     """
 
     document_length: IntArray
-    """int64 [groups], tokens, ascending."""
+    """int64 [groups]: length of the group's documents in tokens, ascending."""
     documents: IntArray
-    """int64 [groups]: how many documents are in the group."""
+    """int64 [groups]: number of documents in the group."""
     piece_offsets: IntArray
     """int64 [groups + 1]: pieces of group i are piece_offsets[i]:piece_offsets[i + 1], in document order."""
     piece_length: IntArray
-    """int32 [pieces], tokens. Pieces are consecutive from a document's first token; tokens left over are dropped."""
+    """int32 [pieces]: tokens of the piece. The pieces of a document start at token 0 and leave no gap."""
 
     @property
     def num_documents(self) -> int:
@@ -162,18 +168,18 @@ class Cuts:
 
     @cached_property
     def pieces_each(self) -> IntArray:
-        """int64 [groups]: pieces that each document becomes."""
+        """Number of pieces that each document of a group is cut into, int64 [groups]."""
         return np.diff(self.piece_offsets)
 
     @cached_property
     def tokens_kept(self) -> IntArray:
-        """int64 [groups]: tokens of each document that are in its pieces."""
+        """Number of tokens that each document of a group keeps in its pieces, int64 [groups]."""
         total = np.concatenate([[0], np.cumsum(self.piece_length, dtype=np.int64)])
         return np.diff(total[self.piece_offsets])
 
     @cached_property
     def piece_start(self) -> IntArray:
-        """int64 [pieces], tokens: where in its document a piece begins."""
+        """Index of each piece's first token in the document, int64 [pieces]."""
         begin = np.cumsum(self.piece_length, dtype=np.int64) - self.piece_length
         first = np.append(begin, 0)[self.piece_offsets[:-1]]
         start: IntArray = begin - np.repeat(first, self.pieces_each)
@@ -181,34 +187,35 @@ class Cuts:
 
     @cached_property
     def whole(self) -> IntArray:
-        """bool [groups]: documents that are one piece with all of their tokens."""
+        """Whether the documents of each group stay whole, as one piece with all tokens, bool [groups]."""
         whole: IntArray = (self.pieces_each == 1) & (self.tokens_kept == self.document_length)
         return whole
 
     @cached_property
     def cut(self) -> IntArray:
-        """bool [groups]: documents of which some tokens are kept, but not all in one piece."""
+        """Whether the documents of each group are kept in several pieces or only in part, bool [groups]."""
         cut: IntArray = (self.pieces_each > 0) & ~self.whole
         return cut
 
     def by_length(self) -> DocumentsByLength:
-        """Count the documents of each length over all groups."""
+        """Return the number of documents of each length, over all groups."""
         length, first_group, groups = np.unique(self.document_length, return_index=True, return_counts=True)
         documents = np.add.reduceat(self.documents, first_group) if len(length) else self.documents
         return DocumentsByLength(length, documents, np.cumsum(documents) - documents, groups > 1)
 
     def counts(self) -> IntArray:
-        """int64 [longest + 1]: pieces of each length."""
+        """Return the number of pieces of each length, int64 [longest + 1]."""
         counts = np.zeros(int(self.piece_length.max(initial=0)) + 1, dtype=np.int64)
         np.add.at(counts, self.piece_length, np.repeat(self.documents, self.pieces_each))
         return counts
 
     def ranks(self) -> tuple[IntArray, IntArray]:
-        """Rank the pieces of each group's first document, and return the stride from one document's ranks to the next.
+        """Return the rank of each piece in the group's first document, and the stride to the group's next document.
+
+        A piece of the group's document n, counted from 0, has the rank `first_rank + n * stride`.
 
         Returns:
-            int64 [pieces], the rank of the piece in the group's first document; int64 [pieces], the stride to add for
-            each further document of the group.
+            int64 [pieces]: rank of the piece in the group's first document; int64 [pieces]: stride of the piece.
         """
         by_length = np.argsort(self.piece_length, kind="stable")
         group = np.repeat(np.arange(len(self.documents)), self.pieces_each)[by_length]
@@ -224,7 +231,10 @@ class Cuts:
 
 
 def cuts_from_list(groups: list[tuple[int, int, tuple[int, ...]]]) -> Cuts:
-    """Collect groups of (document length, documents, lengths of the pieces), in the order that `Cuts` asks for."""
+    """Convert a list of groups to `Cuts`.
+
+    A group is (document length, number of documents, piece lengths). Groups must be in the order that `Cuts` requires.
+    """
     sizes = [len(pieces) for _, _, pieces in groups]
     return Cuts(
         document_length=np.array([length for length, _, _ in groups], dtype=np.int64),
@@ -235,22 +245,25 @@ def cuts_from_list(groups: list[tuple[int, int, tuple[int, ...]]]) -> Cuts:
 
 
 def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> Cuts:
-    """Cut counted documents into pieces that fit in a pack; `cut_to_pieces` says what each overflow does.
+    """Return the pieces that counted documents are cut into, so that every piece fits in a pack.
+
+    `cut_to_pieces` describes the treatment of long documents for each value of `overflow`.
 
     Args:
-        counts: documents by length.
-        capacity: tokens that a pack holds.
-        overflow: "split", "truncate", "drop" or "error".
+        counts: number of documents of each length.
+        capacity: capacity of each pack, in tokens.
+        overflow: treatment of documents longer than `capacity`: "split", "truncate", "drop" or "error".
 
     Raises:
-        PackingError: a document is too long and overflow is "error", or there would be too many pieces.
+        PackingError: `overflow` is "error" and a document is too long, or there are more than 2**40 pieces.
     """
     length = counts.length
     long = length > capacity
     if overflow == "error" and long.any():
         raise PackingError(
-            f"counts: {counts.documents[long].sum()} documents have more tokens than max_length={capacity}, the "
-            f"longest {length[-1]}, and overflow='error' (accepted: split, truncate, drop)"
+            f"counts: {counts.documents[long].sum()} documents have more than max_length={capacity} tokens, which "
+            f"overflow='error' forbids; the longest document has {length[-1]} tokens. Use overflow='split', 'truncate' "
+            "or 'drop' for long documents"
         )
     pieces_each = (length > 0).astype(np.int64)
     if overflow == "drop":

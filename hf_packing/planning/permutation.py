@@ -1,8 +1,8 @@
-"""Seeded random order: permutations evaluated one element at a time, and shuffled packs.
+"""Seeded random orders: permutations that are evaluated one element at a time, and shuffled packs.
 
-Plans need random orders of packs, of documents of equal length, and of the documents inside a pack. A permutation held
-as an array would need all documents in one place. Here each is a function of (index, size, key), so that any machine
-can compute any slice of it, with the same result.
+Plans need random orders of packs, of documents of equal length, and of the documents in each pack. A permutation stored
+as an array would require all documents on one machine. Here, a permutation is a function of (index, size, key), so
+every machine can compute any slice of the permutation, with the same result.
 
 The function is a balanced Feistel network over a grid of about sqrt(size) x sqrt(size) cells, with cycle walking over
 the few cells beyond `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
@@ -29,33 +29,33 @@ _PLACES_AT_ONCE, _PACKS_AT_ONCE = 1 << 16, 1 << 13
 
 
 def check_seed(seed: Any) -> int:
-    """Return a seed as an int, or raise PackingError."""
+    """Return a seed as an int, or raise PackingError if the seed is not an integer from 0 to 2**63 - 1."""
     return check_whole_number("seed", seed, minimum=0, maximum=_SEED_MAX)
 
 
 def derive_key(seed: int, purpose: str) -> np.uint64:
-    """Derive an independent 64-bit key for each purpose of one seed."""
+    """Return a 64-bit key for one purpose of a seed. Keys for different purposes are independent."""
     words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(1, np.uint64)
     return np.uint64(words[0])
 
 
 def keys_for(numbers: npt.NDArray[Any], key: np.uint64) -> _Keys:
-    """Derive one key per number, by mixing `key` with it."""
+    """Return one key for each number, made by mixing the number with `key`."""
     mixed = (numbers.astype(np.uint64) + key) * _GAMMA
     mixed ^= mixed >> _HALF
     return mixed * _MIX
 
 
 def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
-    """Return where a random permutation of range(size) sends each index.
+    """Return the image of each index under a random permutation of range(size).
 
     Args:
-        index: integers [n], each in [0, size).
-        size: integers [n] or [1], at least 1: the size of the permuted range, below 2**62.
-        keys: uint64 [n] or [1]: which permutation.
+        index: integers [n], from 0 to size - 1.
+        size: integers [n] or [1]: size of the permuted range, at least 1 and below 2**62.
+        keys: uint64 [n] or [1]: keys that select the permutation.
 
     Returns:
-        int64 [n]. For one (size, key) the map from index to result is a bijection of range(size).
+        int64 [n]. For one size and one key, the map from index to result is a bijection of range(size).
 
     Example:
         >>> import numpy as np
@@ -66,13 +66,13 @@ def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt
     rows, columns = _grid_sides(size)
     size = size.astype(np.uint64)
     result = _walk_inside(_walk, index.astype(np.uint64), size, rows, columns, keys)
-    # the last round is a rotation, without which sizes of 3 or 5 would favor some places by a few percent
+    # the last round is a rotation; without this round, sizes of 3 or 5 would favor some places by a few percent
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
     return _add_modulo(result, rotation, size).astype(np.int64)
 
 
 def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
-    """Return which index `permute` sends to each place: its inverse, with the same arguments.
+    """Return the index that `permute` maps to each place, given the same `size` and `keys` as `permute`.
 
     Example:
         >>> import numpy as np
@@ -88,7 +88,7 @@ def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -
 
 
 def random_order(size: int, seed: int, purpose: str) -> IntArray:
-    """Return a permutation of range(size), int64 [size], a different one for each purpose."""
+    """Return a random permutation of range(size), int64 [size]. Different purposes give different permutations."""
     order = np.arange(size)
     for begin in range(0, size, _PLACES_AT_ONCE):
         block = slice(begin, begin + _PLACES_AT_ONCE)
@@ -97,15 +97,15 @@ def random_order(size: int, seed: int, purpose: str) -> IntArray:
 
 
 def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Shuffle packs, and the segments inside each.
+    """Return a random order of packs, and a random order of the segments in each pack.
 
     Args:
-        pack_offsets: int64 [packs + 1].
-        seed: of the order.
+        pack_offsets: int64 [packs + 1]: the segments of pack p are pack_offsets[p]:pack_offsets[p + 1].
+        seed: seed of the random orders.
 
     Returns:
-        int64 [segments], the segments in their new order; int64 [packs + 1], the new offsets; int64 [packs], the packs
-        in their new order.
+        int64 [segments]: indices of the segments, in the new order; int64 [packs + 1]: the new pack_offsets; int64
+        [packs]: numbers of the packs, in the new order.
     """
     packs = random_order(len(pack_offsets) - 1, seed, "order of packs")
     sizes = np.diff(pack_offsets)[packs]
@@ -129,7 +129,7 @@ def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
 
 
 def _walk_inside(walk: _Walk, cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
-    """Walk until the cell is one of the first `size`."""
+    """Apply `walk` to each cell until the cell number is below `size`, and return the resulting cells."""
     cell = walk(cell, rows, columns, keys)
     outside = np.flatnonzero(cell >= size)
     while outside.size:

@@ -1,4 +1,4 @@
-"""PackingPlan: which slice of which document goes into which pack; and the checks that every plan must pass."""
+"""PackingPlan, which assigns slices of documents to packs, and the checks that every plan must pass."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ ARRAYS = ("document_length", "segment_document", "segment_start", "segment_lengt
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PackingPlan:
-    """Which slice of which document goes into which pack.
+    """The assignment of documents to packs. A pack consists of segments, and a segment is a slice of one document.
 
-    Segments are listed in pack order: those of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The arrays are
-    read-only and checked on construction. Two plans are equal if their fingerprints are.
+    Segments are listed pack by pack: the segments of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The arrays are
+    read-only, and the constructor checks all arrays. Two plans are equal if the fingerprints of the two plans are
+    equal.
 
     Raises:
-        PackingError: a segment outside its document, a token in two segments, an empty segment, an overfull pack.
+        PackingError: a segment is empty or extends beyond its document, two segments share a token, or a pack is
+            overfull.
 
     Example:
         >>> import hf_packing as hfp
@@ -40,21 +42,21 @@ class PackingPlan:
     """
 
     document_length: IntArray
-    """integers [documents], tokens: the length of each whole document."""
+    """integers [documents]: length of each whole document, in tokens."""
     segment_document: IntArray
-    """integers [segments]: the document that a segment is cut from."""
+    """integers [segments]: number of the document that the segment is cut from."""
     segment_start: IntArray
-    """integers [segments], tokens: where in its document a segment begins."""
+    """integers [segments]: index of the segment's first token in the document."""
     segment_length: IntArray
-    """int32 [segments], tokens."""
+    """int32 [segments]: length of the segment, in tokens."""
     pack_offsets: IntArray
-    """int64 [packs + 1]: where the segments of each pack begin and end."""
+    """int64 [packs + 1]: the segments of pack p are pack_offsets[p]:pack_offsets[p + 1]."""
     pack_capacity: IntArray
-    """int32 [packs], tokens that each pack may hold."""
+    """int32 [packs]: capacity of the pack, in tokens."""
     proven_lower_bound: int = 0
-    """Lower bound on the number of packs that the strategy has proven under its limits; 0 if it has proven none."""
+    """Lower bound on the number of packs, proven by the strategy under its own limits; 0 if there is no such bound."""
     note: str = ""
-    """How planning went, if the strategy reports it; not part of the fingerprint."""
+    """Remark of the strategy on how planning went, or an empty string; not part of the fingerprint."""
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
@@ -78,11 +80,11 @@ class PackingPlan:
         return len(self.pack_capacity)
 
     def arrays(self) -> dict[str, IntArray]:
-        """Return the six arrays by name."""
+        """Return the six arrays of the plan by name."""
         return {name: getattr(self, name) for name in ARRAYS}
 
     def pack_of_segment(self) -> IntArray:
-        """Return the pack that each segment is in, int64 [segments]."""
+        """Return the number of each segment's pack, int64 [segments]."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offsets))
 
     @cached_property
@@ -96,12 +98,15 @@ class PackingPlan:
         )
 
     def metrics(self) -> PackingMetrics:
-        """Return the metrics of the plan, such as padding and truncation; computed once."""
+        """Return the metrics of the plan, such as padding and truncation. The first call computes the metrics."""
         return self._metrics
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits of the plan's content: the same for equal plans, in any process and on any machine."""
+        """Hash of the plan's content, as 32 hex digits.
+
+        Equal plans have the same fingerprint in every process and on every machine.
+        """
         digest = hashlib.blake2b(str(self.proven_lower_bound).encode(), digest_size=16)
         for name, array in self.arrays().items():
             digest.update(f"{name} {array.dtype.str} {len(array)}".encode())
@@ -109,16 +114,18 @@ class PackingPlan:
         return digest.hexdigest()
 
     def shuffle(self, seed: int) -> PackingPlan:
-        """Return the same packs in another random order, with their segments in another order, for the next epoch.
+        """Return a plan with the same packs in a new random order, for the next epoch.
+
+        The segments in each pack are shuffled, too. No segment moves to another pack.
 
         Args:
-            seed: 0 to 2**63 - 1. The new order depends on it and on the current order.
+            seed: integer from 0 to 2**63 - 1. The new order depends on the seed and on the current order.
 
         Returns:
-            PackingPlan. Nothing is planned again.
+            PackingPlan of the same documents and packs.
 
         Raises:
-            PackingError: a seed that is not as above.
+            PackingError: the seed is not an integer from 0 to 2**63 - 1.
         """
         order, offsets, place = shuffle_packs(self.pack_offsets, check_seed(seed))
         return PackingPlan(
@@ -133,13 +140,13 @@ class PackingPlan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a folder of .npy files with a plan.json; replace an older plan there.
+        """Save the plan to a folder of .npy files and a plan.json. A plan that is already in the folder is replaced.
 
         Args:
-            path: the folder to make.
+            path: folder to create.
 
         Raises:
-            PackingError: the path exists, and is not a saved plan.
+            PackingError: the path exists, but is not a saved plan.
         """
         facts = {
             "fingerprint": self.fingerprint,
@@ -150,25 +157,30 @@ class PackingPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:
-        """Load a saved plan. Its arrays are memory-mapped: read from disk when used, and shared between processes.
+        """Return a saved plan with memory-mapped arrays.
+
+        Memory-mapped arrays are read from disk when used, and shared between processes.
 
         Args:
-            path: the folder that `save` made.
+            path: folder that `save` has created.
 
         Raises:
-            PackingError: no plan there, or a damaged one.
+            PackingError: the path is not a saved plan, or the saved plan is damaged.
         """
         arrays, facts = load_arrays(Path(path), ARRAYS)
         plan = cls(**arrays, proven_lower_bound=facts["proven_lower_bound"], note=facts["note"])
         if plan.fingerprint != facts["fingerprint"]:
             raise PackingError(
-                f"path: expected a plan with fingerprint {facts['fingerprint']}, the arrays in {str(path)!r} have "
-                f"{plan.fingerprint}"
+                f"path: expected a plan with fingerprint {facts['fingerprint']}, as recorded in plan.json, but the "
+                f"arrays in {str(path)!r} have fingerprint {plan.fingerprint}; save the plan again"
             )
         return plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild copied and unpickled plans with the constructor, which checks them."""
+        """Return the function and the arguments that rebuild the plan when the plan is copied or unpickled.
+
+        The rebuilt plan is checked, since the function calls the constructor.
+        """
         arrays = {name: np.asarray(array) for name, array in self.arrays().items()}
         return _rebuild_plan, (arrays, self.proven_lower_bound, self.note)
 
@@ -197,7 +209,7 @@ def _rebuild_plan(arrays: dict[str, IntArray], proven_lower_bound: int, note: st
 
 
 def _describe(plan: PackingPlan) -> str:
-    """Describe a plan in a few lines."""
+    """Return a description of a plan in a few lines."""
     metrics, per_pack = plan.metrics(), np.diff(plan.pack_offsets)
     capacities, packs = np.unique(plan.pack_capacity, return_counts=True)
     each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
@@ -205,29 +217,30 @@ def _describe(plan: PackingPlan) -> str:
     lines = [
         f"{metrics.num_documents:,} documents, {metrics.num_tokens:,} tokens, in {metrics.num_packs:,} packs{holding}",
         f"padding {metrics.padding_ratio:.2%}, {metrics.concatenation_ratio:.2f} documents per pack, "
-        f"{per_pack.min(initial=metrics.num_segments):,} to {per_pack.max(initial=0):,} in one",
+        f"{per_pack.min(initial=metrics.num_segments):,} to {per_pack.max(initial=0):,} segments in a pack",
         f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
         f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
     ]
     if len(capacities) == 1:
         lines.append(
-            f"no plan for the same segments has fewer than {metrics.lower_bound:,} packs of this size: at most "
-            f"{metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} could be saved"
+            f"no plan for the same segments has fewer than {metrics.lower_bound:,} packs of this size; "
+            f"this plan has {metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} more"
         )
     return "\n".join(lines + ([plan.note] if plan.note else []))
 
 
 def _check_laws(plan: PackingPlan) -> None:
-    """Raise PackingError unless every token is in at most one segment and no pack is overfull.
+    """Raise PackingError unless the arrays make a valid plan: no token is in two segments, and no pack is overfull.
 
-    Tokens in no segment are allowed; the metrics count them as dropped.
+    Tokens that are in no segment are allowed; the metrics count such tokens as dropped.
     """
     _check_shapes(plan)
     segments = plan.num_segments
     offsets, length, start, document = plan.pack_offsets, plan.segment_length, plan.segment_start, plan.segment_document
     if offsets[0] != 0 or offsets[-1] != segments or (np.diff(offsets) < 1).any():
         raise PackingError(
-            f"pack_offsets: expected to rise from 0 to the {segments} segments, at least one for each pack"
+            f"pack_offsets: expected offsets that rise from 0 to {segments}, the number of segments, with at least one "
+            "segment in each pack"
         )
     if not segments:
         return
@@ -237,21 +250,25 @@ def _check_laws(plan: PackingPlan) -> None:
         )
     if document.min() < 0 or document.max() >= plan.num_documents:
         raise PackingError(
-            f"segment_document: expected document numbers below {plan.num_documents}, "
-            f"got {document.min()}..{document.max()}"
+            f"segment_document: expected document numbers of at least 0 and below {plan.num_documents}, "
+            f"got numbers from {document.min()} to {document.max()}"
         )
     fill = np.add.reduceat(length, offsets[:-1], dtype=np.int64)
     if (overfull := fill > plan.pack_capacity).any():
         pack = int(overfull.argmax())
-        raise PackingError(f"pack {pack} holds {fill[pack]} tokens, its capacity is {plan.pack_capacity[pack]}")
+        raise PackingError(
+            f"segment_length: expected at most the capacity of {plan.pack_capacity[pack]} tokens in pack {pack}, got "
+            f"{fill[pack]} tokens"
+        )
     outside = start > plan.document_length[document] - length
     if start.any():
         outside |= start < 0
     if outside.any():
         segment = int(outside.argmax())
         raise PackingError(
-            f"segment {segment} is tokens {start[segment]}:{int(start[segment]) + int(length[segment])} of document "
-            f"{document[segment]}, which has {plan.document_length[document[segment]]} tokens"
+            f"segment_start: expected segments within their documents, but segment {segment} covers tokens "
+            f"{start[segment]}:{int(start[segment]) + int(length[segment])} of document {document[segment]}, which has "
+            f"{plan.document_length[document[segment]]} tokens"
         )
     _check_disjoint(document, start, length, plan.num_documents)
 
@@ -260,20 +277,27 @@ def _check_shapes(plan: PackingPlan) -> None:
     arrays = plan.arrays()
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise PackingError(f"{name}: expected 1-d integers, got {array.dtype} of shape {array.shape}")
+            raise PackingError(f"{name}: expected 1-d integers, got an array of {array.dtype} with shape {array.shape}")
     if len(plan.document_length) and plan.document_length.min() < 0:
         raise PackingError(f"document_length: expected no negative length, got {plan.document_length.min()}")
     for name in ("segment_start", "segment_length"):
         if len(arrays[name]) != plan.num_segments:
-            raise PackingError(f"{name}: expected {plan.num_segments} segments, got {len(arrays[name])}")
+            raise PackingError(
+                f"{name}: expected one value for each of the {plan.num_segments} segments in segment_document, got "
+                f"{len(arrays[name])} values"
+            )
     if len(plan.pack_offsets) != len(plan.pack_capacity) + 1:
         raise PackingError(
-            f"pack_offsets: expected one more than the {len(plan.pack_capacity)} packs, got {len(plan.pack_offsets)}"
+            f"pack_offsets: expected one more offset than the {len(plan.pack_capacity)} packs in pack_capacity, got "
+            f"{len(plan.pack_offsets)} offsets"
         )
 
 
 def _check_disjoint(document: IntArray, start: IntArray, length: IntArray, documents: int) -> None:
-    """Raise PackingError if a token is in two segments. Only documents with several segments need sorting."""
+    """Raise PackingError if a token is in two segments.
+
+    Only the segments of documents with several segments are sorted and compared.
+    """
     seen = np.zeros(documents, dtype=bool)
     seen[document] = True
     if np.count_nonzero(seen) == len(document):
@@ -286,6 +310,7 @@ def _check_disjoint(document: IntArray, start: IntArray, length: IntArray, docum
     if (twice := (document[left] == document[right]) & (start[right] < end)).any():
         first = int(twice.argmax())
         raise PackingError(
-            f"segments {left[first]} and {right[first]} share tokens of document {document[left[first]]}: "
-            f"one ends at {end[first]}, the other starts at {start[right[first]]}"
+            f"segment_start: expected segments that share no token, but segments {left[first]} and {right[first]} of "
+            f"document {document[left[first]]} overlap: the former segment ends at token {end[first]}, and the latter "
+            f"segment starts at token {start[right[first]]}"
         )

@@ -1,4 +1,4 @@
-"""A plan on disk: a folder with one .npy file for each array, and plan.json, which is written last."""
+"""Save and load a plan as a folder with one .npy file for each array, and with plan.json, which is written last."""
 
 import errno
 import json
@@ -19,22 +19,24 @@ _INDEX = "plan.json"
 
 
 def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]) -> None:
-    """Write into a new folder beside `folder` and rename it, so that no reader ever sees half a plan.
+    """Save arrays and facts to a folder. No reader ever sees half a plan.
+
+    The files are first written to a new folder beside `folder`, and the new folder is then renamed to `folder`.
 
     Args:
-        folder: the plan's folder; a saved plan there is replaced.
-        arrays: to save, by name.
-        facts: what to write to plan.json.
+        folder: folder of the plan; a saved plan in this folder is replaced.
+        arrays: arrays to save, by name.
+        facts: values to write to plan.json, by name.
 
     Raises:
-        PackingError: the path exists, and is not a saved plan.
+        PackingError: the path exists, but is not a saved plan.
     """
     folder = folder.resolve()  # a folder cannot be renamed onto a symbolic link
     _check_replaceable(folder, {f"{name}.npy" for name in arrays} | {_INDEX})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as around:
         fresh = Path(around) / folder.name
-        fresh.mkdir()  # with the permissions of the user's umask; `around` is readable by this user alone
+        fresh.mkdir()  # has the permissions of the user's umask, but `around` is readable by this user alone
         for name, array in arrays.items():
             np.save(fresh / f"{name}.npy", array, allow_pickle=False)
         (fresh / _INDEX).write_text(json.dumps({"format": _FORMAT, **facts}, indent=1) + "\n")
@@ -42,20 +44,22 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
 
 
 def _check_replaceable(folder: Path, files: set[str]) -> None:
-    """Raise PackingError if there is something at the path that is not a saved plan with these files.
+    """Raise PackingError if the path exists, unless the path is the folder of a saved plan with no files but `files`.
 
-    Another rank may be replacing the plan at this moment; if so, look again.
+    If another process replaces the plan during the check, the check is repeated.
     """
     while (found := _identity(folder)) is not None:
         with suppress(FileNotFoundError):
             if _is_saved_plan(folder) and {file.name for file in folder.iterdir()} <= files:
                 return
         if _identity(folder) == found:
-            raise PackingError(f"path: expected a new folder or a saved plan to replace, got {str(folder)!r}")
+            raise PackingError(
+                f"path: expected a new folder or a saved plan to replace, got {str(folder)!r}, which is neither"
+            )
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Identify what is at a path by inode and time of change; None if there is nothing."""
+    """Return the inode and the change time of a path, or None if the path does not exist."""
     try:
         status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -64,26 +68,27 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda: False) -> None:
-    """Rename a finished folder to its place, and remove what was there.
+    """Rename a finished folder to its final path, and remove the file or folder that was at that path.
 
     Args:
-        fresh: the finished folder.
-        folder: its place.
-        unless: called if its place is taken; if it returns True, what is there stays and `fresh` is not moved.
+        fresh: finished folder.
+        folder: final path of the finished folder.
+        unless: function that is called if the final path exists. If the function returns True, the existing folder
+            stays and `fresh` is not renamed.
     """
     replaced = []
     while not _try_rename(fresh, folder):
         if unless():
             break
         replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
-        with suppress(FileNotFoundError):  # another process may have moved it
+        with suppress(FileNotFoundError):  # another process may have moved the folder
             folder.rename(replaced[-1] / folder.name)
-    for old in replaced:  # last, since removing takes time, and the place is empty until the rename
+    for old in replaced:  # removed last, since removing takes time, and `folder` is missing until the rename
         shutil.rmtree(old)
 
 
 def _try_rename(fresh: Path, folder: Path) -> bool:
-    """Rename, and return False if something is in the way."""
+    """Rename a folder and return True, or return False if the new path is taken."""
     try:
         fresh.rename(folder)
     except OSError as error:
@@ -104,28 +109,32 @@ def _is_saved_plan(folder: Path) -> bool:
 def _read_index(folder: Path) -> dict[str, Any]:
     index = folder / _INDEX
     if not index.is_file():
-        raise PackingError(f"path: expected a folder with a saved plan, {str(folder)!r} has no {_INDEX}")
+        raise PackingError(f"path: expected a folder with a saved plan, but {str(folder)!r} has no {_INDEX}")
     try:
         facts = json.loads(index.read_text())
         if facts["format"] != _FORMAT:
-            raise PackingError(f"path: expected a plan of format {_FORMAT}, {str(index)!r} has {facts['format']!r}")
+            raise PackingError(
+                f"path: expected a plan of format {_FORMAT}, but {str(index)!r} has format {facts['format']!r}"
+            )
         return {
             "fingerprint": str(facts["fingerprint"]),
             "proven_lower_bound": int(facts["proven_lower_bound"]),
             "note": str(facts.get("note", "")),
         }
     except (ValueError, KeyError, TypeError) as error:
-        raise PackingError(f"path: expected the index of a saved plan in {str(index)!r}: {error!r}") from error
+        raise PackingError(
+            f"path: expected the index of a saved plan in {str(index)!r}, but reading the file raised {error!r}"
+        ) from error
 
 
 def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray], dict[str, Any]]:
-    """Load what `save_arrays` wrote, the arrays memory-mapped.
+    """Return the arrays and the facts that `save_arrays` has saved. The arrays are memory-mapped.
 
     Returns:
-        The arrays by name, and the facts: fingerprint, proven_lower_bound and note.
+        The arrays by name, and the facts fingerprint, proven_lower_bound and note.
 
     Raises:
-        PackingError: no saved plan there, or a damaged one.
+        PackingError: the folder is not a saved plan, or the saved plan is damaged.
     """
     facts = _read_index(folder)
     arrays = {}
@@ -134,5 +143,7 @@ def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray]
         try:
             arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise PackingError(f"path: expected the array of a saved plan in {str(file)!r}: {error}") from error
+            raise PackingError(
+                f"path: expected an array of a saved plan in {str(file)!r}, but reading the file failed: {error}"
+            ) from error
     return arrays, facts

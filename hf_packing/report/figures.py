@@ -1,4 +1,4 @@
-"""The numbers of a report, which pages and tables show: lengths, and the results of padding and of each strategy."""
+"""The numbers that a report shows: document lengths, and the results of padding and of each packing strategy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import ComparedStrategy
 
 _POINTS = 200
-"""Points of a curve."""
+"""Number of points on a curve."""
 _BINS = 24
-"""Bins of document lengths, equally wide on a logarithmic scale, before each pack capacity adds an edge."""
+"""Number of bins of document lengths, equally wide on a logarithmic scale; each pack capacity adds one more edge."""
 _STEPS = 48
-"""Steps whose ranks are shown."""
+"""Number of steps for which a picture shows the work of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class Setup:
     """Assumptions about the training run."""
 
     ranks: int = 8
-    """Each works on one pack at a time."""
+    """Number of ranks; each rank works on one pack at a time."""
     padded_rows: int = 16
-    """Documents of a micro-batch without packing."""
+    """Number of documents in a micro-batch without packing."""
     linear_cost: float = LINEAR_COST
-    """Pairs of tokens that attention compares in the time that linear layers take for one token."""
+    """Number of token pairs that attention compares in the time that linear layers take for one token."""
 
 
 @dataclass(frozen=True, eq=False)
 class LengthSummary:
-    """Lengths of documents in tokens. Empty documents are counted, and left out of everything else."""
+    """Statistics of document lengths, in tokens. Empty documents are counted in `empty`, and nowhere else."""
 
     documents: int
-    """Documents with tokens."""
+    """Number of documents with tokens."""
     empty: int
     tokens: int
     mean: float
@@ -48,28 +48,28 @@ class LengthSummary:
     p99: float
     longest: int
     counts: IntArray = field(repr=False)
-    """int64 [longest + 1]: how many documents have each length."""
+    """int64 [longest + 1]: the number of documents of each length."""
 
     def share_longer_than(self, tokens: int) -> float:
-        """Return the share of all tokens that is in documents longer than `tokens`."""
+        """Return the share of all tokens that belong to documents longer than `tokens`."""
         longer = np.arange(tokens + 1, len(self.counts)) @ self.counts[tokens + 1 :]
         return float(longer / self.tokens)
 
     def longer_than(self, tokens: int) -> int:
-        """Return how many documents are longer than `tokens`."""
+        """Return the number of documents longer than `tokens`."""
         return int(self.counts[tokens + 1 :].sum())
 
     def shortest_row_for(self, share: float) -> int:
-        """Return the length of the shortest row that at most this share of the documents exceeds."""
+        """Return the shortest row length for which at most this share of the documents is longer than a row."""
         longer = self.documents - np.cumsum(self.counts)
         return int(np.argmax(longer <= share * self.documents))
 
 
 def summary_of_lengths(lengths: IntArray) -> LengthSummary:
-    """Summarize lengths.
+    """Return statistics of document lengths.
 
     Args:
-        lengths: integers [documents], at least one above zero.
+        lengths: integers [documents], tokens; at least one length is above zero.
     """
     real = lengths[lengths > 0]
     median, p90, p99 = np.percentile(real, [50, 90, 99]).tolist()
@@ -88,18 +88,18 @@ def summary_of_lengths(lengths: IntArray) -> LengthSummary:
 
 @dataclass(frozen=True)
 class PaddedRow:
-    """The result of padding the documents."""
+    """The result of training with padding, on documents of at most max_length tokens."""
 
     max_length: int
     work: Work
     cut_documents: int
-    """Documents longer than max_length."""
+    """Number of documents that are longer than max_length, and so are cut."""
     lost_tokens: int
-    """Tokens beyond max_length."""
+    """Number of tokens that are cut off, because they are beyond max_length."""
 
     @property
     def padding_ratio(self) -> float:
-        """Padding slots / slots."""
+        """The share of token slots that hold padding."""
         return 1 - self.work.tokens / self.work.slots if self.work.slots else 0.0
 
 
@@ -109,49 +109,49 @@ class ReportRow:
 
     compared: ComparedStrategy
     work: Work
-    """Work of an epoch whose packs come in the order of the plan."""
+    """Work of an epoch that runs packs in the order of the plan."""
     leveled: Work
-    """Work of an epoch with packs of similar cost at the same time, as with TokenBudget."""
+    """Work of an epoch in which packs of similar cost run at the same time on all ranks, as with TokenBudget."""
     speed_up: float
-    """Time per real token with padding to the same length / with these packs, leveled; counted, not measured."""
+    """Time per token with padding to the same length / time per token of `leveled`; counted, not measured."""
     sample: PlanSample
-    """For pictures."""
+    """Data of the plan for the pictures of a report."""
 
     @property
     def name(self) -> str:
-        """The strategy as written in code."""
+        """The strategy as it is written in code."""
         return self.compared.name
 
     @property
     def max_length(self) -> int:
-        """Tokens of the largest pack."""
+        """The most tokens that a pack may hold."""
         return longest_row(self.compared.strategy)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanSample:
-    """The data of a plan that pictures show; small, however large the plan is."""
+    """The data of a plan that the pictures of a report show; small, even for a large plan."""
 
     fill: npt.NDArray[np.float64]
-    """float64 [points]: the share of a pack that is filled, the emptiest first."""
+    """float64 [points]: the filled share of packs, emptiest pack first."""
     documents_per_pack: npt.NDArray[np.int64]
-    """int64 [most + 1]: how many packs have 0, 1, 2, ... documents."""
+    """int64 [most documents in a pack + 1]: the number of packs with 0, 1, 2, ... documents."""
     length_edges: npt.NDArray[np.float64]
-    """float64 [bins + 1], tokens; lengths that just fit in a pack and lengths that do not are in different bins."""
+    """float64 [bins + 1], tokens: edges of length bins. Each pack capacity separates two bins."""
     cut: npt.NDArray[np.float64]
-    """float64 [bins]: the share of the documents in the bin that is cut; nan if the bin is empty."""
+    """float64 [bins]: the share of documents in each bin that are not whole in one pack; nan for an empty bin."""
     attention: npt.NDArray[np.float64]
-    """float64 [steps, ranks]: attention cost, in the order of the plan."""
+    """float64 [steps, ranks]: attention cost of each pack, with packs in the order of the plan."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """One of the strategies, and why."""
+    """The recommended strategy, and the reason."""
 
     strategy: str
     reason: str
     speed_up: float
-    """Over padding to the same length, counted; as in the table."""
+    """Speed-up over padding to the same length, counted in operations, not measured."""
 
     def __str__(self) -> str:
         return f"{self.strategy}: {self.reason}"
@@ -159,12 +159,12 @@ class Recommendation:
 
 @dataclass(frozen=True, repr=False)
 class Figures:
-    """Everything that a report shows."""
+    """All numbers and texts that a report shows."""
 
     lengths: LengthSummary
     setup: Setup
     padded: tuple[PaddedRow, ...]
-    """One for each max_length."""
+    """The results of padding, one result for each max_length."""
     rows: tuple[ReportRow, ...]
     recommendation: Recommendation
     source: str = ""
@@ -172,18 +172,18 @@ class Figures:
 
     @property
     def taken(self) -> ReportRow:
-        """The recommended strategy."""
+        """The result of the recommended strategy."""
         return next(row for row in self.rows if row.name == self.recommendation.strategy)
 
 
 def longest_row(strategy: Strategy) -> int:
-    """Return the tokens of a strategy's largest pack."""
+    """Return the most tokens that a strategy's largest pack may hold."""
     longest: int = getattr(strategy, "max_length", None) or strategy.bucket_lengths[-1]  # type: ignore[attr-defined]
     return longest
 
 
 def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
-    """Count the result of padding documents to max_length."""
+    """Return the result of training with padding; documents longer than max_length are cut."""
     work = padded_work(lengths, max_length, setup.padded_rows, setup.ranks, setup.linear_cost, seed=0)
     longer = lengths[lengths > max_length].astype(np.int64)
     return PaddedRow(max_length, work, len(longer), int((longer - max_length).sum()))
@@ -192,12 +192,12 @@ def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRo
 def row_of_strategy(
     compared: ComparedStrategy, plan: PackingPlan, setup: Setup, padded: dict[int, PaddedRow]
 ) -> ReportRow:
-    """Count the result of packing documents with a strategy.
+    """Return the result of packing documents with a strategy.
 
     Args:
-        compared: the strategy.
-        plan: its plan.
-        setup: of the epoch.
+        compared: the strategy, with its metrics.
+        plan: the plan that the strategy made.
+        setup: assumptions about the training run.
         padded: the results of padding, by max_length.
     """
     work = packed_work(plan, setup.ranks, setup.linear_cost)
@@ -225,7 +225,7 @@ def _sample_of(plan: PackingPlan, ranks: int) -> PlanSample:
 
 
 def _cut_by_length(plan: PackingPlan) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return edges of bins of lengths, and the share of documents in each that are not whole in one pack."""
+    """Return the edges of length bins, and for each bin the share of documents that are not whole in one pack."""
     length = plan.document_length
     whole = np.zeros(len(length), dtype=bool)
     complete = plan.segment_length == length[plan.segment_document]

@@ -1,4 +1,4 @@
-"""Write a report as one self-contained HTML page, light or dark, readable on a phone; and as PNG pictures."""
+"""Write a report as a self-contained HTML page, for light and dark screens and for phones, and as PNG pictures."""
 
 import os
 import re
@@ -22,29 +22,31 @@ from hf_packing.report.tables import (
 )
 
 _NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
-"""Ids that matplotlib gives to parts, which repeat in every picture. Nothing refers to them."""
+"""Finds ids that matplotlib writes into every picture. The ids repeat, and nothing refers to these ids."""
 
 
 def check_page(path: Path) -> None:
-    """Refuse a path that no page can be written to, before any long work begins.
+    """Raise an error if no page can be written to a path. The check runs before any long work begins.
 
     Raises:
-        PackingError: it is a folder, or nothing can be written there.
+        PackingError: the path is a folder, or is not in a writable folder.
         MissingDependencyError: matplotlib is not installed.
     """
     load_figure()
     if path.is_dir():
-        raise PackingError(f"--output: expected a file for the page, such as report.html, {str(path)!r} is a folder")
+        raise PackingError(
+            f"--output: expected a file for the page, such as report.html, but {str(path)!r} is a folder"
+        )
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PackingError(f"--output: expected a folder to write to, {str(above)!r} is not a writable folder")
+        raise PackingError(f"--output: expected a path in a writable folder, but {str(above)!r} is not writable")
 
 
 def save_page(report: Figures, path: Path) -> list[Path]:
-    """Write the page, and the light pictures as PNG into a folder beside it.
+    """Write a report as an HTML page, and the light pictures as PNG files into a folder beside the page.
 
     Returns:
-        The files that were written.
+        The paths of all written files, with the page first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     page = _page_of(report)
@@ -59,7 +61,10 @@ def save_page(report: Figures, path: Path) -> list[Path]:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write under another name first, so that a full disk leaves no half-written file; links and devices are kept."""
+    """Write a file under a temporary name and rename the file, so that a full disk leaves no half-written file.
+
+    If the path is a link or a device, the content is written directly, since renaming would replace the link or device.
+    """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         file.write_bytes(content)
         return
@@ -73,7 +78,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _page_of(report: Figures) -> str:
-    """Return the page. Nothing in it is fetched from elsewhere."""
+    """Return the HTML of the page, which loads nothing from other files or from the network."""
     template = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=True).get_template("page.html")
     lengths, setup = report.lengths, report.setup
     return template.render(
@@ -109,16 +114,16 @@ def _page_of(report: Figures) -> str:
 
 
 def _name_of(source: str) -> str:
-    """Return the last part of a path; a name on the hub, which looks like a path, stays whole."""
+    """Return the last part of a local path. A source that is no local path, such as a name on the hub, stays whole."""
     path = Path(source)
     return path.resolve().name if source and (path.is_absolute() or path.exists()) else source
 
 
 def _shown_strategies(report: Figures) -> str:
-    """Say which strategies the pictures show, and which they do not."""
+    """Return a sentence that names the strategies that the pictures show, and the strategies that are left out."""
     shown = {row.name for row in shown_rows(report)}
     left_out = [row.name for row in report.rows if row.name not in shown]
-    text = f"Strategies with rows as long as those of {report.recommendation.strategy}"
+    text = f"The pictures show strategies with the same row length as {report.recommendation.strategy}"
     return f"{text}; not shown: {', '.join(left_out)}." if left_out else f"{text}."
 
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of a report, light and dark: lengths, row lengths, fill, documents per pack, cuts, ranks."""
+"""Draw the pictures of a report, such as document lengths and the fill of packs, in light and dark colors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from hf_packing.errors import MissingDependencyError
 from hf_packing.report.figures import Figures, ReportRow
 
 _SIZE = (4.6, 4)
-"""Inches; narrow, so that text stays readable on a phone."""
+"""Width and height of a picture in inches; narrow, so that text stays readable on a phone."""
 _CHARACTERS_OF_A_LINE = 36
-"""In a legend."""
+"""Number of characters that fit in a line of a legend."""
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
 _ROW_LENGTHS = 200
-"""Points of a curve."""
+"""Number of points on a curve."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors of a picture."""
+    """The colors of a picture."""
 
     name: str
     ink: str
@@ -38,17 +38,17 @@ THEMES = (LIGHT, _DARK)
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture."""
+    """The name, title, caption and drawing function of one picture."""
 
     name: str
     title: str
     caption: str
     draw: Callable[[Any, Figures, Theme], None]
-    """Draws onto matplotlib axes; marks that show data get a gid that ends in a number."""
+    """Draws the picture onto matplotlib axes."""
 
 
 def load_figure() -> Any:
-    """Return matplotlib's Figure, which needs no screen and no global state.
+    """Return matplotlib's Figure class, which needs neither a screen nor the global state of pyplot.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -61,13 +61,13 @@ def load_figure() -> Any:
 
 
 def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
-    """Return a picture as the content of a file.
+    """Return a picture as the bytes of an image file.
 
     Args:
-        report: to show.
-        plot: which picture.
-        theme: its colors.
-        kind: "svg", with text as text, or "png".
+        report: the report to show.
+        plot: the picture to draw.
+        theme: the colors of the picture.
+        kind: "svg", in which text stays text, or "png".
     """
     figure_class = load_figure()
     import matplotlib
@@ -95,7 +95,7 @@ def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
         plot.draw(axes, report, theme)
         for number, mark in enumerate([*axes.patches, *axes.lines]):
             mark.set_gid(f"{plot.name}-{theme.name}-mark-{number}")
-        if labels := axes.get_legend_handles_labels()[1]:  # the legend is outside, where it hides nothing
+        if labels := axes.get_legend_handles_labels()[1]:  # outside the axes, the legend hides no data
             columns = len(labels) if len("".join(labels)) < _CHARACTERS_OF_A_LINE else 2
             look = {"handlelength": 1.2, "columnspacing": 1, "borderaxespad": 0.1}
             figure.legend(loc="outside upper left", ncols=columns, **look)
@@ -106,19 +106,23 @@ def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
 
 
 def shown_rows(report: Figures) -> list[ReportRow]:
-    """Return the recommended strategy and others with rows as long, as many as there are colors."""
+    """Return the results of the recommended strategy and of up to 4 other strategies with the same row length."""
     taken = report.taken
     others = [row for row in report.rows if row.max_length == taken.max_length and row is not taken]
     return [taken, *others][:_MOST_CURVES]
 
 
 def _look_of(row: ReportRow, report: Figures) -> dict[str, float]:
-    """Draw the recommended strategy first and wide, so that an identical curve is visible on top of it."""
+    """Return the line width and the drawing order of a strategy's curve.
+
+    The curve of the recommended strategy is drawn first, as a wide line, so that an identical curve stays visible on
+    top.
+    """
     return {"linewidth": 3.5, "zorder": 2} if row is report.taken else {"linewidth": 1.4, "zorder": 3}
 
 
 def _in_tokens(axes: Any) -> None:
-    """Make a logarithmic axis of lengths, with numbers as people write them."""
+    """Make the x-axis a logarithmic axis of document lengths, with labels such as 512 and 4k."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}k" if tokens >= 1024 else f"{tokens:g}")
     axes.set_xlabel("tokens of a document")
@@ -148,7 +152,7 @@ def _draw_row_lengths(axes: Any, report: Figures, theme: Theme) -> None:
     before_shortest = max(int(np.flatnonzero(lengths.counts)[0]) - 1, 1)
     shown = np.unique(np.geomspace(before_shortest, lengths.longest, _ROW_LENGTHS).astype(int))
     axes.plot(shown, 100 * (1 - documents[shown] / lengths.documents), color=theme.curves[0], label="documents")
-    axes.plot(shown, 100 * (1 - tokens[shown] / lengths.tokens), color=theme.curves[2], label="their tokens")
+    axes.plot(shown, 100 * (1 - tokens[shown] / lengths.tokens), color=theme.curves[2], label="tokens")
     _mark_max_lengths(axes, report, theme)
     _in_tokens(axes)
     axes.set(xlabel="tokens of a row", ylabel="longer than a row (%)", ylim=(-3, 104))
@@ -158,7 +162,7 @@ def _draw_fill(axes: Any, report: Figures, theme: Theme) -> None:
     for row, color in zip(shown_rows(report), theme.curves, strict=False):
         fill = np.repeat(100 * row.sample.fill, 2 if len(row.sample.fill) == 1 else 1)
         axes.plot(np.linspace(0, 100, len(fill)), fill, color=color, **_look_of(row, report), label=row.name)
-    axes.set(xlabel="packs, the emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
+    axes.set(xlabel="packs, emptiest first (%)", ylabel="filled (%)", ylim=(0, 104))
 
 
 def _draw_documents_per_pack(axes: Any, report: Figures, theme: Theme) -> None:
@@ -193,25 +197,30 @@ def _draw_ranks(axes: Any, report: Figures, theme: Theme) -> None:
     axes.vlines(steps, smallest, largest, color=theme.faint, linewidth=2)
     axes.plot(steps, largest, ".", color=theme.curves[1], markersize=5, label="largest rank")
     axes.plot(steps, mean, ".", color=theme.curves[0], markersize=5, label="mean")
-    axes.set(xlabel="steps, packs as they come", ylabel="attention's work / mean", ylim=(0, None))
+    axes.set(xlabel="steps, with packs in the order of the plan", ylabel="attention work / mean", ylim=(0, None))
 
 
 PLOTS = (
-    Plot("lengths", "Lengths of documents", "How many documents have how many tokens.", _draw_lengths),
+    Plot("lengths", "Lengths of documents", "The number of documents of each length.", _draw_lengths),
     Plot(
         "row-lengths",
         "Documents longer than a row",
-        "The share of documents that rows of this length would cut, and of the tokens in them.",
+        "The share of documents that are longer than a row, and the share of tokens in such documents.",
         _draw_row_lengths,
     ),
     Plot("fill", "How full packs are", "The share of each pack that holds tokens.", _draw_fill),
-    Plot("documents", "Documents per pack", "How many documents share a pack.", _draw_documents_per_pack),
-    Plot("cuts", "Documents cut, by length", "The share of documents that are not whole in one pack.", _draw_cuts),
+    Plot("documents", "Documents per pack", "The number of documents in a pack.", _draw_documents_per_pack),
+    Plot(
+        "cuts",
+        "Documents cut, by length",
+        "The share of documents of each length that are not whole in one pack.",
+        _draw_cuts,
+    ),
     Plot(
         "ranks",
-        "What ranks wait for",
-        "Attention's work on the slowest rank at each step against the mean. The excess is waiting; TokenBudget puts "
-        "packs of similar cost together.",
+        "How long ranks wait",
+        "Attention work in each step, on the slowest rank and on average. The difference is time that ranks wait; "
+        "TokenBudget runs packs of similar cost at the same time.",
         _draw_ranks,
     ),
 )

@@ -1,23 +1,24 @@
-"""Recommend one of the compared strategies, and say why in a sentence."""
+"""Recommend one of the compared strategies, and give the reason in a sentence."""
 
 from collections.abc import Sequence
 
 from hf_packing.report.figures import LengthSummary, Recommendation, ReportRow
 
 _FEW_CUT = 0.01
-"""Share of the tokens that may be in documents too long for a row; share of the documents that counts as few cut."""
+"""The largest share that counts as few, both of tokens in documents longer than a row and of documents that are cut."""
 _FEW_EMPTY = 0.03
-"""Share of slots that may be empty before longer rows are worth it."""
+"""The largest share of empty slots that counts as few; with more empty slots, longer rows are preferred."""
 _WORTH_IT = 0.005
-"""The share of packs that a strategy must save to be preferred over a simpler one."""
+"""The share of packs that a strategy must save to be preferred over a simpler strategy."""
 _WORTH_NAMING = 1.05
 """The smallest speed-up over padding that is stated as a number."""
 
 
 def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendation:
-    """Choose a strategy that drops nothing and cuts as few documents as possible, and of these one with few packs.
+    """Return a recommended strategy that drops nothing, cuts few documents and needs few packs.
 
-    Rows are as long as documents need, not longer: longer rows cost memory, and their attention is no cheaper.
+    The recommended row length is no longer than documents need. Longer rows cost memory, and attention in longer rows
+    is no cheaper.
     """
     wanted = _row_length(lengths, rows)
     of_length = [row for row in rows if row.max_length == wanted]
@@ -36,7 +37,11 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
 
 
 def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
-    """Return the shortest row length that few tokens exceed and that leaves few slots empty, else the fullest."""
+    """Return the shortest row length with few tokens in longer documents and with few empty slots.
+
+    If every row length has many tokens in longer documents, return the longest row length. If the row lengths with few
+    tokens in longer documents all have many empty slots, return the length with the fewest empty slots.
+    """
     given = sorted({row.max_length for row in rows})
     empty = {length: _careful_padding([row for row in rows if row.max_length == length]) for length in given}
     fitting = [length for length in given if lengths.share_longer_than(length) <= _FEW_CUT] or given[-1:]
@@ -52,7 +57,10 @@ def _careful_padding(rows: Sequence[ReportRow]) -> float:
 
 
 def _simplicity(row: ReportRow) -> int:
-    """Put best fit first: it is as fast as any, and close to the best plan if lengths vary."""
+    """Return a sort key that puts BestFit first, then Optimal, then all other strategies.
+
+    BestFit plans as fast as any other strategy. If lengths vary, plans of BestFit are close to the best plan.
+    """
     names = ["BestFit", "Optimal"]
     kind = type(row.compared.strategy).__name__
     return names.index(kind) if kind in names else len(names)
@@ -61,18 +69,18 @@ def _simplicity(row: ReportRow) -> int:
 def _gain(best: ReportRow) -> str:
     padding = f"padding to at most {best.max_length:,} tokens"
     if best.speed_up < _WORTH_NAMING:
-        return f"it is about as fast as {padding}, since there is little to save (counted, not measured)"
-    return f"it is about {best.speed_up:.1f} times as fast as {padding} (counted, not measured)"
+        return f"it is about as fast as {padding}, since there is little to save (counted in operations, not measured)"
+    return f"it is about {best.speed_up:.1f} times as fast as {padding} (counted in operations, not measured)"
 
 
 def _cost(lengths: LengthSummary, best: ReportRow) -> str:
     metrics, longer = best.compared.metrics, lengths.longer_than(best.max_length)
     if metrics.num_cut_documents == longer:
-        those = "those" if longer > 1 else "the one"
-        cuts = f"cuts {longer:,} document{'s' * (longer > 1)}, {those} longer than a row, and no other"
+        those = "that are" if longer > 1 else "that is"
+        cuts = f"cuts only the {longer:,} document{'s' * (longer > 1)} {those} longer than a row"
     else:
         cuts = f"cuts {metrics.num_cut_documents / lengths.documents:.2%} of the documents"
-    parts = [f"it {cuts} {_longer_rows(lengths, best.max_length)}" if longer else "it cuts none"]
+    parts = [f"it {cuts} {_longer_rows(lengths, best.max_length)}" if longer else "it cuts no document"]
     parts.append(f"leaves {metrics.padding_ratio:.2%} of the slots empty")
     if best.compared.gap is not None:
         parts.append(f"and {_packs_needed(best.compared.gap)}")
@@ -80,24 +88,26 @@ def _cost(lengths: LengthSummary, best: ReportRow) -> str:
 
 
 def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
-    """Say which row lengths would cut few documents, and which none."""
+    """Return a remark in parentheses on the row lengths that would cut few documents or no document."""
     few = lengths.shortest_row_for(_FEW_CUT)
     would = [f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents"] if few > max_length else []
-    return f"({', '.join([*would, f'rows of {lengths.longest:,} tokens would cut none'])})"
+    return f"({', '.join([*would, f'rows of {lengths.longest:,} tokens would cut no document'])})"
 
 
 def _packs_needed(gap: float) -> str:
     if not gap:
         return "provably needs as few packs as possible"
-    share = f"at most {gap:.2%}" if gap >= 0.00005 else "less than 0.01%"  # 0.00% would not be true
-    return f"needs {share} more packs than any plan that cuts no others"
+    share = f"at most {gap:.2%}" if gap >= 0.00005 else "less than 0.01%"  # not 0.00%, since the gap is above zero
+    return f"needs {share} more packs than the best possible plan for the same pieces of documents"
 
 
 def _what_others_would_do(lengths: LengthSummary, best: ReportRow, others: Sequence[ReportRow]) -> list[str]:
     metrics, parts = best.compared.metrics, []
     most = max(others, key=lambda row: row.compared.metrics.num_cut_documents)
     if most.compared.metrics.num_cut_documents > 2 * metrics.num_cut_documents + 1:
-        parts.append(f"{most.name} would cut {most.compared.metrics.num_cut_documents / lengths.documents:.1%}")
+        parts.append(
+            f"{most.name} would cut {most.compared.metrics.num_cut_documents / lengths.documents:.1%} of the documents"
+        )
     more = [
         row
         for row in others

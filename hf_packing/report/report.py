@@ -1,4 +1,4 @@
-"""`packing_report`: what packing would do for documents of these lengths, strategy by strategy, and which to take."""
+"""`packing_report`: compare packing strategies on document lengths, and recommend one of the strategies."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from hf_packing.strategies.sequential import FirstCome, FixedLength
 
 @dataclass(frozen=True, repr=False)
 class PackingReport(Figures):
-    """What packing would do for some documents. Print it, or show it in a notebook.
+    """The effect of packing on documents. Print the report, or show the report in a notebook.
 
     Example:
         >>> import hf_packing as hfp
@@ -37,7 +37,7 @@ class PackingReport(Figures):
         return as_html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything in numbers and text, for JSON."""
+        """Return all numbers and texts of the report as a dict, for JSON."""
         return {
             "source": self.source,
             "lengths": {name: value for name, value in vars(self.lengths).items() if name != "counts"},
@@ -72,13 +72,13 @@ class PackingReport(Figures):
         }
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write an HTML page with pictures inside, and the pictures as PNG files into a folder beside it.
+        """Write an HTML page with pictures, and write the pictures as PNG files into a folder beside the page.
 
         Args:
-            path: the .html file.
+            path: path of the .html file.
 
         Returns:
-            The files that were written.
+            The paths of all written files, with the page first.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
@@ -98,23 +98,24 @@ def packing_report(
     linear_cost: float = LINEAR_COST,
     source: str = "",
 ) -> PackingReport:
-    """Compare what packing strategies would do for documents of these lengths, and recommend one.
+    """Compare packing strategies on documents of the given lengths, and recommend one of the strategies.
 
     Args:
         lengths: 1-d integers [documents], tokens; a list or an array.
-        max_length: tokens of a row, one or several.
-        strategies: to compare; None for the usual ones of each max_length.
-        ranks: processes, each of which works on one pack at a time.
-        padded_rows: documents of a micro-batch without packing, padded to the longest of them.
+        max_length: the most tokens that a row may have; one row length or several.
+        strategies: strategies to compare; None for FixedLength, FirstCome and BestFit with each max_length, and Bucket
+            if there are several row lengths.
+        ranks: number of processes, each of which works on one pack at a time.
+        padded_rows: number of documents in a micro-batch without packing, padded to the longest of these documents.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
-            of tokens; by default six times the width of a common model.
-        source: where the documents come from, for the title: a path, or a name.
+            of tokens; by default the value for a model of width 2048.
+        source: path or name of the documents, for the title.
 
     Returns:
-        PackingReport.
+        PackingReport: the compared strategies, the recommendation, and a method to save an HTML page.
 
     Raises:
-        PackingError: a bad argument, and the message names it; no documents with tokens.
+        PackingError: a bad argument, which the message names; no documents with tokens.
 
     Example:
         >>> import hf_packing as hfp
@@ -124,17 +125,17 @@ def packing_report(
     """
     lengths = read_lengths(lengths)
     if not lengths.any():
-        raise PackingError(f"lengths: expected documents with tokens, none of the {len(lengths)} has any")
+        raise PackingError(f"lengths: expected documents with tokens, but all {len(lengths)} documents are empty")
     row_lengths = _check_row_lengths(max_length)
     if strategies is not None and not strategies:
-        raise PackingError("strategies: expected at least one, got none")
+        raise PackingError("strategies: expected at least one strategy, got none")
     setup = Setup(check_whole_number("ranks", ranks), check_whole_number("padded_rows", padded_rows), linear_cost)
     chosen = _usual_strategies(row_lengths) if strategies is None else [check_strategy(each) for each in strategies]
     if strategies is not None:
         row_lengths = tuple(sorted({*map(longest_row, chosen)}))
     padded = {length: row_of_padding(lengths, length, setup) for length in row_lengths}
     summary = summary_of_lengths(lengths)
-    lengths = lengths[lengths > 0]  # empty documents are in no pack and count in no share
+    lengths = lengths[lengths > 0]  # empty documents are in no pack, and are left out of all shares
     found = [
         (row_of_strategy(compared, plan, setup, padded), workload_of(plan, compared.strategy))
         for compared, plan in each_planned(lengths, chosen)
@@ -154,12 +155,12 @@ def packing_report(
 def _check_row_lengths(max_length: Any) -> tuple[int, ...]:
     given = max_length if isinstance(max_length, Sequence) else [max_length]
     if not given:
-        raise PackingError("max_length: expected at least one, got none")
+        raise PackingError("max_length: expected at least one row length, got none")
     return tuple(sorted({check_whole_number("max_length", each) for each in given}))
 
 
 def _usual_strategies(row_lengths: Sequence[int]) -> list[Strategy]:
-    """Return the default strategies; with buckets only if there are several lengths."""
+    """Return the default strategies for each row length, and Bucket if there are several row lengths."""
     strategies: list[Strategy] = []
     for length in row_lengths:
         strategies += [FixedLength(length), FirstCome(length), BestFit(length)]

@@ -1,4 +1,4 @@
-"""Show a report as a table: as text, and as HTML for notebooks and pages."""
+"""Format a report as a table: as text, and as HTML for notebooks and pages."""
 
 from collections.abc import Sequence
 from html import escape
@@ -24,18 +24,21 @@ MEANING = {
     "truncation": "share of the documents that are not whole in one pack",
     "dropped": "share of the tokens that are in no pack",
     "concatenation": "documents per pack",
-    "packs": "rows; with padding one for each document",
-    "above bound": "packs beyond the fewest that are proven to be needed for the same pieces of documents",
-    "steps": "of an epoch; in each, every rank works on one pack, or on one padded batch",
-    "documents per step": "of all ranks together, on average; a step of padding and a step of packs differ in size",
-    "attention balance": "attention's work, mean / maximum over ranks: as packs come, and leveled by TokenBudget",
-    "speed-up over padding": "time per real token with padding to the same max_length / with these packs, leveled; "
-    "not comparable between lengths. Counted in operations, not measured: what a pack leaves free costs nothing",
+    "packs": "number of packs; for padding, number of documents",
+    "above bound": "share of packs above the proven lower bound for the same pieces of documents",
+    "steps": "steps of an epoch; in a step, every rank works on one pack or on one padded batch",
+    "documents per step": "mean number of documents in a step, over all ranks; steps with padding and steps with packs "
+    "differ in size",
+    "attention balance": "attention work, mean / maximum over ranks: first with packs in the order of the plan, then "
+    "with packs of similar cost in the same step, as with TokenBudget",
+    "speed-up over padding": "time per token with padding to the same max_length / time per token with packs of "
+    "similar cost in the same step; not comparable between lengths. Times are counted in operations, not measured, "
+    "and empty slots of a pack cost nothing",
 }
 
 
 def report_cells(report: Figures) -> list[tuple[str, ...]]:
-    """Return the rows of the table, by length: padding first, then the strategies."""
+    """Return the rows of the table, as cells. For every row length, padding comes first, then the strategies."""
     rows = []
     for padded in report.padded:
         rows.append(_padded_cells(padded, report))
@@ -77,21 +80,21 @@ def _strategy_cells(row: ReportRow, report: Figures) -> tuple[str, ...]:
 
 
 def setup_line(report: Figures) -> str:
-    """Say what steps and speed-ups are counted for."""
+    """Return a line with the assumptions about a training step."""
     setup = report.setup
-    padded = f"{setup.padded_rows} documents padded to the longest of them"
-    return f"steps of {setup.ranks} ranks: each has one pack, or {padded}"
+    padded = f"{setup.padded_rows} documents padded to the longest document"
+    return f"in a step, each of {setup.ranks} ranks works on one pack, or on {padded}"
 
 
 def headline(report: Figures) -> str:
-    """Say how many documents and tokens there are."""
+    """Return a line with the number of documents and the number of tokens."""
     lengths = report.lengths
     text = f"{lengths.documents:,} documents, {lengths.tokens:,} tokens"
     return text + (f", and {lengths.empty:,} empty documents" if lengths.empty else "")
 
 
 def lengths_line(report: Figures) -> str:
-    """Say how long documents are."""
+    """Return a line with statistics of document lengths."""
     lengths = report.lengths
     return (
         f"lengths: mean {lengths.mean:,.0f}, median {lengths.median:,.0f}, 90 % up to {lengths.p90:,.0f}, "
@@ -118,14 +121,14 @@ def as_html(report: Figures) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: str = "") -> str:
-    """Return a table whose first column names its rows. The marked row stands out."""
+    """Return an HTML table. The first column names the rows, and the row with the name `marked` stands out."""
     head = "".join(f'<th scope=col title="{escape(MEANING.get(name, ""))}">{escape(name)}</th>' for name in columns)
     body = "".join(_html_row(first, rest, first == marked) for first, *rest in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _html_row(name: str, cells: Sequence[str], marked: bool) -> str:
-    """Return a row whose name may wrap before its arguments if the page allows it."""
+    """Return a row of an HTML table. The row's name may be wrapped at the opening parenthesis, if the page allows."""
     look = " class=taken style=font-weight:bold" if marked else ""
     values = "".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells)
     return f"<tr{look}><th scope=row style=text-align:left>{escape(name).replace('(', '(<wbr>')}</th>{values}</tr>"

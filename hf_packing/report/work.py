@@ -1,4 +1,7 @@
-"""Count the work of an epoch in pairs of tokens: what padding costs, what packing costs, and how long ranks wait."""
+"""Count the work of an epoch with padding and with packing, and how long ranks wait.
+
+The unit of work is one pair of tokens that attention compares. The work of linear layers is converted to this unit.
+"""
 
 from dataclasses import dataclass
 
@@ -18,40 +21,43 @@ class Work:
     """The work of one epoch on several ranks."""
 
     documents: int
-    """Documents with tokens."""
+    """Number of documents with tokens."""
     tokens: int
-    """Tokens without padding."""
+    """Number of tokens, without padding."""
     slots: int
-    """Tokens and padding."""
+    """Number of tokens, including padding."""
     steps: int
-    """Of all ranks together."""
+    """Number of steps; in a step, every rank runs one micro-batch."""
     time: float
-    """Time of the slowest rank, summed over steps, in pairs of tokens; linear work is counted in pairs, too."""
+    """Time of the slowest rank, summed over steps, in units of the time that attention takes for one pair of tokens."""
     balance: float
-    """Attention cost, mean / maximum over ranks, averaged over steps: 1 if no rank waits."""
+    """Attention cost: mean over ranks / maximum over ranks, averaged over steps; 1 if no rank waits."""
 
     @property
     def documents_per_step(self) -> float:
-        """Of all ranks together, on average."""
+        """Mean number of documents in a step, over all ranks."""
         return self.documents / self.steps if self.steps else 0.0
 
     @property
     def time_per_token(self) -> float:
-        """In pairs of tokens."""
+        """Time for one token, in units of the time that attention takes for one pair of tokens."""
         return self.time / self.tokens if self.tokens else 0.0
 
 
 def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linear_cost: float, seed: int) -> Work:
-    """Count the work with padding: documents in random order, each padded to the longest of its micro-batch.
+    """Return the work of an epoch with padding.
+
+    Documents come in random order, and are padded to the longest document of their micro-batch.
 
     Args:
-        lengths: integers [documents], tokens; empty documents do not count, longer ones are cut.
-        max_length: most tokens of a row.
-        rows: documents of a micro-batch.
-        ranks: that work at the same time.
+        lengths: integers [documents], tokens; empty documents do not count, and documents longer than max_length are
+            cut.
+        max_length: the most tokens that a row may have.
+        rows: number of documents in a micro-batch.
+        ranks: number of ranks, which work at the same time.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
             of tokens.
-        seed: of the order.
+        seed: seed of the random order.
     """
     kept = np.minimum(lengths[lengths > 0], max_length).astype(np.int64)
     kept = kept[random_order(len(kept), seed, "padded")]
@@ -64,13 +70,14 @@ def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linea
 
 
 def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool = False) -> Work:
-    """Count the work of packs: each is a micro-batch, and what it leaves free costs nothing.
+    """Return the work of an epoch with packing. Every pack is a micro-batch, and empty slots of a pack cost nothing.
 
     Args:
-        plan: of documents.
-        ranks: that work at the same time, each on one pack.
-        linear_cost: as in `padded_work`.
-        leveled: whether packs of similar cost run at the same time, as with TokenBudget, or in the order of the plan.
+        plan: the plan whose packs are run.
+        ranks: number of ranks, each of which works on one pack at a time.
+        linear_cost: time that linear layers take for one token, as in `padded_work`.
+        leveled: True if packs of similar cost run at the same time, as with TokenBudget; False for the order of the
+            plan.
     """
     lengths = plan.segment_length.astype(np.float64)
     if not plan.num_packs:
@@ -81,7 +88,7 @@ def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool
         order = group_by_cost(linear_cost * tokens[:whole] + squares[:whole], ranks, seed=0).ravel()
         order = np.concatenate([order, np.arange(whole, plan.num_packs)])
         tokens, squares = tokens[order], squares[order]
-    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # pieces of a document count once
+    documents = int(np.count_nonzero(np.bincount(plan.segment_document)))  # a document in several pieces counts once
     return _work_of(documents, int(tokens.sum()), tokens, squares, ranks, linear_cost)
 
 
@@ -93,10 +100,10 @@ def _work_of(
     ranks: int,
     linear_cost: float,
 ) -> Work:
-    """Count micro-batches in order, one on each rank at a time.
+    """Return the work of an epoch whose micro-batches run in the given order, one on each rank at a time.
 
-    An incomplete last step counts as a step, but its time is shared evenly by all ranks: how many of them are idle says
-    nothing about padding or packing.
+    An incomplete last step counts as a step, but the time of that step is shared evenly by all ranks. The number of
+    idle ranks in that step has nothing to do with padding or packing.
     """
     cost = linear_cost * slots.astype(np.float64) + squares
     steps = -(-len(cost) // ranks)
@@ -108,7 +115,7 @@ def _work_of(
 
 
 def values_of_ranks(values: _FloatArray, ranks: int) -> _FloatArray:
-    """Return float64 [steps, ranks]; ranks without a micro-batch have zero."""
+    """Return values by step and rank, float64 [steps, ranks]; a rank without a micro-batch in the last step has 0."""
     filled = np.zeros(-(-len(values) // ranks) * ranks)
     filled[: len(values)] = values
     return filled.reshape(-1, ranks)

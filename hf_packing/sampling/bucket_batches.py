@@ -1,4 +1,4 @@
-"""BucketBatches: all ranks in the same bucket at the same time, with equal tokens in every micro-batch."""
+"""BucketBatches: micro-batches of rows from one bucket, which is the same on all ranks at any time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,49 +17,55 @@ from hf_packing.sampling.row_sizes import RowSizes
 BucketOrder = Literal["random", "short_to_long"]
 
 _Unit = list[SampledRow]
-"""Rows that together take the place of one row of a bucket: one of its own, or leftovers of smaller buckets."""
+"""The rows that fill the space of one row of a bucket: a row of that bucket, or leftover rows of smaller buckets."""
 _Round = list[list[SampledRow]]
-"""One micro-batch for each rank, which run at the same time."""
+"""The micro-batches that all ranks run at the same time, one for each rank."""
 
 
 class _BucketCounts(NamedTuple):
-    """The number of rounds of a bucket, from its own rows and from leftovers of smaller buckets."""
+    """Counts for one bucket: its rows, the leftovers of smaller buckets, and the rounds that these rows fill.
+
+    In a round, every rank runs one micro-batch. A unit is one row of the bucket, or leftover rows that fill the same
+    space.
+    """
 
     capacity: int
-    """Tokens that a row of the bucket may hold."""
+    """The most tokens that a row of the bucket may hold."""
     rows_each: int
-    """Rows per micro-batch."""
+    """Units in each micro-batch."""
     rows: int
-    """Rows of the bucket itself."""
+    """Rows of the dataset in this bucket."""
     taken_over: int
-    """Units that the next smaller bucket left over."""
+    """Units made from the leftovers of the next smaller bucket."""
     rounds: int
     left: int
-    """Units left over for the next larger bucket."""
+    """Units that fill no round of this bucket, and move to the next larger bucket."""
     joined: int
-    """How many leftover units make one unit of the next larger bucket."""
+    """How many leftover units are joined to make one unit of the next larger bucket."""
 
 
 @dataclass(frozen=True)
 class BucketBatches(Batching):
-    """Micro-batches of rows from one bucket, the same bucket on all ranks at a time, with a constant number of tokens.
+    """Make micro-batches of rows from one bucket, with the same bucket on all ranks at any time.
 
-    A micro-batch has tokens_per_batch // bucket rows. Rows of a bucket that do not fill micro-batches on all ranks move
-    to the next larger bucket, joined to rows of its size. Copies with masked labels complete such joined rows, and the
-    last micro-batches of the largest bucket. If all rows together do not fill one micro-batch on every rank, the
+    A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows. If the rows of a bucket do
+    not fill micro-batches on all ranks, the leftover rows move to the next larger bucket. There, several leftover rows
+    are joined to fill the space of one row. Copies of rows, with masked labels, complete joined rows and the last
+    micro-batches of the largest bucket. If all rows together do not fill one micro-batch on every rank, the
     micro-batches are smaller.
 
     Args:
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
-        order: the order of the buckets, "random" or "short_to_long".
-        cycles: how many times an epoch goes from short to long.
-        seed: decides the order, together with the epoch.
+        order: the order in which buckets are used: "random" or "short_to_long".
+        cycles: how many times an epoch goes from the smallest bucket to the largest; 1 if the order is "random".
+        seed: seed that decides, together with the epoch, the random order and which rows share a micro-batch.
 
     Raises:
-        PackingError: a bad argument; the message names it.
+        PackingError: a bad argument, which the message names.
 
     Source:
-        The sampler of arXiv 2407.07495; short to long in cycles: Dataset Decomposition, arXiv 2405.13226.
+        The sampler follows arXiv 2407.07495. The cycles from short to long follow Dataset Decomposition, arXiv
+        2405.13226.
 
     Example:
         >>> import numpy as np
@@ -84,24 +90,24 @@ class BucketBatches(Batching):
         )
         if self.cycles > 1 and self.order == "random":
             raise PackingError(
-                f"cycles: expected 1 with order='random', got {self.cycles}; order='short_to_long' has cycles"
+                f"cycles: expected 1 with order='random', got {self.cycles}; several cycles need order='short_to_long'"
             )
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if sizes.bucket is None:
             raise PackingError(
-                "dataset: expected a column 'bucket', as in rows packed with Bucket or BucketByLength; TokenBudget "
-                "takes rows without it"
+                "dataset: expected a column 'bucket', which packing with Bucket or BucketByLength writes; TokenBudget "
+                "takes rows without this column"
             )
         if (sizes.tokens > sizes.bucket).any():
             row = int((sizes.tokens > sizes.bucket).argmax())
             raise PackingError(
-                f"column 'bucket': expected a bucket that holds all tokens of its row, row {row} has "
-                f"{sizes.tokens[row]} in a bucket of {sizes.bucket[row]}"
+                f"column 'bucket': expected a bucket that holds all tokens of its row, but row {row} has "
+                f"{sizes.tokens[row]} tokens in a bucket of {sizes.bucket[row]}"
             )
         if (largest := int(sizes.bucket.max(initial=0))) > self.tokens_per_batch:
             raise PackingError(
-                f"tokens_per_batch: expected at least the largest bucket, {largest} tokens, got {self.tokens_per_batch}"
+                f"tokens_per_batch: expected at least {largest}, the largest bucket, got {self.tokens_per_batch}"
             )
         return keep_rows(sizes, sizes.tokens > 0)
 
@@ -126,7 +132,7 @@ class BucketBatches(Batching):
         )
 
     def _count_buckets(self, rows: FittedRows, world_size: int) -> list[_BucketCounts]:
-        """Return the counts of each bucket, the smallest first; they do not depend on the seed."""
+        """Return the counts of every bucket, smallest bucket first. The counts do not depend on the seed."""
         assert rows.sizes.bucket is not None
         capacities, counts = np.unique(rows.sizes.bucket[rows.kept], return_counts=True)
         buckets: list[_BucketCounts] = []
@@ -146,11 +152,12 @@ class BucketBatches(Batching):
         return buckets
 
     def _order_of_rounds(self, bucket_of_round: IntArray, seed: int) -> IntArray:
-        """Return the order of rounds, int64 [rounds].
+        """Return the numbers of all rounds in the order in which the rounds run, int64 [rounds].
 
         Args:
-            bucket_of_round: int64 [rounds], ascending: the index of each round's bucket, from the smallest bucket.
-            seed: for a random order.
+            bucket_of_round: int64 [rounds], ascending: the index of every round's bucket, where 0 is the smallest
+                bucket.
+            seed: seed of the random order.
         """
         if self.order == "random":
             return random_order(len(bucket_of_round), seed, "order of steps")
@@ -162,7 +169,7 @@ class BucketBatches(Batching):
 def _fill_buckets(
     rows: FittedRows, buckets: list[_BucketCounts], world_size: int, seed: int
 ) -> Iterator[Iterator[_Round]]:
-    """Yield the rounds of each bucket, the smallest bucket first."""
+    """Yield one iterator for every bucket, smallest bucket first; each iterator yields the rounds of its bucket."""
     bucket_of_row = rows.sizes.bucket
     assert bucket_of_row is not None
     taken_over: list[_Unit] = []
@@ -177,7 +184,7 @@ def _fill_buckets(
 
 
 def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Unit]:
-    """Return as many units as wanted; the missing ones are copies of others."""
+    """Return `number` units: the given units, followed by copies of `others` for the missing units."""
     copied = (others[place % len(others)] for place in range(number - len(units)))
     return units + [[(row, True) for row, _ in unit] for unit in copied]
 
@@ -185,12 +192,12 @@ def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Uni
 def _balance_ranks(
     units: list[_Unit], bucket: _BucketCounts, world_size: int, sizes: RowSizes, seed: int
 ) -> Iterator[_Round]:
-    """Yield the rounds of a bucket, with about equal attention cost on all ranks."""
+    """Yield the rounds of one bucket, each with about equal attention cost on all ranks."""
     if not units:
         return
     squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
     cost = jitter_attention(squared_lengths, seed)
-    # `balance` treats the rows of a micro-batch like accumulated micro-batches
+    # for `balance`, every unit is a micro-batch, and the units of one micro-batch are an optimizer step
     places = balance(cost, world_size, bucket.rows_each, seed).reshape(bucket.rounds, bucket.rows_each, world_size)
     for of_round in places.transpose(0, 2, 1).tolist():
         yield [list(chain.from_iterable(units[place] for place in of_rank)) for of_rank in of_round]

@@ -1,4 +1,4 @@
-"""Facts that ranks compare to detect that their datasets differ: rows, tokens, lengths, content of a few rows."""
+"""Facts about a dataset that ranks compare to detect differences: rows, tokens, lengths, content of a few rows."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -10,29 +10,29 @@ import numpy as np
 from hf_packing.sampling.row_sizes import SAMPLED_TOKENS, RowSizes, rows_to_sample, sample_of_rows
 
 _READ_TWICE = 32
-"""Rows that are read twice, to see whether they are the same each time."""
+"""At most this many rows are read twice, to detect rows that differ from one reading to the next."""
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about one rank's dataset, small enough to send to all others."""
+    """Facts about one rank's dataset, small enough to send to all other ranks."""
 
     rows: int
     tokens: int
     sizes: str
     """Hex digest of the sizes of all rows."""
     lengths: tuple[int, ...]
-    """Tokens of the sampled rows, which are spread over the dataset."""
+    """The number of tokens in each sampled row. Sampled rows are spread evenly over the dataset."""
     contents: tuple[tuple[int, str], ...]
-    """Number and hex digest of sampled rows; empty if rows change from one reading to the next."""
+    """(Row number, hex digest of the content) for sampled rows; empty if rows change from one reading to the next."""
 
 
 def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
-    """Return the facts by which other ranks compare this dataset with their own.
+    """Return the facts by which other ranks compare this dataset with their own datasets.
 
     Args:
-        dataset: map-style.
-        sizes: of its rows, as `sizes_of(dataset)` returns them.
+        dataset: a map-style dataset.
+        sizes: sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
     """
     return DataFacts(
         rows=len(sizes),
@@ -44,24 +44,24 @@ def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
 
 
 def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str | None:
-    """Return how two datasets differ, in words; None where no difference is known.
+    """Return a description of one difference between two datasets, or None if the facts show no difference.
 
     Args:
         one: facts about the first dataset.
         other: facts about the second dataset.
-        here: who has the first dataset, such as "rank 0".
-        there: who has the second dataset.
+        here: the rank that has the first dataset, such as "rank 0".
+        there: the rank that has the second dataset.
     """
     if (one.rows, one.tokens) != (other.rows, other.tokens):
         return (
-            f"{here} has {one.rows:,} rows, {one.tokens:,} tokens; {there} has {other.rows:,} rows, "
+            f"{here} has {one.rows:,} rows and {one.tokens:,} tokens, but {there} has {other.rows:,} rows and "
             f"{other.tokens:,} tokens"
         )
     for row, length, other_length in zip(rows_to_sample(one.rows).tolist(), one.lengths, other.lengths, strict=True):
         if length != other_length:
-            return f"row {row} has {length:,} tokens on {here}, {other_length:,} on {there}"
+            return f"row {row} has {length:,} tokens on {here}, but {other_length:,} tokens on {there}"
     if one.sizes != other.sizes:
-        return f"{here} and {there} both have {one.rows:,} rows, {one.tokens:,} tokens, but the lengths of rows differ"
+        return f"{here} and {there} both have {one.rows:,} rows and {one.tokens:,} tokens, but row lengths differ"
     for (row, content), (_, other_content) in zip(one.contents, other.contents, strict=False):
         if content != other_content:
             return f"row {row} has the same length on {here} and on {there}, but different tokens or labels"
@@ -69,18 +69,25 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
 
 
 def _contents_sampled(sizes: RowSizes) -> tuple[tuple[int, str], ...]:
-    """Return digests of rows whose first tokens were sampled together, column by column."""
+    """Return (row number, hex digest) pairs for the rows whose first tokens are in `sizes.sample`.
+
+    The sample holds the tokens column by column. A sample that cannot be split into rows gives a single pair.
+    """
     sampled = rows_to_sample(len(sizes))
     widths = np.minimum(sizes.tokens[sampled], SAMPLED_TOKENS)
     values = np.frombuffer(sizes.sample, dtype="<i8")
-    if not (total := int(widths.sum())) or len(values) % total:  # some rows have a column that others lack
+    if not (total := int(widths.sum())) or len(values) % total:  # some rows have a column that other rows lack
         return ((int(sampled[0]), _digest(sizes.sample)),)
     rows = np.split(values.reshape(-1, total), np.cumsum(widths)[:-1], axis=1)
     return tuple((row, _digest(values.tobytes())) for row, values in zip(sampled.tolist(), rows, strict=True))
 
 
 def _contents_read(dataset: Any, rows: int) -> tuple[tuple[int, str], ...]:
-    """Return digests of rows that are computed when read; of a datasets.Dataset, digests of its transform's inputs."""
+    """Return (row number, hex digest) pairs for rows that are computed when they are read.
+
+    For a datasets.Dataset, the digests are those of the stored rows, which are the inputs of the transform. Other rows
+    are read twice, and no pairs are returned if the two readings differ.
+    """
     sampled = rows_to_sample(rows)
     numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()
     if isinstance(dataset, datasets.Dataset):

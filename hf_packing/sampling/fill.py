@@ -1,12 +1,14 @@
-"""Rows -> the requested number of micro-batches, none over the token budget, with equal work on all ranks.
+"""Put rows into a given number of micro-batches within a token budget, with equal work on all ranks.
 
-Rows are placed best-fit, roughly longest first. The order is rough so that other rows share a micro-batch in every
-epoch. The shortest rows still come last and fill the gaps, so this packs almost as well as the exact order.
+Rows are placed by best fit, in an order that is roughly longest first. The order is only rough, so that different rows
+share a micro-batch in every epoch. The shortest rows still come last and fill the gaps, so the rough order packs almost
+as well as the exact order.
 
-A round is one micro-batch on every rank, at the same time; ranks wait for the slowest. Micro-batches with equal tokens
-can differ severalfold in attention cost. So they are sorted by cost, and each round takes neighbors (`group_by_cost`).
-Where a round is still uneven, its rows are dealt again (`redistribute_rows`). Remaining differences are evened out over
-the rounds of one optimizer step (`assign_ranks`). The rounds themselves run in random order.
+In a round, every rank runs one micro-batch, and all ranks wait for the slowest rank. Micro-batches with equal numbers
+of tokens can differ severalfold in attention cost. So micro-batches are sorted by cost, and neighbors in that order
+form a round (`group_by_cost`). If a round is still uneven, the rows of its micro-batches are redistributed among these
+micro-batches (`redistribute_rows`). Remaining differences are evened out over the rounds of one optimizer step
+(`assign_ranks`). The rounds run in random order.
 """
 
 import heapq
@@ -28,38 +30,38 @@ LINEAR_COST = 6 * 2048
 """In a model of width 2048, linear layers take as long for one token as attention takes for 6 * 2048 token pairs."""
 
 _LENGTH_JITTERS = (0.2, 0.03, 0.0)
-"""Rows are sorted by lengths reduced by up to this share, at random: the first share with which all rows fit."""
+"""Lengths are randomly reduced by up to this share before sorting; the first share that lets all rows fit is used."""
 
 _LOOSE = 0.95
-"""Micro-batches that are at most this full need no packing: rows are spread over them evenly."""
+"""If micro-batches would be less full than this, all rows are spread evenly over the micro-batches, not packed."""
 
 _GRAINS = 2**16
-"""Free room is rounded to 1 / 65536 of large budgets, which bounds the number of distinct values to search."""
+"""Large budgets count free room in units of about budget / 65536, so that few distinct values are searched."""
 
 _REFILLED_PER_ADDED = 8
-"""How many micro-batches are refilled for each additional one, so that each of them gives up little."""
+"""How many micro-batches are refilled for each additional micro-batch, so that no micro-batch loses many rows."""
 
 _REFILLED_ROUNDS = 4
-"""At least this many rounds of micro-batches are refilled."""
+"""At least this many micro-batches per rank are refilled."""
 
 _TIE_BREAK = 1e-12
-"""Breaks ties between ranks at random, so that no rank gets the costliest micro-batch every time."""
+"""Scale of random numbers that break ties between ranks, so that no rank gets the costliest micro-batch every time."""
 
 _COST_JITTER = 0.01
-"""Attention cost is reduced by up to this share, so that different micro-batches run together in every epoch."""
+"""Attention cost is randomly reduced by up to this share, so that rounds have other micro-batches in every epoch."""
 
 _EVEN = 0.99
-"""Rounds whose mean cost is at least this share of their largest cost stay as they are."""
+"""Rounds whose mean cost is at least this share of their largest cost count as even, and stay as they are."""
 
 
 def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
-    """Return how many micro-batches hold all rows in every epoch: as many as best-fit decreasing needs.
+    """Return how many micro-batches best-fit decreasing needs for all rows; that many are enough in every epoch.
 
-    Small budgets are counted from the histogram of lengths, which is faster and gives the same number.
+    For a small budget, the number is computed from the histogram of lengths, which is faster and gives the same result.
 
     Args:
-        tokens: integers [rows], from 1 to max_tokens.
-        max_tokens: the budget.
+        tokens: integers [rows], from 1 to max_tokens: the length of each row.
+        max_tokens: the most tokens that a micro-batch may have.
     """
     if max_tokens <= _GRAINS:
         packs = OpenPacks(max_tokens, max_documents=None)
@@ -69,14 +71,15 @@ def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
 
 
 def fill(tokens: IntArray, max_tokens: int, num_micro_batches: int, world_size: int, seed: int) -> MicroBatches:
-    """Return the rows in micro-batches of at most max_tokens tokens.
+    """Put rows into micro-batches of at most max_tokens tokens, and return the rows of each micro-batch.
 
     Args:
-        tokens: integers [rows], from 1 to max_tokens; at least as many rows as micro-batches.
-        max_tokens: the budget.
-        num_micro_batches: how many to make, over all ranks; at least `fewest_micro_batches`.
-        world_size: how many run at the same time.
-        seed: decides which rows share a micro-batch.
+        tokens: integers [rows], from 1 to max_tokens: the length of each row; at least as many rows as micro-batches.
+        max_tokens: the most tokens that a micro-batch may have.
+        num_micro_batches: number of micro-batches to make, over all ranks; at least the number that
+            `fewest_micro_batches` returns.
+        world_size: number of ranks, which run one micro-batch each at the same time.
+        seed: seed that decides which rows share a micro-batch.
     """
     if tokens.sum() < _LOOSE * max_tokens * num_micro_batches:
         spread = _deal_evenly(_roughly_longest_first(tokens, _LENGTH_JITTERS[0], seed), tokens, num_micro_batches)
@@ -90,54 +93,60 @@ def fill(tokens: IntArray, max_tokens: int, num_micro_batches: int, world_size: 
 
 
 def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:
-    """Return all rows, int64 [rows], and where each micro-batch begins among them, int64 [micro-batches + 1]."""
+    """Return the rows of all micro-batches, int64 [rows], and the micro-batches' offsets, int64 [micro-batches + 1]."""
     rows = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64)
     return rows, np.cumsum([0, *map(len, micro_batches)])
 
 
 def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the sum of numbers [rows] over the rows of each micro-batch, numbers [micro-batches]."""
+    """Return the sum of `of_row`, an array [rows], over the rows of each micro-batch, as an array [micro-batches]."""
     rows, offsets = flatten(micro_batches)
     total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
     return total
 
 
 def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, seed: int) -> IntArray:
-    """Return which micro-batch each rank runs in each round, int64 [rounds, world_size].
+    """Return the micro-batch that each rank runs in each round, int64 [rounds, world_size].
+
+    In a round, every rank runs one micro-batch. The micro-batches of a round have about equal cost.
 
     Args:
-        cost: float64 [micro-batches]; their number is a multiple of world_size.
-        world_size: ranks.
-        accumulation: rounds of one optimizer step.
-        seed: decides the order of rounds, and which micro-batches of equal cost run together.
+        cost: float64 [micro-batches]: the cost of each micro-batch; the number of micro-batches is a multiple of
+            world_size.
+        world_size: number of ranks.
+        accumulation: number of rounds in one optimizer step.
+        seed: seed that decides the order of rounds, and which micro-batches of equal cost run together.
     """
     return assign_ranks(cost, group_by_cost(cost, world_size, seed), accumulation, seed)
 
 
 def jitter_attention(squared_lengths: npt.NDArray[Any], seed: int) -> npt.NDArray[np.float64]:
-    """Return the attention cost, float64 [micro-batches], reduced by up to 1 % at random."""
+    """Return the attention cost `squared_lengths`, reduced at random by up to 1 %, float64 [micro-batches]."""
     chance = random_order(len(squared_lengths), seed, "nearly") / len(squared_lengths)
     reduced: npt.NDArray[np.float64] = squared_lengths * (1 - _COST_JITTER * chance)
     return reduced
 
 
 def group_by_cost(cost: npt.NDArray[np.float64], world_size: int, seed: int) -> IntArray:
-    """Return rounds of micro-batches with similar cost, int64 [rounds, world_size]; arguments as in `balance`."""
+    """Return the micro-batches of each round, which have similar cost, int64 [rounds, world_size].
+
+    The arguments are those of `balance`.
+    """
     chance = random_order(len(cost), seed, "equal costs")
     ascending = chance[np.argsort(cost[chance], kind="stable")].reshape(-1, world_size)
     return ascending[random_order(len(ascending), seed, "order of steps")]
 
 
 def assign_ranks(cost: npt.NDArray[np.float64], rounds: IntArray, accumulation: int, seed: int) -> IntArray:
-    """Return the same rounds, with each micro-batch in the column of its rank, int64 [rounds, world_size].
+    """Return the rounds with each micro-batch in the column of its rank, int64 [rounds, world_size].
 
     The costliest micro-batch of a round goes to the rank that has worked least since the last optimizer step.
 
     Args:
-        cost: float64 [micro-batches].
-        rounds: int64 [rounds, world_size]: which micro-batches run at the same time.
-        accumulation: rounds of one optimizer step.
-        seed: decides which rank comes first among those that have worked equally.
+        cost: float64 [micro-batches]: the cost of each micro-batch.
+        rounds: int64 [rounds, world_size]: the micro-batches that run at the same time, in any order.
+        accumulation: number of rounds in one optimizer step.
+        seed: seed that decides the order of ranks that have worked equally.
     """
     world_size = rounds.shape[1]
     ascending = np.take_along_axis(rounds, np.argsort(cost[rounds], axis=1, kind="stable"), axis=1)
@@ -160,14 +169,14 @@ def redistribute_rows(
     tokens: IntArray,
     max_tokens: int,
 ) -> MicroBatches:
-    """Deal the rows of uneven rounds again; the largest cost of a round never grows.
+    """Return the micro-batches, with the rows of uneven rounds redistributed; the largest cost of a round never grows.
 
     Args:
-        micro_batches: rows of each.
-        rounds: int64 [rounds, world_size]: which micro-batches run at the same time.
-        cost: float64 [rows].
-        tokens: integers [rows].
-        max_tokens: the budget.
+        micro_batches: the rows of each micro-batch.
+        rounds: int64 [rounds, world_size]: the micro-batches that run at the same time.
+        cost: float64 [rows]: the cost of each row.
+        tokens: integers [rows]: the length of each row.
+        max_tokens: the most tokens that a micro-batch may have.
     """
     evened = list(micro_batches)
     costs = sum_rows(micro_batches, cost)[rounds]
@@ -188,14 +197,14 @@ def _longest_first(rows: IntArray, tokens: IntArray) -> IntArray:
 
 
 def _roughly_longest_first(tokens: IntArray, jitter: float, seed: int) -> IntArray:
-    """Return the rows sorted by lengths that are reduced by up to `jitter`; equal lengths come in random order."""
-    rows = random_order(len(tokens), seed, "rows that meet")  # the string seeds every plan: never change it
+    """Return row numbers, longest row first, after reducing each length at random by up to the share `jitter`."""
+    rows = random_order(len(tokens), seed, "rows that meet")  # never change this string, since it seeds all plans
     chance = np.arange(len(tokens)) / len(tokens)
     return rows[np.argsort(-tokens[rows] * (1 - jitter * chance), kind="stable")]
 
 
 def _best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> MicroBatches:
-    """Place each row in turn in the fullest micro-batch that has room for it."""
+    """Place each row in turn in the fullest micro-batch that has room for the row, and return all micro-batches."""
     grain = -(-max_tokens // _GRAINS)
     lengths = tokens[rows]
     micro_batches: MicroBatches = []
@@ -226,11 +235,12 @@ def _best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> MicroBatches
 def _split_more(
     micro_batches: MicroBatches, tokens: IntArray, max_tokens: int, more: int, world_size: int
 ) -> MicroBatches:
-    """Return the same rows in `more` additional micro-batches; if it is 0, only even out those with the shortest rows.
+    """Spread the rows over `more` additional micro-batches, and return all micro-batches.
 
-    The micro-batches with the shortest rows are emptied, and their rows are dealt over these and the additional ones,
-    longest first. Enough micro-batches take part that each gives up little, that they fill whole rounds, and that the
-    shortest rows do not always share a micro-batch.
+    The micro-batches with the shortest rows are emptied. The rows are then redistributed over the emptied and the
+    additional micro-batches, longest row first. The number of emptied micro-batches is chosen so that no micro-batch
+    loses many rows, that refilled micro-batches form whole rounds, and that the shortest rows do not always share a
+    micro-batch. If `more` is 0, the emptied micro-batches only become more even.
     """
     by_squares = np.argsort(sum_rows(micro_batches, tokens.astype(np.int64) ** 2), kind="stable")
     refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_ROUNDS * world_size) // world_size) * world_size
@@ -244,7 +254,10 @@ def _split_more(
 
 
 def _deal_evenly(rows: IntArray, tokens: IntArray, num_micro_batches: int) -> MicroBatches:
-    """Give each row in turn to the micro-batch with the fewest tokens; needs as many rows as micro-batches or more."""
+    """Place each row in turn in the micro-batch with the fewest tokens, and return all micro-batches.
+
+    There must be at least as many rows as micro-batches, so that no micro-batch is empty.
+    """
     dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
     heap = [(0, number) for number in range(num_micro_batches)]
     for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
@@ -255,7 +268,7 @@ def _deal_evenly(rows: IntArray, tokens: IntArray, num_micro_batches: int) -> Mi
 
 
 def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> MicroBatches:
-    """Split the micro-batch with the most tokens, among those with two rows or more, `more` times."""
+    """Split the fullest micro-batch with two or more rows, `more` times in turn, and return all micro-batches."""
     split = list(micro_batches)
     total = sum_rows(micro_batches, tokens).tolist()
     fullest = [(-total[number], number) for number, rows in enumerate(micro_batches) if len(rows) > 1]
@@ -273,9 +286,10 @@ def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> 
 def _deal_by_cost(
     rows: IntArray, cost: npt.NDArray[np.float64], tokens: IntArray, max_tokens: int, num_micro_batches: int
 ) -> MicroBatches | None:
-    """Give each row, costliest first, to the cheapest micro-batch that has room; return None if a row fits nowhere.
+    """Place each row, costliest first, in the cheapest micro-batch that has room, and return all micro-batches.
 
-    There are at least as many rows as micro-batches, so none stays empty.
+    There are at least as many rows as micro-batches, so no micro-batch stays empty. Return None if a row fits in no
+    micro-batch.
     """
     dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
     room = [max_tokens] * num_micro_batches

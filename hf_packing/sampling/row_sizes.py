@@ -1,4 +1,4 @@
-"""Measure a dataset's rows before training reads any: tokens, segments, attention cost and bucket."""
+"""Measure a dataset's rows before training: the tokens, segments, attention cost and bucket of every row."""
 
 import hashlib
 import operator
@@ -26,7 +26,7 @@ from hf_packing.planning.lengths import IntArray, check_whole_numbers
 
 _SAMPLED_ROWS = 256
 SAMPLED_TOKENS = 64
-"""Tokens that are kept of each sampled row."""
+"""At most this many tokens are kept from the beginning of each sampled row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,24 +34,24 @@ class RowSizes:
     """The sizes of a dataset's rows, which are packs or plain documents."""
 
     tokens: IntArray
-    """int64 [rows]."""
+    """int64 [rows]: the number of tokens in each row."""
     segments: IntArray
-    """int64 [rows]: 1 where the row is a document, 0 where it is empty."""
+    """int64 [rows]: the number of segments in each row; 1 for a row that is a document, 0 for an empty row."""
     squared_lengths: IntArray
     """int64 [rows]: the sum of squared segment lengths, which is the attention cost."""
     bucket: IntArray | None = None
-    """int64 [rows], tokens: the capacity of the pack in the row; None where rows have no bucket."""
+    """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
     packed: bool = False
     """Whether rows are packs, which cannot be cut."""
     sample: bytes = b""
-    """The first tokens of a few rows, which tell apart datasets whose rows have the same lengths."""
+    """The first tokens of a few rows as bytes, to tell apart datasets whose rows have the same lengths."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of all sizes, which decide the micro-batches, and of the sampled tokens."""
+        """A digest of all sizes and of the sampled tokens, as 16 hex digits."""
         digest = hashlib.sha256(self.sample)
         for array in (self.tokens, self.segments, self.squared_lengths, self.bucket):
             digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
@@ -62,7 +62,7 @@ def sizes_of_documents(lengths: IntArray) -> RowSizes:
     """Return the sizes of rows that hold one document each.
 
     Args:
-        lengths: integers [rows], tokens.
+        lengths: integers [rows], tokens: the length of each document.
     """
     tokens = lengths.astype(np.int64)
     return RowSizes(tokens, (tokens > 0).astype(np.int64), tokens**2)
@@ -72,9 +72,9 @@ def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | 
     """Return the sizes of rows that hold one pack each.
 
     Args:
-        seq_lengths: integers [segments], tokens, row by row.
-        offsets: integers [rows + 1]: segments of row r are offsets[r]:offsets[r + 1].
-        bucket: integers [rows], tokens, or None.
+        seq_lengths: integers [segments], tokens: the lengths of all segments, row by row.
+        offsets: integers [rows + 1]: the segments of row r have lengths seq_lengths[offsets[r]:offsets[r + 1]].
+        bucket: integers [rows], tokens: the capacity of each pack; None if packs have no bucket.
     """
     lengths = seq_lengths.astype(np.int64)
     tokens, squared = (np.diff(np.concatenate([[0], np.cumsum(values)])[offsets]) for values in (lengths, lengths**2))
@@ -82,15 +82,19 @@ def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | 
 
 
 def sizes_of(dataset: Any) -> RowSizes:
-    """Return the sizes of a dataset's rows. A `datasets.Dataset` without a transform is not read, except for a sample.
+    """Return the sizes of a dataset's rows.
+
+    A `datasets.Dataset` without a transform is measured by its columns; only a sample of its tokens is read. All rows
+    of any other dataset are read.
 
     Args:
-        dataset: map-style, packed (with `seq_lengths`) or of documents (with `input_ids`). Columns that its format
-            hides are ignored.
+        dataset: a map-style dataset of packed rows, with a column `seq_lengths`, or of documents, with a column
+            `input_ids`. Columns that the dataset's format hides are ignored.
 
     Raises:
-        PackingError: a dataset that is not map-style or has neither column; seq_lengths that do not add up; packed
-            rows whose borders are hidden, or are in position_ids only.
+        PackingError: a dataset that is not map-style or has neither column; seq_lengths that do not add up to the
+            tokens of a row; packed rows whose segment borders are hidden, or are only in other columns, such as
+            position_ids.
     """
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset))
@@ -106,20 +110,20 @@ def sizes_of(dataset: Any) -> RowSizes:
 
 
 def rows_to_sample(num_rows: int) -> IntArray:
-    """Return int64 row numbers, evenly spread over the dataset."""
+    """Return the numbers of the rows to sample, spread evenly over a dataset, int64 [sampled rows]."""
     return np.unique(np.linspace(0, max(num_rows - 1, 0), _SAMPLED_ROWS).astype(np.int64))[:num_rows]
 
 
 def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the first tokens of rows, column by column, as bytes: the same as `_sample_of_column` for a table."""
+    """Return the first tokens of rows as bytes, column by column; a table of the same rows gives the same bytes."""
     columns = ([row[name] for row in rows if name in row] for name in (INPUT_IDS, LABELS, *LOSS_MASKS))
     return b"".join(_sample_of_values(values) for column in columns for values in column)
 
 
 def _sample_of_values(values: Any) -> bytes:
-    """Return the first values of a row as bytes, even malformed ones: the collator refuses those, and names the row."""
+    """Return the first values of a row as bytes. Malformed values are accepted; the collator refuses such a row."""
     try:
-        with np.errstate(invalid="ignore"):  # NaN and infinity become integers
+        with np.errstate(invalid="ignore"):  # converting NaN or infinity to integers warns
             return np.asarray(values)[:SAMPLED_TOKENS].astype("<i8").tobytes()
     except (TypeError, ValueError, IndexError):
         return repr(values).encode()
@@ -164,19 +168,19 @@ def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray | N
     if not pa.types.is_integer(column.type):
         raise PackingError(f"column 'bucket': expected an integer in every row, got {column.type}")
     if column.null_count:
-        raise PackingError(f"column 'bucket': expected an integer in every row, got {column.null_count} nulls")
+        raise PackingError(f"column 'bucket': expected an integer in every row, got nulls in {column.null_count} rows")
     bucket: IntArray = column.to_numpy()
     return bucket if numbers is None else bucket[numbers]
 
 
 def _sizes_by_reading(dataset: Any) -> RowSizes:
-    """Return the sizes of rows that exist only when they are read: every row is read once."""
+    """Return the sizes of rows that exist only when they are read, by reading all rows."""
     first: Mapping[str, Any] = {}
     packs, tokens, buckets = [], [], []
     for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
         row = dataset[number]
         if not isinstance(row, Mapping):
-            raise PackingError(f"dataset: expected rows that are mappings, row {number} is a {type(row).__name__}")
+            raise PackingError(f"dataset: expected rows that are mappings, but row {number} is a {type(row).__name__}")
         _check_columns(row)
         first = first or row
         _check_columns_like_first(row, first, number)
@@ -207,7 +211,9 @@ def _bucket_of_row(bucket: Any, number: int) -> int:
     try:
         return operator.index(bucket)
     except TypeError:
-        raise PackingError(f"column 'bucket': expected an integer in every row, row {number} has {bucket!r}") from None
+        raise PackingError(
+            f"column 'bucket': expected an integer in every row, but row {number} has {bucket!r}"
+        ) from None
 
 
 def _check_columns(names: Any) -> None:
@@ -215,22 +221,22 @@ def _check_columns(names: Any) -> None:
         return
     if INPUT_IDS not in names:
         raise PackingError(
-            f"dataset: expected a column 'seq_lengths' or 'input_ids', got columns {', '.join(names) or 'none'}"
+            f"dataset: expected a column 'seq_lengths' or 'input_ids', got columns: {', '.join(names) or 'none'}"
         )
     if packed := [name for name in SEGMENT_COLUMNS if name in names]:
         raise PackingError(
-            f"dataset: expected a column 'seq_lengths' beside {packed[0]!r}, which alone does not give the lengths of "
-            "a row's segments; pack() writes both"
+            f"dataset: expected a column 'seq_lengths' beside {packed[0]!r}, which is not enough to measure the "
+            "segments of a row; pack() writes both columns"
         )
 
 
 def _check_columns_like_first(row: Mapping[str, Any], first: Mapping[str, Any], number: int) -> None:
-    """Refuse a row that has labels, masks or borders where the first has none, or the other way round."""
+    """Raise PackingError if only one of this row and the first row has labels, a loss mask, seq_lengths or a bucket."""
     of_packs = (SEQ_LENGTHS, BUCKET) if SEQ_LENGTHS in row else (SEQ_LENGTHS,)
     for name in (*of_packs, LABELS, *LOSS_MASKS):
         if (name in row) != (name in first):
             raise PackingError(
-                f"column {name!r}: expected this column in all rows or in none, row {number} differs from row 0"
+                f"column {name!r}: expected this column in all rows or in none, but row {number} differs from row 0"
             )
 
 
@@ -240,16 +246,16 @@ def _check_list(name: str, values: Any, number: int) -> None:
         dimensions = 1 + (np.ndim(values[0]) if len(values) else 0)
     if dimensions != 1:
         shown = f"shape {tuple(values.shape)}" if hasattr(values, "shape") else repr(values)[:80]
-        raise PackingError(f"column {name!r}: expected a list of integers in every row, row {number} has {shown}")
+        raise PackingError(f"column {name!r}: expected a list of integers in every row, but row {number} has {shown}")
 
 
 def _check_seq_lengths(seq_lengths: IntArray, sizes: RowSizes, tokens: IntArray) -> None:
-    """Refuse rows whose segments do not cover all of their tokens.
+    """Raise PackingError if the segments of a row do not cover all tokens of the row, or if a segment is empty.
 
     Args:
-        seq_lengths: integers [segments].
-        sizes: made from the seq_lengths.
-        tokens: integers [rows]: lengths of input_ids.
+        seq_lengths: integers [segments]: the lengths of all segments, row by row.
+        sizes: the sizes of the rows, computed from seq_lengths.
+        tokens: integers [rows]: the length of each row's input_ids.
     """
     row_of_segment = np.repeat(np.arange(len(sizes)), sizes.segments)
     wrong = sizes.tokens != tokens
@@ -263,10 +269,13 @@ def _check_seq_lengths(seq_lengths: IntArray, sizes: RowSizes, tokens: IntArray)
 
 
 def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
-    """Refuse packed rows whose transform returns no borders, such as a transform for documents that `map` has kept."""
+    """Raise PackingError if packed rows have a transform that does not return the borders of segments.
+
+    For example, `map` keeps a transform that was made for documents.
+    """
     if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
         raise PackingError(
-            f"column {borders[0]!r}: expected this column in what the dataset's transform returns, since rows are "
-            "packed; call .with_format(None) if the transform was made for documents, or remove the column if rows are "
-            "not packed"
+            f"column {borders[0]!r}: expected this column in the rows that the dataset's transform returns, since "
+            "the stored rows are packed; call .with_format(None) if the transform was made for documents, or remove "
+            "the column if the rows are not packed"
         )

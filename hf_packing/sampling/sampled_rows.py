@@ -1,4 +1,4 @@
-"""Read the rows that a sampler asks for: whole, as pieces, or as copies whose labels are masked."""
+"""Read the rows that a sampler selects: whole rows, pieces of rows, or copies with masked labels."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -28,17 +28,19 @@ Row = dict[str, Any]
 
 
 class SampledRows(torch.utils.data.Dataset[Row]):
-    """A map-style dataset indexed by the sampler's micro-batches, lists of (row number, whether it is a copy).
+    """A map-style dataset indexed by micro-batches of a sampler: lists of (row number, whether the row is a copy).
 
-    A copy has all labels masked. A row without labels gets them from its tokens and loss masks; masks beside labels are
-    passed on, for the collator to compare. Accelerate calls `set_epoch` on the dataset if it does not find the sampler,
-    so this class passes the epoch on.
+    All labels of a copy are masked. A row without labels gets labels from its tokens and loss masks. If a row has
+    labels and loss masks, the masks are passed on, and the collator compares the masks with the labels. If accelerate
+    does not find the sampler, accelerate calls `set_epoch` on the dataset, so this class passes the epoch on to the
+    sampler.
 
     Args:
-        dataset: map-style, the rows that the sampler was made for.
-        sampler: of this rank.
-        unread: columns that are left out of rows.
-        apply_masks: whether loss masks make the labels of a row without any; otherwise the collator refuses such a row.
+        dataset: the map-style dataset that the sampler was made for.
+        sampler: the sampler of this rank.
+        unread: names of columns that are not read.
+        apply_masks: whether a row with loss masks but without labels gets labels; if False, the collator refuses such a
+            row.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             names = visible_columns(dataset)
             if INPUT_IDS not in names:
-                raise PackingError(f"dataset: expected a column 'input_ids', got {', '.join(names) or 'none'}")
+                raise PackingError(f"dataset: expected a column 'input_ids', got columns: {', '.join(names) or 'none'}")
             dataset = dataset.with_format("numpy", columns=_columns_to_read(names, unread))
         self.dataset = dataset
         self.unread = unread
@@ -74,7 +76,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         if len(rows) != len(numbers):
             raise PackingError(
                 f"dataset: expected one row for each of {len(numbers)} row numbers, got {len(rows)} rows; a transform "
-                "must return one row for each row that it is given"
+                "must return exactly one row for each input row"
             )
         rows = [{name: row[name] for name in _columns_to_read(row, self.unread)} for row in rows]
         self._check_lengths(numbers, rows)
@@ -93,12 +95,15 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
         if (rows := len(self.dataset)) != (planned := len(self.sampler.sizes)):
             raise PackingError(
-                f"dataset: expected the {planned} rows that it had when batches were planned, it has {rows} now; "
-                "added or removed rows take effect at the next train() or evaluate(), or with a new prepare_dataloader"
+                f"dataset: expected {planned} rows, as when batches were planned, got {rows}; added or removed rows "
+                "take effect at the next train() or evaluate(), or after a new call of prepare_dataloader"
             )
 
     def _with_labels(self, row: Row) -> Row:
-        """Return the row with labels; leave it without any if the collator must refuse it."""
+        """Return the row with labels.
+
+        A row whose loss masks must not be applied is returned without labels, so that the collator refuses the row.
+        """
         masks = [name for name in LOSS_MASKS if name in row]
         if LABELS in row or (masks and not self.apply_masks):
             return row
@@ -108,16 +113,19 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         return {**row, LABELS: labels}
 
     def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        """Raise PackingError if the lengths of rows differ from those that micro-batches were planned for."""
+        """Raise PackingError if the length of a row differs from the length that micro-batches were planned with.
+
+        A row without input_ids, or with a column that does not have one value for each token, is an error, too.
+        """
         for number, row in zip(numbers, rows, strict=True):
             if INPUT_IDS not in row:
                 raise PackingError(
-                    f"dataset: expected a column 'input_ids', row {number} has {', '.join(row) or 'none'}"
+                    f"dataset: expected a column 'input_ids', but row {number} has columns: {', '.join(row) or 'none'}"
                 )
             if (tokens := len(row[INPUT_IDS])) != (planned := int(self.sampler.sizes.tokens[number])):
                 raise PackingError(
-                    f"dataset: expected the {planned} tokens that row {number} had when batches were planned, it has "
-                    f"{tokens} now; rows must not change from one reading to the next"
+                    f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got "
+                    f"{tokens}; rows must not change from one reading to the next"
                 )
             for name in _PER_TOKEN:
                 if name in row and (shape := _shape_of(row[name])) != (tokens,):
@@ -128,7 +136,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
 
 def _columns_to_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
-    """Return the columns that make up a batch, and those that its segments are checked against."""
+    """Return the names of columns with a value per token or with segment borders, except the columns in `unread`."""
     known = set(names).difference(unread)
     return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS) if name in known]
 
@@ -141,5 +149,5 @@ def _shape_of(values: Any) -> tuple[int | str, ...]:
 
 
 def _with_masked_labels(row: Row) -> Row:
-    """Return the row with nothing to train on."""
+    """Return the row with all labels masked."""
     return {**row, LABELS: np.full(len(row[INPUT_IDS]), IGNORED_LABEL)}

@@ -1,7 +1,7 @@
-"""The micro-batches of one rank, epoch after epoch, as a DataLoader's batch_sampler; and InOrder, for evaluation.
+"""The sampler for the micro-batches of one rank; InOrder, a batching for evaluation; the summary of an epoch.
 
-RankBatchSampler is not a subclass of torch's BatchSampler and has no batch_size. Otherwise accelerate would assume
-batches of one size, and lose rows.
+A DataLoader takes RankBatchSampler as its batch_sampler. RankBatchSampler is not a subclass of torch's BatchSampler and
+has no batch_size. Otherwise accelerate would assume that all batches have the same number of rows, and would lose rows.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,12 @@ from hf_packing.sampling.row_sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 2
-"""Increase it whenever the same arguments give different micro-batches, so that older checkpoints do not resume."""
+"""Version of the plans. Increase the number whenever a change to the code gives different micro-batches for the same
+arguments, so that training does not resume from older checkpoints."""
 
 
 class RankBatchSampler:
-    """The micro-batches of one rank in the current epoch, each a list of (row number, whether it is a masked copy).
+    """The micro-batches of one rank in the current epoch, as lists of (row number, whether the row is a masked copy).
 
     Args:
         batching: TokenBudget, BucketBatches or InOrder.
@@ -40,7 +41,7 @@ class RankBatchSampler:
         accumulation: micro-batches of each rank in one optimizer step.
 
     Raises:
-        PackingError: fewer rows than ranks, or a row longer than a micro-batch.
+        PackingError: a bad argument, fewer rows than ranks, or a row longer than a micro-batch.
 
     Example:
         >>> import numpy as np
@@ -60,12 +61,12 @@ class RankBatchSampler:
         self.world_size, self.accumulation = first_epoch.world_size, first_epoch.accumulation
         self.rank = check_whole_number("rank", rank, minimum=0, maximum=self.world_size - 1)
         self.rows: FittedRows = batching.fit(sizes)
-        """The rows that make up micro-batches, cut where they were too long."""
+        """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         batching.check_enough_rows(self.rows, first_epoch)
         self.epoch = first_epoch
         """The epoch of the next iteration."""
         self.first_micro_batch = 0
-        """Where the next iteration begins; earlier micro-batches are skipped without being read."""
+        """Number of the first micro-batch of the next iteration; earlier micro-batches are skipped without reading."""
         self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
         self._planned: tuple[Epoch, EpochPlan] | None = None
 
@@ -87,7 +88,7 @@ class RankBatchSampler:
         return self.plan.micro_batches(self.rank, self.first_micro_batch)
 
     def plan_inputs(self) -> dict[str, str | int]:
-        """Return everything that decides the micro-batches, except the epoch; it is saved with checkpoints."""
+        """Return all values that decide the micro-batches, except the epoch. Checkpoints store these values."""
         return {
             "plans": _PLANS_VERSION,
             "batching": repr(self.batching),
@@ -100,29 +101,30 @@ class RankBatchSampler:
         """Refuse to resume from a checkpoint that was saved with different micro-batches.
 
         Args:
-            saved: what `plan_inputs` returned when the checkpoint was saved.
-            whole_epochs: whether the checkpoint was saved between two epochs; then the number of ranks may change.
+            saved: the values that `plan_inputs` returned when the checkpoint was saved.
+            whole_epochs: whether the checkpoint was saved between two epochs; if so, world_size and accumulation may
+                change.
 
         Raises:
-            PackingError: something differs; the message names it.
+            PackingError: a value has changed since the checkpoint was saved; the message names the value.
         """
         may_differ = {"world_size", "accumulation"} if whole_epochs else set()
         for name, value in self.plan_inputs().items():
             if name not in may_differ and saved.get(name) != value:
                 raise PackingError(
                     f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; "
-                    "resuming would train on some rows twice and on others not at all"
+                    "resuming would train on some rows twice and on other rows not at all"
                 )
 
 
 @dataclass(frozen=True)
 class InOrder(Batching):
-    """Micro-batches of rows_per_batch rows in the order of the dataset, dealt to the ranks in turn, for evaluation.
+    """Make micro-batches of rows_per_batch rows in the order of the dataset, for evaluation.
 
-    Copies with masked labels fill the last micro-batches.
+    The ranks take micro-batches in turn. Copies of rows, with masked labels, fill up the last micro-batches.
 
     Args:
-        rows_per_batch: rows of a micro-batch.
+        rows_per_batch: number of rows in a micro-batch.
 
     Example:
         >>> import numpy as np
@@ -132,7 +134,7 @@ class InOrder(Batching):
         ([(2, False), (0, True)], 1)
     """
 
-    needs_row_per_rank: ClassVar[bool] = False  # one row is enough: other ranks have copies of it
+    needs_row_per_rank: ClassVar[bool] = False  # one row is enough, since the other ranks get copies of this row
 
     rows_per_batch: int
 
@@ -159,33 +161,33 @@ class InOrder(Batching):
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """Counts of the first epoch, over all ranks; `print` shows them as sentences."""
+    """Counts of one epoch over all ranks; `print` shows the counts as sentences."""
 
     optimizer_steps: int
     num_micro_batches: int
-    """Micro-batches of each rank."""
+    """Number of micro-batches of each rank."""
     world_size: int
     documents: int
-    """Every segment of a packed row counts as a document, and so does every piece of a document that was split."""
+    """Number of documents; every segment of a packed row and every piece of a split document counts as a document."""
     tokens: int
     documents_per_step: float
-    """Mean over the optimizer steps."""
+    """Mean number of documents in an optimizer step."""
     tokens_per_step: float
-    """Mean over the optimizer steps."""
+    """Mean number of tokens in an optimizer step."""
     largest_micro_batch: int
-    """Tokens."""
+    """Number of tokens in the largest micro-batch."""
     token_utilization: float
-    """Tokens per micro-batch, mean / maximum over the ranks, averaged over the epoch: 1 if no rank waits."""
+    """Tokens per micro-batch: mean over ranks / maximum over ranks, averaged over the epoch; 1 if no rank waits."""
     attention_utilization: float
-    """The same for the sum of squared segment lengths."""
+    """The same ratio as token_utilization for attention cost, the sum of squared segment lengths."""
     copies: int
-    """Rows that are repeated with masked labels, where rows do not divide evenly."""
+    """Number of copies of rows with masked labels, which are added if rows do not divide evenly."""
     left_out: int
-    """Rows that are empty, or too long and dropped."""
+    """Number of rows that are empty, or too long and dropped."""
     lost_tokens: int
-    """Tokens of dropped and truncated documents."""
+    """Number of tokens lost from dropped rows and truncated documents."""
     unpacked_documents_per_step: int | None = None
-    """Documents in a step without packing; None if match_documents_per_step is set, or cannot match this number."""
+    """Documents in a step without packing; None if match_documents_per_step is set, or cannot take this value."""
 
     def __str__(self) -> str:
         text = (
@@ -211,7 +213,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
 
     Args:
         sampler: the sampler of any rank.
-        unpacked: documents in an optimizer step without packing.
+        unpacked: number of documents in an optimizer step without packing.
     """
     plan, fitted = sampler.plan, sampler.rows
     steps = -(-plan.num_micro_batches // sampler.accumulation)
@@ -236,7 +238,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
 
 
 def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
-    """Return whether optimizer steps could have this many documents on average."""
+    """Return whether match_documents_per_step is not yet set, and could be set to this number of documents."""
     batching = sampler.batching
     if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
         return False

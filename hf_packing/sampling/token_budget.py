@@ -1,4 +1,4 @@
-"""TokenBudget: micro-batches up to a number of tokens, repacked in every epoch, with equal work on all ranks."""
+"""TokenBudget: micro-batches of up to max_tokens tokens, planned anew for every epoch, with equal work on all ranks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -26,37 +26,39 @@ from hf_packing.sampling.row_sizes import RowSizes, sizes_of_documents
 Balance = Literal["attention", "tokens"]
 
 _MOST_LINEAR = 1e12
-"""With this linear cost, attention no longer counts."""
+"""The largest linear_cost that is accepted. With this value, attention no longer affects the balance."""
 
 
 @dataclass(frozen=True)
 class TokenBudget(Batching):
-    """Micro-batches of at most max_tokens tokens, from packed rows or from plain documents.
+    """Make micro-batches of at most max_tokens tokens, from packed rows or from plain documents.
 
-    With documents, this packs while training: different documents share a micro-batch in every epoch. All ranks have
-    the same number of micro-batches, in every epoch, and none is empty. If rows do not divide evenly, micro-batches are
-    split; copies with masked labels are added only if every micro-batch has a single row.
+    Plain documents are packed during training, and different documents share a micro-batch in every epoch. All ranks
+    have the same number of micro-batches. This number is the same in every epoch, and no micro-batch is empty. If rows
+    do not divide evenly, micro-batches are split. Copies of rows, with masked labels, are added only if every
+    micro-batch already has a single row.
 
-    If packed rows are as long as the budget, there is nothing to pack. Rows of about equal cost then run at the same
-    time on different ranks and, where there is a choice, in different combinations in every epoch.
+    Packed rows that are as long as the budget are not combined. Rows of about equal cost then run at the same time on
+    different ranks. If several combinations of rows have about equal cost, the combinations differ between epochs.
 
     Args:
-        max_tokens: tokens of a micro-batch, a hard cap.
-        balance: what to equalize among the micro-batches that run at the same time on different ranks: "attention" for
-            all work, which is linear_cost * tokens + the sum of squared segment lengths; or "tokens".
+        max_tokens: the most tokens that a micro-batch may have.
+        balance: the quantity to equalize among micro-batches that run at the same time: "tokens", or "attention" for
+            all work, which is linear_cost * tokens + the sum of squared segment lengths.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
-            of tokens; None to compute it from the model's configuration, if the model is known.
-        match_documents_per_step: documents in an optimizer step, on average and over all ranks, to keep the schedule of
-            training without packing; None for as many as fit.
-        overflow: what happens to a row with more than max_tokens: "error" or "drop"; for documents also "split" or
+            of tokens; None to compute the ratio from the model's configuration, if the model is known.
+        match_documents_per_step: average number of documents in an optimizer step, over all ranks, to keep the schedule
+            of training without packing; None to take as many documents as fit.
+        overflow: treatment of a row with more than max_tokens tokens: "error" or "drop"; for documents also "split" or
             "truncate".
-        seed: decides, together with the epoch, the order and which rows share a micro-batch.
+        seed: seed that decides, together with the epoch, the order of rows and which rows share a micro-batch.
 
     Raises:
-        PackingError: a bad argument; the message names it.
+        PackingError: a bad argument, which the message names.
 
     Source:
-        Balance by attention: arXiv 2503.07680 (hierarchical balance packing), here with micro-batches of one size.
+        Balancing by attention follows hierarchical balance packing, arXiv 2503.07680, but with the same budget for all
+        micro-batches.
 
     Example:
         >>> import numpy as np
@@ -110,7 +112,7 @@ class TokenBudget(Batching):
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         wanted = self.num_micro_batches(rows, epoch) * epoch.world_size
         filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), epoch.world_size, seed)
-        # fewer are filled than wanted only if each has a single row; copies of the shortest rows make up the rest
+        # if micro-batches are missing, each has a single row, and copies of the shortest rows are added
         copies = np.argsort(tokens, kind="stable")[: wanted - len(filled), None].tolist()
         micro_batches = filled + copies
 
@@ -125,7 +127,7 @@ class TokenBudget(Batching):
         return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
 
     def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Return the cost of rows or micro-batches, float64, from two arrays of the same shape."""
+        """Return the cost of rows or of micro-batches, float64. The arguments and the result have the same shape."""
         if self.balance == "tokens":
             return tokens.astype(np.float64)
         linear = LINEAR_COST if self.linear_cost is None else self.linear_cost
@@ -134,15 +136,15 @@ class TokenBudget(Batching):
 
 
 def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:
-    """Return the pieces of all rows under a budget.
+    """Return the rows that fit into micro-batches; longer rows are cut, or left out.
 
     Args:
         sizes: the sizes of the dataset's rows.
-        max_tokens: the budget of a micro-batch.
-        overflow: what happens to a longer row: "error" or "drop"; for documents also "split" or "truncate".
+        max_tokens: the most tokens that a micro-batch may have.
+        overflow: treatment of a longer row: "error" or "drop"; for documents also "split" or "truncate".
 
     Raises:
-        PackingError: a row is too long, and overflow is "error", or the row is packed and would have to be cut.
+        PackingError: a row is too long and overflow is "error", or a packed row would have to be cut.
     """
     too_long = np.flatnonzero(sizes.tokens > max_tokens)
     if not len(too_long):
@@ -154,10 +156,10 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
             if sizes.packed
             else "use overflow='split', 'truncate' or 'drop'"
         )
-        others = f" (other rows that are too long: {len(too_long) - 1})" if len(too_long) > 1 else ""
+        others = f" (number of other rows that are too long: {len(too_long) - 1})" if len(too_long) > 1 else ""
         raise PackingError(
-            f"max_tokens: row {row} has {sizes.tokens[row]} tokens, more than the {max_tokens} of a "
-            f"micro-batch{others}; {accepted}"
+            f"max_tokens: row {row} has {sizes.tokens[row]} tokens, but a micro-batch may have at most "
+            f"{max_tokens}{others}; {accepted}"
         )
     if overflow == "drop":
         return keep_rows(sizes, (sizes.tokens > 0) & (sizes.tokens <= max_tokens))
@@ -173,31 +175,32 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
 
 @dataclass(frozen=True)
 class _Schedule:
-    """How many optimizer steps training without packing has, and whether the same rows can be packed into as many."""
+    """Counts that decide whether packed rows can keep the number of optimizer steps of training without packing."""
 
     documents: int
     fewest: int
-    """Micro-batches, over all ranks, that the tokens need."""
+    """The number of micro-batches, over all ranks, that the rows need."""
     most: int
-    """Micro-batches, over all ranks, for which there are rows."""
+    """The largest number of micro-batches, over all ranks, with at least one row in each: the number of rows."""
     max_tokens: int
 
     def optimizer_steps(self, per_step: int, epoch: Epoch) -> int:
-        """Return the optimizer steps of an epoch.
+        """Return the number of optimizer steps in an epoch.
 
         Args:
-            per_step: documents in an optimizer step; the last step of an epoch may have fewer.
-            epoch: how many micro-batches an optimizer step has.
+            per_step: number of documents in an optimizer step; the last step of an epoch may have fewer documents.
+            epoch: the number of ranks, and of micro-batches per optimizer step.
 
         Raises:
-            PackingError: the documents do not fit, or are too few; the message suggests values that work.
+            PackingError: a step has too many or too few documents for its micro-batches; the message suggests values
+                that work.
         """
         steps = -(-self.documents // per_step)
         if self._fits(per_step, epoch.slots):
             return steps
         of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches"
         if steps * epoch.slots < self.fewest:
-            expected = f"as many documents as fit into {of_step} of {self.max_tokens} tokens"
+            expected = f"at most as many documents as fit into {of_step} of {self.max_tokens} tokens"
             accumulation = -(-self.fewest // (steps * epoch.world_size))
             documents = self.documents // -(-self.fewest // epoch.slots)
             remedies = [f"max_tokens above {self.max_tokens}"]
@@ -210,9 +213,10 @@ class _Schedule:
             remedies.append(f"gradient_accumulation_steps={accumulation}")
         if self._fits(documents, epoch.slots):
             remedies.append(f"match_documents_per_step={documents}")
-        hint = f"; possible: {', or '.join(remedies)}" if remedies else ""
+        hint = f"; use {', or '.join(remedies)}" if remedies else ""
         raise PackingError(
-            f"match_documents_per_step: expected {expected}, got {per_step} per step of {self.documents} in all{hint}"
+            f"match_documents_per_step: expected {expected}, got {per_step} documents per optimizer step and "
+            f"{self.documents} documents in all{hint}"
         )
 
     def _fits(self, per_step: int, slots: int) -> bool:
@@ -222,7 +226,10 @@ class _Schedule:
 
 
 def with_linear_cost(batching: Batching, config: Any) -> Batching:
-    """Return the batching with the linear_cost of a model, unless it already has one, or config is None."""
+    """Return the batching with the linear_cost of a model.
+
+    The batching stays unchanged if linear_cost is already set, if the batching is no TokenBudget, or if config is None.
+    """
     if config is None or not isinstance(batching, TokenBudget) or batching.linear_cost is not None:
         return batching
     return replace(batching, linear_cost=linear_cost_of(config))
@@ -231,16 +238,17 @@ def with_linear_cost(batching: Batching, config: Any) -> Batching:
 def linear_cost_of(config: Any) -> float:
     """Return the time that linear layers take for one token, in units of the time of attention for a pair of tokens.
 
-    Linear layers take two operations for each of their weights. Attention takes four for each of its dimensions and
-    each pair of tokens. In a causal model half of the pairs are masked, but its kernels reach about half the speed of
-    large matrix products, so both halves are counted.
+    For one token, linear layers take two operations per weight. For one pair of tokens, attention takes four operations
+    per dimension. In a causal model, half of the pairs are masked, but attention kernels reach about half the speed of
+    large matrix products, so all pairs are counted.
 
     Args:
         config: the configuration of a transformers model.
 
     Returns:
-        The ratio, counting gated MLPs and the layers that attend to whole documents; LINEAR_COST if the configuration
-        does not have the sizes. It only affects the balance between ranks.
+        The ratio of the two times; LINEAR_COST if the configuration does not have the needed sizes. MLPs are assumed to
+        be gated, and only layers that attend to whole documents are counted as attention. The ratio only affects the
+        balance between ranks.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden = _first_of(config, "hidden_size", "n_embd", "d_model")
@@ -259,6 +267,6 @@ def linear_cost_of(config: Any) -> float:
 
 
 def _first_of(config: Any, *names: str) -> int:
-    """Return the first of these fields that is a whole number above zero; 0 if none is."""
+    """Return the first nonzero integer among the values of the named fields, or 0 if no value is a nonzero integer."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value), 0)

@@ -1,4 +1,4 @@
-"""What a strategy is, the registry of all strategies, and planning with one: `plan_packing` and `plan_counts`."""
+"""Base classes of strategies, the registry of all strategies, and the functions `plan_packing` and `plan_counts`."""
 
 import importlib
 import pkgutil
@@ -35,46 +35,47 @@ def _package_version() -> str:
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """How documents become packs. Call it on a batch of rows to pack them.
+    """Base class of strategies. A strategy decides which documents share a pack, and packs a batch of rows when called.
 
-    As a transform it takes what `datasets.map(..., batched=True)` passes: a dict of lists, a dict of arrays, a pyarrow
-    Table or a data frame. It returns one row for each pack, with `input_ids`, `labels`, `position_ids` and
-    `seq_lengths` as int32, and `bucket` if the strategy has buckets: a Table for `Dataset.map`, otherwise the same form
-    as the batch. Each batch is planned by itself, so large batches pack better; `pack` plans over the whole dataset.
+    In `datasets.map(strategy, batched=True)`, the batch is a dict of lists, a dict of arrays, a pyarrow Table or a data
+    frame. The call returns one row for each pack, with `input_ids`, `labels`, `position_ids` and `seq_lengths` as
+    int32, and with `bucket` if the strategy has buckets. The rows are returned as a Table if the call comes from
+    `Dataset.map` or if the batch is a Table or a data frame, and otherwise as a dict like the batch. Each batch is
+    planned separately, so large batches pack better; `hf_packing.pack` plans over the whole dataset.
     """
 
     package_version: str = field(default_factory=_package_version, init=False, repr=False)
-    """Part of the hash that `datasets` caches by. It sees only the name of a class, so a new version must change it."""
+    """Version of hf_packing, part of the hash that `datasets` caches by. The hash does not cover a strategy's code."""
 
     has_buckets: ClassVar[bool] = False
-    """Whether packs have several capacities; if so, a column `bucket` has that of each row."""
+    """Whether packs have several capacities. If so, a column `bucket` has the capacity of each row's pack."""
 
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Plan for checked lengths."""
+        """Return a plan for lengths that were already checked."""
 
     def __call__(self, batch: Any, *others: Any, **options: Any) -> Any:
         if others or options:
             given = ", ".join([*(type(other).__name__ for other in others), *options])
             raise PackingError(
-                f"batch: expected no other arguments, got {given}; call map without with_indices, with_rank, "
-                "input_columns and fn_kwargs"
+                f"batch: expected no arguments besides the batch, got {given}; call map without with_indices, "
+                "with_rank, input_columns and fn_kwargs"
             )
         return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
 
     def set_fields(self, **values: Any) -> None:
-        """Set fields of the frozen instance to their checked values, in `__post_init__`."""
+        """Set fields of the frozen instance to checked values; called by `__post_init__`."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
 class CountingStrategy(Strategy):
-    """A strategy that needs only the number of documents of each length."""
+    """Base class of strategies that need only the number of documents of each length."""
 
     @abstractmethod
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
-        """Plan for documents of these lengths."""
+        """Return a table of packs for the counted documents."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return self.plan_counts(count_lengths(lengths)).plan(lengths)
@@ -82,20 +83,23 @@ class CountingStrategy(Strategy):
 
 @dataclass(frozen=True)
 class Solution:
-    """Packs for counted segments, and how the search for them went."""
+    """Packs for counted segments, and facts about the search for these packs."""
 
     patterns: Patterns
     lower_bound: int = 0
-    """Lower bound on the number of packs that the search has proven under the strategy's limits; 0 for none."""
+    """Lower bound on the number of packs, proven by the search under the strategy's limits; 0 if no bound is proven."""
     note: str = ""
-    """How the search went, if there is something to report."""
+    """Remark on how the search went; empty if there is nothing to report."""
     gave_up: bool = False
     """Whether the search hit a limit and returned the packs of a simpler strategy."""
 
 
 @dataclass(frozen=True)
 class OneCapacity(CountingStrategy):
-    """A counting strategy whose packs all hold max_length tokens, so that only longer documents are cut."""
+    """Base class of counting strategies whose packs all have the capacity max_length.
+
+    Only documents longer than max_length are cut.
+    """
 
     max_length: int
     overflow: Overflow = field(default="split", kw_only=True)
@@ -112,7 +116,7 @@ class OneCapacity(CountingStrategy):
 
     @abstractmethod
     def solve(self, counts: IntArray) -> Solution:
-        """Return packs for counts[n] pieces of n tokens, none longer than max_length."""
+        """Return packs for pieces of at most max_length tokens; counts[n] is the number of pieces of n tokens."""
 
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
         cuts = cut_by_overflow(counts, self.max_length, self.overflow)
@@ -133,30 +137,32 @@ class OneCapacity(CountingStrategy):
 
 
 def check_optional_seed(seed: Any) -> int | None:
-    """Return a seed as an int, or None, or raise PackingError."""
+    """Return None, or a seed as an int; raise PackingError if the seed is invalid."""
     return None if seed is None else check_seed(seed)
 
 
 def check_max_documents(max_documents: Any) -> int | None:
-    """Return a limit on documents per pack as an int, or None for no limit, or raise PackingError."""
+    """Return None, or a limit on documents per pack as an int; raise PackingError if the limit is invalid."""
     return None if max_documents is None else check_whole_number("max_documents", max_documents)
 
 
 def check_strategy(strategy: Any) -> Strategy:
-    """Return a strategy, or raise PackingError if it is something else."""
+    """Return `strategy` unchanged, or raise PackingError if `strategy` is not an instance of Strategy."""
     if not isinstance(strategy, Strategy):
-        hint = f"; did you forget its arguments, as in {strategy.__name__}(2048)?" if isinstance(strategy, type) else ""
+        hint = (
+            f"; pass an instance of the class, such as {strategy.__name__}(2048)" if isinstance(strategy, type) else ""
+        )
         raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
     return strategy
 
 
 def load_scipy_optimize(strategy: str) -> Any:
-    """Return `scipy.optimize`, or raise MissingDependencyError with the line that installs it."""
+    """Return `scipy.optimize`, or raise MissingDependencyError with the command that installs scipy."""
     try:
         import scipy.optimize
         import scipy.sparse
     except ImportError as error:
-        raise MissingDependencyError(f'{strategy} needs scipy: pip install "hf-packing[optimal]"') from error
+        raise MissingDependencyError(f'{strategy} needs scipy; run pip install "hf-packing[optimal]"') from error
     return scipy.optimize
 
 
@@ -165,13 +171,13 @@ _S = TypeVar("_S", bound=Strategy)
 
 
 def register_strategy(strategy: type[_S]) -> type[_S]:
-    """Class decorator: add a strategy to the registry under its name in snake case, such as "best_fit"."""
+    """Add a strategy class to the registry under its name in snake case, such as "best_fit"; used as a decorator."""
     _REGISTERED[re.sub(r"(?<!^)(?=[A-Z])", "_", strategy.__name__).lower()] = strategy
     return strategy
 
 
 def registered_strategies() -> dict[str, type[Strategy]]:
-    """Return the strategies of hf_packing by name, sorted.
+    """Return the classes of all strategies in hf_packing by name, sorted by name.
 
     Example:
         >>> list(registered_strategies())[:3]
@@ -183,17 +189,19 @@ def registered_strategies() -> dict[str, type[Strategy]]:
 
 
 def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
-    """Plan packs from lengths alone.
+    """Plan packs from document lengths alone.
 
     Args:
-        lengths: 1-d integers [documents], tokens; a list or an array. Empty documents are skipped and counted.
-        strategy: such as BestFit(2048).
+        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array. Empty documents are put in
+            no pack, but counted in the plan's metrics.
+        strategy: strategy to plan with, such as BestFit(2048).
 
     Returns:
         PackingPlan.
 
     Raises:
-        PackingError: lengths that are negative, not integers or not 1-d; something that is not a strategy.
+        PackingError: `lengths` are negative, not integers or not 1-d, `strategy` is not a strategy, or the strategy has
+            overflow="error" and a document is too long.
 
     Example:
         >>> import hf_packing as hfp
@@ -204,24 +212,31 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
 
 
 def read_lengths(lengths: Any) -> IntArray:
-    """Check lengths. A lazy column of `datasets` is read at once; NumPy would read it row by row."""
+    """Return checked lengths as an integer array.
+
+    A lazy column of `datasets` is read in one piece, since NumPy would read the column row by row.
+    """
     if type(lengths).__module__.partition(".")[0] == "datasets":
         lengths = lengths[:]
     return check_lengths(lengths)
 
 
 def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
-    """Plan packs from a histogram of lengths alone, for more documents than fit in memory, or for many workers.
+    """Plan packs from a histogram of document lengths alone.
+
+    Use this function for more documents than fit in memory, or for many workers.
 
     Args:
         counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens, as `np.bincount` returns.
-        strategy: one that needs only counts, such as BestFit, Optimal or Bucket.
+        strategy: strategy that needs only counts, such as BestFit, Optimal or Bucket.
 
     Returns:
-        PatternTable; its `deal` assigns documents shard by shard, as `plan_packing` over all of them would.
+        PatternTable. The table's method `deal` assigns documents shard by shard, with the same result as `plan_packing`
+        for all documents.
 
     Raises:
-        PackingError: counts that are negative, not integers or not 1-d; a strategy that needs documents in order.
+        PackingError: `counts` are negative, not integers or not 1-d, `strategy` needs the documents in order, or the
+            strategy has overflow="error" and a document is too long.
 
     Example:
         >>> import hf_packing as hfp
@@ -232,7 +247,7 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
     if not isinstance(strategy, CountingStrategy):
         counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
         raise PackingError(
-            f"strategy: expected one that needs only counts ({', '.join(counting)}), got {strategy!r}, which needs the "
-            "documents in order"
+            f"strategy: expected a strategy that needs only counts ({', '.join(counting)}), got {strategy!r}, which "
+            "needs the documents in order"
         )
     return strategy.plan_counts(counts_of_histogram(check_counts(counts)))

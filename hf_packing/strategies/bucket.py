@@ -1,4 +1,4 @@
-"""Strategies with packs of several capacities: Bucket, and its baseline BucketByLength."""
+"""Strategies with packs of several capacities: Bucket, and the baseline BucketByLength."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -25,26 +25,30 @@ from hf_packing.strategies.base import CountingStrategy, Strategy, check_optiona
 from hf_packing.strategies.sequential import concatenate_and_cut
 
 _BUCKET_LENGTHS = (2048, 4096, 8192, 16384)
-"""The buckets of arXiv 2407.07495."""
+"""Default capacities, from arXiv 2407.07495."""
 
 
 @register_strategy
 @dataclass(frozen=True)
 class Bucket(CountingStrategy):
-    """Packs of several capacities: pick the smallest that holds the longest document left, then fill it longest first.
+    """Fill packs of several capacities (buckets) with the longest documents first.
 
-    If more than `padding_threshold` of a pack stays free, the shortest document left is cut to fill it; among equally
-    short ones, a remainder is cut before a whole document (Algorithm 1 of "Bucket pre-training is all you need", arXiv
-    2407.07495). A document longer than the largest bucket is cut into full packs and a remainder. Nothing is dropped.
+    Each pack has the smallest capacity that holds the longest remaining document, and takes the longest documents that
+    fit. If more than `padding_threshold` of a pack stays free, the shortest remaining document is cut to fill the pack;
+    among documents of equal length, the remainder of a cut document is cut before a whole document (Algorithm 1 of
+    "Bucket pre-training is all you need", arXiv 2407.07495). A document longer than the largest bucket is cut into full
+    packs and a remainder. No token is dropped.
 
     Args:
-        bucket_lengths: ascending capacities, tokens, each at least 1.
-        padding_threshold: share of a pack that may stay free, 0 to 1; with 1 no document that fits is cut.
-        seed: of the random order of packs, of the documents in them, of documents of equal length, and of which of
-            these are cut; None leaves them sorted.
+        bucket_lengths: capacities in tokens, ascending, each at least 1.
+        padding_threshold: share of a pack that may stay free, from 0 to 1. With 1, only documents longer than the
+            largest bucket are cut.
+        seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
+            shuffling. Shuffling documents of equal length also chooses which of these documents are cut.
 
     Raises:
-        PackingError: bucket lengths empty, unsorted or repeated; an argument that is not as above.
+        PackingError: `bucket_lengths` is empty, unsorted or has repeats, or an argument does not match its description
+            above.
 
     Example:
         >>> import hf_packing as hfp
@@ -75,16 +79,19 @@ class Bucket(CountingStrategy):
 @register_strategy
 @dataclass(frozen=True)
 class BucketByLength(Strategy):
-    """Put each document in the smallest bucket that holds it; concatenate and cut each bucket.
+    """Put each document in the smallest bucket that holds the document, then concatenate and cut each bucket.
 
-    The multi-bucket baseline of arXiv 2407.07495. Documents longer than the largest bucket go to the largest.
+    This strategy is the multi-bucket baseline of arXiv 2407.07495. Documents longer than the largest bucket go to the
+    largest bucket.
 
     Args:
-        bucket_lengths: ascending capacities, tokens, each at least 1.
-        seed: of the random order of packs and of the segments in them; None keeps buckets together, documents in order.
+        bucket_lengths: capacities in tokens, ascending, each at least 1.
+        seed: seed for shuffling the packs and the segments in each pack; None for no shuffling. Without shuffling,
+            packs are sorted by capacity, and documents keep their order.
 
     Raises:
-        PackingError: bucket lengths empty, unsorted or repeated; a seed that is not as above.
+        PackingError: `bucket_lengths` is empty, unsorted or has repeats, or an argument does not match its description
+            above.
 
     Example:
         >>> import hf_packing as hfp
@@ -109,7 +116,7 @@ class BucketByLength(Strategy):
 
 
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
-    """Return ascending capacities, or raise a PackingError that names the first one out of order."""
+    """Return the bucket lengths as a tuple of ints, or raise PackingError if the bucket lengths are invalid."""
     if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
         raise PackingError(f"bucket_lengths: expected a sequence of integers, got {bucket_lengths!r}")
     if not len(bucket_lengths):
@@ -124,7 +131,7 @@ def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
 
 
 def _check_share(name: str, value: Any) -> float:
-    """Return `value` as a float within [0, 1], or raise PackingError."""
+    """Return `value` as a float, or raise PackingError if `value` is not a number from 0 to 1."""
     if not is_real(value) or not 0 <= value <= 1:
         raise PackingError(f"{name}: expected a number from 0 to 1, got {value!r}")
     return float(value)
@@ -134,9 +141,9 @@ _PieceLengths = tuple[int, ...]
 
 
 class _Given(NamedTuple):
-    """The pieces cut off a document so far: `copies` of one length, and those cut off before them.
+    """The pieces that were cut off a document so far: the pieces in `before`, then `copies` pieces of length `piece`.
 
-    A linked list, so that one more piece is cheap to add.
+    A linked list, so that adding a piece is cheap.
     """
 
     before: "_Given | None"
@@ -145,7 +152,7 @@ class _Given(NamedTuple):
 
 
 def _pieces_of(given: _Given | None) -> _PieceLengths:
-    """List the pieces in document order."""
+    """Return the lengths of the pieces in document order."""
     pieces: list[int] = []
     while given is not None:
         pieces += [given.piece] * given.copies
@@ -154,21 +161,24 @@ def _pieces_of(given: _Given | None) -> _PieceLengths:
 
 
 class _Fragments:
-    """Remainders of cut documents: for each length, which documents they are from and the pieces already cut off."""
+    """The remainders of cut documents, called fragments, grouped by length.
+
+    Each entry is (number of fragments, document length, pieces that were already cut off).
+    """
 
     def __init__(self) -> None:
         self.of_length: dict[int, list[tuple[int, int, _Given | None]]] = {}
 
     def add(self, length: int, number: int, document_length: int, given: _Given | None) -> None:
-        """Add `number` fragments of this length, each the rest of a document after the pieces `given` were cut off."""
+        """Add `number` fragments of this length, left over from documents after the pieces `given` were cut off."""
         self.of_length.setdefault(length, []).append((number, document_length, given))
 
     def number(self, length: int) -> int:
-        """Return how many fragments have this length."""
+        """Return the number of fragments of this length."""
         return sum(number for number, _, _ in self.of_length.get(length, ()))
 
     def cut(self, length: int, room: int, whole: dict[int, int]) -> None:
-        """Cut `room` tokens off a fragment of this length if there is one, or else off a whole document."""
+        """Cut `room` tokens off a fragment of this length, or off a whole document if there is no such fragment."""
         if length in self.of_length:
             number, document_length, given = self.of_length[length].pop()
             if number > 1:
@@ -181,7 +191,7 @@ class _Fragments:
         self.add(length - room, 1, document_length, _Given(given, room, 1))
 
     def groups(self) -> list[tuple[int, int, _PieceLengths]]:
-        """Return (document length, documents, pieces) of all documents that were cut, each way of cutting once."""
+        """Return (document length, number of documents, pieces) for every way in which documents were cut."""
         number: dict[tuple[int, _PieceLengths], int] = {}
         for length, fragments in self.of_length.items():
             for documents, document_length, given in fragments:
@@ -193,18 +203,18 @@ class _Fragments:
 def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_threshold: float) -> tuple[Patterns, Cuts]:
     """Pack counted documents by Algorithm 1 of arXiv 2407.07495.
 
-    Pack by pack: the smallest bucket that holds the longest document left takes the longest documents that fit, one
-    after the other. If more than a share of the pack stays free, the shortest document left is cut to fill it, and what
-    remains of it goes back. As long as nothing is cut, the same pack is made again until one of its lengths runs short,
-    so identical packs are made in bulk.
+    Packs are made one after the other. Each pack has the smallest capacity that holds the longest remaining document,
+    and takes the longest documents that fit. If more than `padding_threshold` of the pack stays free, the shortest
+    remaining document is cut to fill the pack, and the rest of that document is packed later. If no document is cut,
+    the same pack is made again until one of the pack's lengths runs out, so identical packs are made in bulk.
 
     Args:
-        counts: documents by length.
-        capacities: tokens of the packs of each bucket, ascending.
-        padding_threshold: share of a pack that may stay free before a document is cut to fill it.
+        counts: number of documents of each length.
+        capacities: capacity of each bucket in tokens, ascending.
+        padding_threshold: share of a pack that may stay free before a document is cut to fill the pack.
 
     Returns:
-        Patterns, and what the documents are cut into.
+        Patterns of the packs, and Cuts of the documents.
     """
     largest = capacities[-1]
     patterns, groups, whole, fragments = _cut_at_largest(counts, largest)
@@ -238,8 +248,8 @@ def _cut_at_largest(
     """Cut documents longer than the largest bucket into full packs and a remainder.
 
     Returns:
-        The full packs; groups of documents that are done, including the empty ones; the documents left by length; and
-        the remainders.
+        Patterns of the full packs; groups of documents that need no further packing, including empty documents; number
+        of remaining whole documents by length; and the remainders.
     """
     long = counts.length > largest
     check_num_pieces(float(counts.documents[long].astype(float) @ (counts.length[long] // largest)), largest)
@@ -264,7 +274,7 @@ def _cut_at_largest(
 
 
 def _with_one_more(copies: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Add one more segment of a length."""
+    """Return `copies` with one more segment of this length."""
     number = dict(copies)
     number[length] = number.get(length, 0) + 1
     return list(number.items())

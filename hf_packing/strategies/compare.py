@@ -1,4 +1,4 @@
-"""`compare`: plan the same lengths with several strategies, and print the results as a table."""
+"""`compare`, which plans the same lengths with several strategies and shows the results as a table."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from hf_packing.strategies.base import Strategy, check_strategy, plan_packing, r
 
 @dataclass(frozen=True)
 class ComparedStrategy:
-    """The metrics of one strategy's plan."""
+    """A strategy, and the metrics of the plan that the strategy made."""
 
     strategy: Strategy
     metrics: PackingMetrics
-    """`lower_bound` is the best that any of the compared strategies has proven for the same segments."""
+    """Metrics of the plan; `lower_bound` is the best bound that any compared strategy proved for the same segments."""
     seconds: float
-    """The time that planning took."""
+    """Seconds that planning took."""
     note: str
-    """How planning went, if the strategy reports it."""
+    """Remark of the strategy on how planning went; empty if there is nothing to report."""
 
     @property
     def name(self) -> str:
-        """The strategy as it is written in code."""
+        """The strategy as Python code, such as BestFit(2048)."""
         return name_of(self.strategy)
 
     @property
     def gap(self) -> float | None:
-        """(Packs - lower bound) / lower bound: no plan for the same segments saves more. None with buckets.
+        """(Packs - lower bound) / lower bound, or None for a strategy with buckets.
 
-        The purpose of buckets is small packs, so fewer packs is not the goal there.
+        No plan for the same segments has fewer packs than the lower bound. A strategy with buckets makes many small
+        packs on purpose, so a gap would not be meaningful.
         """
         bound = self.metrics.lower_bound
         if self.strategy.has_buckets:
@@ -47,7 +48,7 @@ class ComparedStrategy:
 
 
 def name_of(strategy: Strategy) -> str:
-    """Return a strategy as it is written in code, without arguments that have their default."""
+    """Return a strategy as Python code, such as BestFit(2048), without arguments that have the default value."""
     changed = []
     for number, field in enumerate(field for field in fields(strategy) if field.init):
         value = getattr(strategy, field.name)
@@ -59,7 +60,7 @@ def name_of(strategy: Strategy) -> str:
 
 
 class Comparison(Sequence[ComparedStrategy]):
-    """One row for each strategy, in the given order; printed as a table."""
+    """A sequence with one ComparedStrategy for each strategy, in the given order; prints as a table."""
 
     def __init__(self, rows: Sequence[ComparedStrategy]) -> None:
         self.rows = tuple(rows)
@@ -88,15 +89,15 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
     """Plan the same lengths with several strategies.
 
     Args:
-        lengths: 1-d integers [documents], tokens; a list or an array.
-        strategies: such as [BestFit(2048), Bucket()].
+        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array.
+        strategies: strategies to compare, such as [BestFit(2048), Bucket()].
 
     Returns:
         Comparison: a sequence of ComparedStrategy with `strategy`, `metrics`, `seconds`, `gap` and `note`.
 
     Raises:
-        PackingError: bad lengths, no strategies, or something that is not a strategy.
-        MissingDependencyError: a strategy needs scipy, and it is not installed.
+        PackingError: `lengths` are invalid, or `strategies` is empty or contains something that is not a strategy.
+        MissingDependencyError: a strategy needs scipy, but scipy is not installed.
 
     Example:
         >>> import hf_packing as hfp
@@ -105,16 +106,19 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
         [0.33333333333333326, 0.0]
     """
     if isinstance(strategies, Strategy) or not isinstance(strategies, Iterable) or isinstance(strategies, str):
-        raise PackingError(f"strategies: expected several, such as [BestFit(2048), Bucket()], got {strategies!r}")
+        raise PackingError(f"strategies: expected a list of strategies such as [BestFit(2048)], got {strategies!r}")
     chosen = [check_strategy(strategy) for strategy in strategies]
     if not chosen:
-        raise PackingError("strategies: expected at least one, got none")
+        raise PackingError("strategies: expected at least one strategy, got none")
     found = [(measured, workload_of(plan, measured.strategy)) for measured, plan in each_planned(lengths, chosen)]
     return Comparison(with_best_bounds(found))
 
 
 def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple[ComparedStrategy, PackingPlan]]:
-    """Yield one plan after the other, so that two are never in memory at once."""
+    """Plan the lengths with one strategy after the other, and yield the metrics and the plan of each strategy.
+
+    Two plans are never in memory at the same time.
+    """
     lengths = read_lengths(lengths)
     with tqdm(strategies, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
         for strategy in progress:
@@ -126,7 +130,7 @@ def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple
 
 
 def with_best_bounds(found: Sequence[tuple[ComparedStrategy, _Workload]]) -> list[ComparedStrategy]:
-    """Return the rows, each with the best bound that any of them has proven for its workload."""
+    """Return the compared strategies, each with the best lower bound that is proven for the strategy's workload."""
     rows = []
     for row, workload in found:
         bound = max(row.metrics.lower_bound for row, other in found if workload.is_as_hard_as(other))
@@ -135,21 +139,25 @@ def with_best_bounds(found: Sequence[tuple[ComparedStrategy, _Workload]]) -> lis
 
 
 class _Workload(NamedTuple):
-    """What a strategy had to pack."""
+    """The segments that a strategy had to pack, and the limits on a pack."""
 
     capacity: int
     segments: bytes
-    """The counts of the segment lengths, as bytes."""
+    """Number of segments of each length, as bytes of an array."""
     limit: float
-    """Most documents in a pack."""
+    """Maximum number of documents in a pack; infinity for no limit."""
 
     def is_as_hard_as(self, other: _Workload) -> bool:
-        """Return whether it needs at least as many packs as the other: same segments, no higher limit per pack."""
+        """Return whether this workload needs at least as many packs as the other workload.
+
+        The result is True if both workloads have the same capacity and segments, and the limit on documents per pack is
+        not higher than the limit of the other workload.
+        """
         return self[:2] == other[:2] and self.limit <= other.limit
 
 
 def workload_of(plan: PackingPlan, strategy: Strategy) -> _Workload:
-    """Return what a strategy had to pack."""
+    """Return the segments that a strategy had to pack, and the limits on a pack."""
     limit = getattr(strategy, "max_documents", None)
     counts = np.bincount(plan.segment_length, minlength=1)
     return _Workload(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), float("inf") if limit is None else limit)
@@ -159,7 +167,7 @@ _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "ab
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Format a table as text: the first column aligned left, the others right."""
+    """Return a table as text, with the first column aligned left and the other columns aligned right."""
     name, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
     lines = [
         [first.ljust(name), *(cell.rjust(width) for cell, width in zip(rest, others, strict=True))]

@@ -1,6 +1,7 @@
-"""Turn the columns that an optimizer has chosen into packs: give their slots to documents, pack the rest best-fit.
+"""Turn the columns that an optimizer has chosen into packs of documents.
 
-A column is a pattern of slots, as an optimizer sees it; a document may go into a slot that is longer than it is.
+A column is a pattern of slots, and a slot is a place for one document in a pack. A document may go into a slot that is
+longer than the document. Documents that get no slot are packed best-fit.
 """
 
 import numpy as np
@@ -11,13 +12,16 @@ from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 
 
 class _FreeSlots:
-    """The slots of one length that have no document yet, as intervals of packs with equally many."""
+    """The free slots of one length. A free slot is a slot that has no document yet.
+
+    Each interval stands for consecutive packs with the same number of free slots.
+    """
 
     def __init__(self, packs: IntArray, first_pack: IntArray, copies: IntArray) -> None:
         self.intervals = list(zip(first_pack.tolist(), packs.tolist(), copies.tolist(), strict=True))
 
     def give(self, length: int, documents: int) -> tuple[list[Run], int]:
-        """Give slots to documents of a length. Return the moves, and how many documents got no slot."""
+        """Put documents of one length into free slots; return the runs, and the number of documents without a slot."""
         runs = []
         while documents and self.intervals:
             first, packs, copies = self.intervals.pop()
@@ -27,7 +31,7 @@ class _FreeSlots:
                 documents -= full * copies
                 if full < packs:
                     self.intervals.append((first + full, packs - full, copies))
-            else:  # fewer documents than one pack has slots
+            else:  # one pack has more free slots than there are documents
                 runs.append(Run(length, first, 1, documents))
                 if packs > 1:
                     self.intervals.append((first + 1, packs - 1, copies))
@@ -39,22 +43,22 @@ class _FreeSlots:
 def fill_columns(
     packs: IntArray, columns: IntArray, slots: IntArray, counts: IntArray, capacity: int, max_documents: int | None
 ) -> Patterns:
-    """Pack all counted segments, as many as possible into packs built from the columns.
+    """Pack all counted segments, as many as possible in packs that are built from the columns.
 
-    Slots go first to documents of exactly their length, or of lengths down to the next shorter slot, the longest first.
-    Slots that stay free go to whatever fits, longest documents first. What is left goes into the room that packs still
-    have, or into new packs, best-fit. Packs without a used slot are left out.
+    First, each slot takes a document that fits in the slot but not in the next shorter slot, longer documents first.
+    Then, slots that are still free take any documents that fit, longer documents first. The remaining documents are
+    packed best-fit, into the room that is left in the packs or into new packs. Packs without any document are left out.
 
     Args:
-        packs: int64 [columns]: how many packs to build from each column.
-        columns: integers [slots, columns]: slots of each length in a column.
-        slots: int64 [slots], tokens, ascending.
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
-        capacity: tokens that a pack holds.
-        max_documents: most segments in one pack; None for no limit.
+        packs: int64 [columns]: number of packs to build from each column.
+        columns: integers [slots, columns]: number of slots of each length in each column.
+        slots: int64 [slots]: slot lengths in tokens, ascending.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack; None for no limit.
 
     Returns:
-        Patterns with exactly the counted segments.
+        Patterns whose packs hold exactly the counted segments.
     """
     used = np.flatnonzero(packs)
     first = np.cumsum(packs[used]) - packs[used]
@@ -84,7 +88,7 @@ def fill_columns(
 
 
 def _fill_rest(runs: list[Run], num_packs: int, left: IntArray, capacity: int, max_documents: int | None) -> Patterns:
-    """Pack what is left, best-fit, into the room that the runs leave and into new packs."""
+    """Pack the remaining segments best-fit, into the room that the runs leave free and into new packs."""
     made = patterns_from_runs(runs, num_packs, capacity)
     open_packs = OpenPacks(capacity, max_documents)
     open_packs.runs, open_packs.num_packs = runs, num_packs

@@ -1,4 +1,8 @@
-"""Greedy strategies, by counts: longest documents first, each into the pack with the least room, or the most."""
+"""The greedy strategies BestFit and ShortestPackFirst, computed from counts of lengths.
+
+Both strategies place the longest documents first. BestFit puts each document into the pack with the least room that
+holds the document, and ShortestPackFirst puts each document into the pack with the most room.
+"""
 
 from dataclasses import dataclass
 
@@ -11,21 +15,22 @@ from hf_packing.strategies.base import OneCapacity, Solution, register_strategy
 @register_strategy
 @dataclass(frozen=True)
 class BestFit(OneCapacity):
-    """Best-fit decreasing: longest documents first, each into the pack with the least room that holds it.
+    """Best-fit decreasing: put each document, longest first, into the pack with the least room that holds the document.
 
     No document that fits in a pack is cut ("Fewer truncations improve language modeling", arXiv 2404.10830). With
-    `max_documents` it is longest-pack-first histogram packing (arXiv 2107.02027).
+    `max_documents`, BestFit is longest-pack-first histogram packing (arXiv 2107.02027).
 
     Args:
-        max_length: tokens that a pack holds, at least 1.
-        overflow: what happens to a longer document: "split" into chunks of max_length and a remainder, "truncate",
-            "drop", or "error".
-        max_documents: most segments in a pack; None for no limit.
-        seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
-            them sorted.
+        max_length: capacity of each pack in tokens, at least 1.
+        overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
+            tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
+            "error" raises PackingError.
+        max_documents: maximum number of segments in a pack; None for no limit.
+        seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
+            shuffling.
 
     Raises:
-        PackingError: an argument that is not as above.
+        PackingError: an argument does not match its description above.
 
     Example:
         >>> import hf_packing as hfp
@@ -41,21 +46,23 @@ class BestFit(OneCapacity):
 @register_strategy
 @dataclass(frozen=True)
 class ShortestPackFirst(OneCapacity):
-    """Shortest-pack-first histogram packing (SPFHP): longest documents first, into the packs with the most room.
+    """Shortest-pack-first histogram packing (SPFHP): put each document, longest first, into the emptiest pack.
 
-    Length by length, each open pack takes one document, and documents that are left over open new packs. It usually
-    needs more packs than BestFit, especially with few distinct lengths ("Efficient sequence packing without
-    cross-contamination", arXiv 2107.02027).
+    The emptiest pack is the pack with the most room. Documents that fit in no open pack each open a new pack.
+    ShortestPackFirst usually needs more packs than BestFit, especially with few distinct lengths ("Efficient sequence
+    packing without cross-contamination", arXiv 2107.02027).
 
     Args:
-        max_length: tokens that a pack holds, at least 1.
-        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
-        max_documents: most segments in a pack, the paper's depth; None for no limit.
-        seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
-            them sorted.
+        max_length: capacity of each pack in tokens, at least 1.
+        overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
+            tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
+            "error" raises PackingError.
+        max_documents: maximum number of segments in a pack, called depth in the paper; None for no limit.
+        seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
+            shuffling.
 
     Raises:
-        PackingError: an argument that is not as above.
+        PackingError: an argument does not match its description above.
 
     Example:
         >>> import hf_packing as hfp
@@ -71,16 +78,16 @@ class ShortestPackFirst(OneCapacity):
 def _shortest_pack_first_patterns(counts: IntArray, capacity: int, max_documents: int | None) -> Patterns:
     """Pack counted segments worst-fit decreasing.
 
-    Packs with the same content are filled together, and they take several copies at once as long as no other pack would
-    have more room.
+    Packs with the same content are filled together. These packs take several segments of one length at once, as long as
+    no other open pack has more room.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
-        capacity: tokens that a pack holds.
-        max_documents: most segments in one pack; None for no limit.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack; None for no limit.
 
     Returns:
-        Patterns with exactly the counted segments.
+        Patterns whose packs hold exactly the counted segments.
     """
     packs = OpenPacks(capacity, max_documents)
     for length, left in lengths_descending(counts):
@@ -90,7 +97,7 @@ def _shortest_pack_first_patterns(counts: IntArray, capacity: int, max_documents
                 packs.open(left, length, 1)
                 break
             taken = packs.take(room, left)
-            until = max(packs.most_room(), length)  # they stay first while they have at least the room of the next
+            until = max(packs.most_room(), length)  # the taken packs stay first until another pack has more room
             copies = min((room - until) // length + 1, packs.limit - taken.documents, left // taken.packs)
             packs.fill(taken, room, length, copies)
             left -= taken.packs * copies

@@ -1,10 +1,11 @@
 """NonNegativeLeastSquares: non-negative least squares histogram packing (NNLSHP, arXiv 2107.02027).
 
-Every way to fill a pack exactly with few documents is a column; non-negative least squares finds how many packs of each
-come closest to the counts. Padding is allowed where it is cheap: the shortest lengths weigh less.
+Every way to fill a pack exactly with few documents is a column. Non-negative least squares finds the number of packs of
+each column for which the packed segments come closest to the counts. The shortest lengths have less weight, since
+replacing a short document by padding is cheap.
 
-The problem is convex, so it is solved on the columns that matter: those in use, and those that would improve on them.
-When no column would, the solution is optimal over all columns.
+The problem is convex, so only some of the columns are needed: the columns that the solution uses, and columns that
+would improve the solution. If no other column would improve the solution, the solution is optimal over all columns.
 """
 
 from dataclasses import dataclass, field
@@ -18,32 +19,36 @@ from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimiz
 from hf_packing.strategies.fill_columns import fill_columns
 
 _SHORT, _WEIGHT_OF_SHORT = 8, 0.09
-"""Lengths up to 8 are cheap to pad, as in the paper's code."""
+"""Lengths up to 8 have a weight of 0.09, as in the paper's code, since padding for short lengths is cheap."""
 _MAX_FULL_PACKS = 1 << 23
 _FEWEST_TRIED, _SHARE_TRIED = 256, 0.5
-"""How many columns are added at once: this number, or this share of the lengths if that is more."""
+"""Columns that are added at once: this number, or this share of the number of lengths if the share is more."""
 _GAIN_TOLERANCE = 1e-9
 
 
 @register_strategy
 @dataclass(frozen=True)
 class NonNegativeLeastSquares(OneCapacity):
-    """Non-negative least squares over all ways to fill a pack exactly with few documents (NNLSHP, arXiv 2107.02027).
+    """Pack by non-negative least squares over all ways to fill a pack exactly with few documents.
 
-    Good for large corpora with documents of every length and 2 or 3 of them in a pack. With few distinct lengths, few
-    packs can be filled exactly and BestFit is better; `Optimal` is always better and faster. Takes seconds at
-    max_length=512, minutes at 2048. Needs scipy: `pip install "hf-packing[optimal]"`.
+    The paper (arXiv 2107.02027) calls this strategy NNLSHP. The strategy suits large corpora with documents of every
+    length and 2 or 3 documents in a pack. With few distinct lengths, few packs can be filled exactly, and BestFit is
+    better. `Optimal` is always better and faster. Planning takes seconds at max_length=512 and minutes at
+    max_length=2048. The strategy needs scipy: `pip install "hf-packing[optimal]"`.
 
     Args:
-        max_length: tokens that a pack holds, at least 1.
-        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
-        max_documents: most segments in a pack, the paper's depth.
-        seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
-            them sorted.
+        max_length: capacity of each pack in tokens, at least 1.
+        overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
+            tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
+            "error" raises PackingError.
+        max_documents: maximum number of segments in a pack, called depth in the paper.
+        seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
+            shuffling.
 
     Raises:
-        PackingError: an argument that is not as above; when planning, more than 2**23 ways to fill a pack.
-        MissingDependencyError: when planning, scipy is not installed.
+        PackingError: an argument does not match its description above, or, when planning, there are more than 2**23
+            ways to fill a pack.
+        MissingDependencyError: scipy is not installed. The error is raised when planning.
 
     Example:
         >>> import hf_packing as hfp
@@ -64,26 +69,26 @@ class NonNegativeLeastSquares(OneCapacity):
 def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int) -> Patterns:
     """Pack counted segments by non-negative least squares.
 
-    Rounding leaves some documents without a slot, and some slots without a document. Documents without a slot are
-    packed best-fit into free room and new packs; in the paper each gets a pack of its own.
+    Rounding to whole packs leaves some documents without a slot and some slots without a document. Documents without a
+    slot are packed best-fit into free room and new packs; in the paper, every such document gets a pack of its own.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
-        capacity: tokens that a pack holds.
-        max_documents: most segments in one pack.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack.
 
     Returns:
-        Patterns with exactly the counted segments.
+        Patterns whose packs hold exactly the counted segments.
 
     Raises:
-        PackingError: more than 2**23 ways to fill a pack.
+        PackingError: there are more than 2**23 ways to fill a pack.
         MissingDependencyError: scipy is not installed.
     """
     load_scipy_optimize("NonNegativeLeastSquares")
     if capacity > _MAX_FULL_PACKS or _number_of_full_packs(capacity, max_documents, _MAX_FULL_PACKS) > _MAX_FULL_PACKS:
         raise PackingError(
-            f"max_documents: expected at most 2**23 ways to fill a pack, got {max_documents}, which has more with "
-            f"max_length={capacity}; use Optimal, which generates only the ways it needs"
+            f"max_documents: expected a limit that leaves at most 2**23 ways to fill a pack, got {max_documents}, "
+            f"which leaves more ways with max_length={capacity}; use the strategy Optimal instead"
         )
     demand = np.zeros(capacity + 1)
     demand[: len(counts)] = counts
@@ -94,14 +99,14 @@ def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int)
 
 
 def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the ways to fill a pack that the solution uses, and the number of packs of each, not yet rounded.
+    """Return the ways to fill a pack that the solution uses, and the number of packs of each way before rounding.
 
     Args:
-        demand: float64 [capacity + 1]: documents of each length.
-        ways: int32 [ways, documents]: the lengths in each way, padded with zeros.
+        demand: float64 [capacity + 1]: number of documents of each length.
+        ways: int32 [ways, documents]: the lengths in each way to fill a pack, padded with zeros.
 
     Returns:
-        int32 [used, documents] and float64 [used].
+        int32 [used, documents]: the ways that the solution uses; float64 [used]: number of packs of each way.
     """
     nnls = load_scipy_optimize("NonNegativeLeastSquares").nnls
     weight = np.ones(len(demand))
@@ -126,7 +131,7 @@ def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray
 
 
 def _number_of_each_length(ways: IntArray, capacity: int) -> IntArray:
-    """Return how often each length is in each way, int64 [capacity + 1, ways]."""
+    """Return how often each length occurs in each way to fill a pack, int64 [capacity + 1, ways]."""
     number = np.zeros((capacity + 1, len(ways)), dtype=np.int64)
     np.add.at(number, (ways.T, np.arange(len(ways))), 1)
     number[0] = 0
@@ -137,11 +142,11 @@ def _full_packs(capacity: int, max_documents: int) -> IntArray:
     """Return every multiset of at most max_documents lengths whose sum is the capacity.
 
     Args:
-        capacity: tokens, at least 1.
-        max_documents: most lengths in a multiset, at least 1.
+        capacity: capacity of a pack in tokens, at least 1.
+        max_documents: maximum number of lengths in a multiset, at least 1.
 
     Returns:
-        int32 [multisets, max_documents or the capacity if that is less]: lengths, descending, padded with zeros.
+        int32 [multisets, min(max_documents, capacity)]: the lengths of each multiset, descending, padded with zeros.
 
     Example:
         >>> _full_packs(4, 3).tolist()
@@ -164,9 +169,13 @@ def _full_packs(capacity: int, max_documents: int) -> IntArray:
 
 
 def _number_of_full_packs(capacity: int, max_documents: int, enough: int) -> int:
-    """Return how many rows `_full_packs` has: partitions of the capacity. Stop counting above `enough`."""
+    """Return the number of multisets that `_full_packs` returns.
+
+    A multiset is a partition of the capacity into at most max_documents parts. Counting stops when the number exceeds
+    `enough`.
+    """
     ways = [1] + [0] * capacity
-    # there are as many partitions into at most d parts as into parts of at most d
+    # the number of partitions into at most d parts equals the number of partitions into parts of at most d
     for length in range(1, min(max_documents, capacity) + 1):
         for tokens in range(length, capacity + 1):
             ways[tokens] += ways[tokens - length]

@@ -32,16 +32,17 @@ _JUMPS_AT_ONCE = 1 << 20
 @register_strategy
 @dataclass(frozen=True)
 class FixedLength(Strategy):
-    """Concatenate all documents and cut every `max_length` tokens: the baseline, TRL's "wrapped".
+    """Concatenate all documents and cut every `max_length` tokens, like the strategy "wrapped" in TRL.
 
-    Only the last pack is padded, and documents are cut wherever a pack ends.
+    FixedLength is the baseline of the other strategies. Only the last pack is padded, and documents are cut wherever a
+    pack ends.
 
     Args:
-        max_length: tokens of every pack, at least 1.
-        seed: of the random order of packs and of the segments in them; None keeps the order of the dataset.
+        max_length: capacity of each pack in tokens, at least 1.
+        seed: seed for shuffling the packs and the segments in each pack; None for no shuffling.
 
     Raises:
-        PackingError: an argument that is not as above.
+        PackingError: an argument does not match its description above.
 
     Example:
         >>> import hf_packing as hfp
@@ -62,7 +63,7 @@ class FixedLength(Strategy):
 
 
 class _Concatenated(NamedTuple):
-    """Segments of documents that were concatenated and cut, and how many of them each pack has."""
+    """Segments of documents that were concatenated and cut, and the number of segments in each pack."""
 
     document: IntArray
     start: IntArray
@@ -71,12 +72,16 @@ class _Concatenated(NamedTuple):
 
 
 def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int | None) -> PackingPlan:
-    """Concatenate and cut each bucket; documents go to the smallest bucket that holds them, or else to the largest.
+    """Return a plan that concatenates and cuts the documents of each bucket.
+
+    Each document goes to the smallest bucket that holds the document. Documents longer than the largest bucket go to
+    the largest bucket.
 
     Args:
-        lengths: integers [documents], tokens, checked.
-        capacities: tokens of the packs of each bucket, ascending.
-        seed: of the order of packs and of the segments in them; None keeps the buckets apart, the smallest first.
+        lengths: integers [documents]: document lengths in tokens, already checked.
+        capacities: capacity of each bucket in tokens, ascending.
+        seed: seed for shuffling the packs and the segments in each pack; None for no shuffling. Without shuffling,
+            packs are sorted by capacity, and documents keep their order.
     """
     bucket = np.minimum(np.searchsorted(capacities, lengths), len(capacities) - 1)
     buckets = []
@@ -101,7 +106,7 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
 
 
 def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
-    """Concatenate documents and cut every `capacity` tokens."""
+    """Return the segments of documents that are concatenated and cut every `capacity` tokens."""
     end = np.cumsum(lengths, dtype=np.int64)
     start = end - lengths
     first_pack = start // capacity
@@ -118,20 +123,24 @@ def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
 @register_strategy
 @dataclass(frozen=True)
 class FirstCome(Strategy):
-    """Fill one pack at a time with documents in order; a document that does not fit closes the pack and opens the next.
+    """Fill one pack at a time, in order; a document that does not fit closes the pack and opens a new pack.
 
-    With order="random" it is RandomPacking, with "longest_first" it is SortedPacking (arXiv 2407.09105).
+    In arXiv 2407.09105, FirstCome with order="random" is called RandomPacking, and FirstCome with order="longest_first"
+    is called SortedPacking.
 
     Args:
-        max_length: tokens that a pack holds, at least 1.
-        order: of the documents, "random", "longest_first" (equal lengths at random) or "dataset".
-        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
-        max_documents: most segments in a pack; None for no limit.
-        seed: of the random order of documents, of packs, and of the documents in them; None leaves packs as they were
-            filled, and is not allowed with order="random".
+        max_length: capacity of each pack in tokens, at least 1.
+        order: order of the documents: "random", "longest_first" (documents of equal length in random order) or
+            "dataset" (the order of the dataset).
+        overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
+            tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
+            "error" raises PackingError.
+        max_documents: maximum number of segments in a pack; None for no limit.
+        seed: seed for the random order of documents, and for shuffling the packs and the segments in each pack; None
+            for no shuffling. With order="random", a seed is required.
 
     Raises:
-        PackingError: an argument that is not as above.
+        PackingError: an argument does not match its description above.
 
     Example:
         >>> import hf_packing as hfp
@@ -178,7 +187,7 @@ class FirstCome(Strategy):
 
 
 def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
-    """Return the order in which pieces are packed."""
+    """Return the order in which pieces are packed, as indices of the pieces."""
     if order == "dataset":
         return np.arange(len(length))
     turn = np.arange(len(length)) if seed is None else random_order(len(length), seed, "documents")
@@ -186,9 +195,10 @@ def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
 
 
 def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:
-    """Return which piece opens each pack.
+    """Return the index of the first piece of each pack, int64 [packs].
 
-    For each piece that opens a pack, a search finds the first piece that no longer fits; it opens the next pack.
+    For a pack that begins with a given piece, a binary search finds the first piece that no longer fits. That piece
+    begins the next pack.
     """
     end = np.cumsum(length, dtype=np.int64)
     first, piece = [], 0
@@ -206,20 +216,23 @@ def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> 
 @register_strategy
 @dataclass(frozen=True)
 class Multipack(Strategy):
-    """Shuffle documents and pack them window by window, first-fit or best-fit decreasing, whichever has fewer packs.
+    """Shuffle documents and pack one window of documents after the other, first-fit or best-fit decreasing.
 
-    The multipack sampler that the name comes from packs windows first-fit decreasing and drops the last documents of an
-    epoch (see arXiv 2407.09105). Here no document is dropped. Unlike in a plan over the whole dataset, the seed changes
-    which documents can share a pack.
+    For each window, the algorithm that needs fewer packs is used. The multipack sampler that gave this strategy its
+    name packs windows first-fit decreasing and drops the last documents of an epoch (see arXiv 2407.09105). This
+    strategy drops no document at the end of an epoch. Only documents of the same window can share a pack, so the seed
+    decides which documents can share a pack.
 
     Args:
-        max_length: tokens that a pack holds, at least 1.
-        window: documents packed together, at least 1.
-        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
-        seed: of the random order of documents, of packs, and of the documents in them.
+        max_length: capacity of each pack in tokens, at least 1.
+        window: number of documents in a window, at least 1.
+        overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
+            tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
+            "error" raises PackingError.
+        seed: seed for shuffling the documents, the packs and the segments in each pack.
 
     Raises:
-        PackingError: an argument that is not as above.
+        PackingError: an argument does not match its description above.
 
     Example:
         >>> import hf_packing as hfp
@@ -250,7 +263,7 @@ class Multipack(Strategy):
         windows = np.searchsorted(pieces.document, np.arange(0, documents + self.window, self.window))
         order, sizes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for begin, end in zip(windows[:-1].tolist(), windows[1:].tolist(), strict=True):
-            if begin == end:  # only empty documents
+            if begin == end:  # the window has no pieces
                 continue
             window_order, window_sizes = _pack_window(pieces.length[begin:end], self.max_length)
             order.append(begin + window_order)
@@ -269,7 +282,7 @@ class Multipack(Strategy):
 
 
 def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
-    """Return the pieces of a window in the order of its packs, and how many pieces each pack has."""
+    """Return the indices of a window's pieces, pack by pack, and the number of pieces in each pack."""
     counts = np.bincount(lengths, minlength=1)
     patterns = min(
         best_fit_patterns(counts, capacity), first_fit_patterns(counts, capacity), key=lambda made: made.num_packs

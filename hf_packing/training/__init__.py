@@ -1,13 +1,13 @@
-"""Training with planned batches: `attach` for Trainer and SFTTrainer, and functions for a loop of your own.
+"""Train on planned batches: `attach` for Trainer and SFTTrainer, and functions for your own training loop.
 
 | file | content |
 |---|---|
-| attach.py | `attach`: check, plan, isolate the model, settle its loss; the methods it adds to a trainer |
-| loop.py | `prepare_dataloader`, `compute_loss` and `evaluation_loss` for a loop of your own |
-| planned_batches.py | the state of an attached trainer, and its loaders |
+| attach.py | `attach`, which plans batches and patches the model; `PackedTrainer`, the class of attached trainers |
+| loop.py | `prepare_dataloader`, `compute_loss` and `evaluation_loss` for your own training loop |
+| planned_batches.py | the state and the loaders of an attached trainer |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
-| losses.py | the loss of a global batch as a sum over weighted tokens; which loss a model computes |
-| trainer_loss.py | whether attach or the trainer computes the loss; SFTTrainer's fused head |
-| checks.py | refuses trainers, arguments and accelerators; compares labels with loss masks and tokens |
-| ranks.py | checks that ranks agree, and that a resumed run matches its checkpoint; counts for the logs |
+| losses.py | the loss of a global batch as a weighted sum over tokens; a probe for the kind of a model's loss |
+| trainer_loss.py | decides whether attach or the trainer computes the loss; handles SFTTrainer's fused head |
+| checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
+| ranks.py | checks that all ranks agree, and that a resumed run matches its checkpoint; counts tokens for the logs |
 """

@@ -1,7 +1,7 @@
-"""`attach`: planned batches, exact losses and exact evaluation for a Trainer, in one line.
+"""Define `attach`, one call that gives a Trainer planned batches, exact losses and exact evaluation.
 
-`attach` checks, plans, patches the model and decides who computes the loss. Only then does it change the trainer, whose
-class gets the methods of `PackedTrainer` before its own.
+`attach` checks the arguments, plans batches, patches the model and decides who computes the loss. Only then does
+`attach` change the trainer, whose class becomes a subclass with the methods of `PackedTrainer`.
 """
 
 import math
@@ -57,35 +57,36 @@ def attach(
     match_documents_per_step: int | None = None,
     prove: bool = True,
 ) -> EpochSummary:
-    """Give a Trainer or an SFTTrainer planned batches. Call it once, before `train()`, on all ranks at the same time.
+    """Make a Trainer or an SFTTrainer train on planned batches.
 
-    The trainer then gets its micro-batches from the batching: the same number on every rank and in every epoch, in a
-    new order each epoch. A resumed run continues with exactly the next micro-batch. The model is patched to isolate
-    documents, on the device where it is now: with FSDP or DeepSpeed, before it moves to its device. The gradient does
-    not depend on how an optimizer step is split into ranks and accumulated micro-batches. The evaluation loss is the
-    mean over all trainable tokens, with per_device_eval_batch_size rows in a batch; predictions are one flat row per
-    batch. per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer decide which rows share a
-    batch. Labels are those that the trainer would train on without attach: SFTTrainer applies assistant_masks, and
-    applies completion_mask if completion_only_loss is true, or unset and rows are prompts and completions. Datasets and
-    arguments that change afterwards take effect at the next train(), evaluate() or predict(), or raise there.
+    Call `attach` once, before `train()`, on all ranks at the same time. The batching then makes the micro-batches: the
+    same number on every rank and in every epoch, but in a new order each epoch. A resumed run continues exactly at the
+    next micro-batch. The model is patched to isolate documents, on its current device; with FSDP or DeepSpeed, that is
+    before the model moves to its training device. The gradient does not depend on how an optimizer step is split into
+    ranks and accumulated micro-batches. The evaluation loss is the mean over all trainable tokens. Evaluation batches
+    have per_device_eval_batch_size rows; the predictions for a batch are one flat row. per_device_train_batch_size,
+    seed, data_seed and dataloader_drop_last no longer decide which rows share a batch. Labels are the same as without
+    attach: SFTTrainer applies assistant_masks, and also completion_mask if completion_only_loss is True, or is None and
+    rows are prompts and completions. If you change a dataset or an argument later, the next train(), evaluate() or
+    predict() uses the new value or raises an error.
 
     Args:
-        trainer: transformers' Trainer, TRL's SFTTrainer, or a subclass that does not make its own batches.
-        batching: TokenBudget or BucketBatches.
-        loss: "token", the mean over the trainable tokens of an optimizer step, or "sequence", the mean over its
-            documents of each document's mean.
-        match_documents_per_step: documents in an optimizer step, on average and over all ranks, to keep the schedule
-            of training without packing; None for as many as the batching takes.
-        prove: as in `patch_model`.
+        trainer: a Trainer, an SFTTrainer of TRL, or an instance of a subclass that does not make its own batches.
+        batching: a TokenBudget or a BucketBatches.
+        loss: "token" for the mean over all trainable tokens of an optimizer step; "sequence" to average first within
+            each document of the step, then over documents.
+        match_documents_per_step: mean number of documents in an optimizer step, over all ranks, to keep the schedule of
+            training without packing; None to put as many documents into a step as the batching allows.
+        prove: True to prove isolation on the model itself; False for a proof on a small copy, as in `patch_model`.
 
     Returns:
-        EpochSummary: counts of the first epoch; print it.
+        EpochSummary: counts of the first epoch, which `print` shows as sentences.
 
     Raises:
-        PackingError: a trainer, an argument or a dataset that is not supported, with the reason; data or arguments that
-            differ between ranks (raised on all of them); for a masked language model, data without labels, or with
-            labels that only repeat its tokens.
-        ModelNotSupportedError: isolation of the documents cannot be verified for the model.
+        PackingError: the trainer, an argument or a dataset is not supported; data or arguments differ between ranks
+            (raised on all ranks); or a masked language model gets data without labels, or labels that only repeat the
+            input tokens.
+        ModelNotSupportedError: it cannot be verified that the model isolates documents.
 
     Example:
         >>> import datasets, hf_packing as hfp, tempfile, transformers
@@ -110,7 +111,7 @@ def attach(
 
 
 class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A trainer with planned batches."""
+    """A Trainer that trains, evaluates and predicts on planned batches."""
 
     planned_batches: PlannedBatches
     loss_is_scaled_for_ga = True
@@ -136,7 +137,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         if isinstance(eval_dataset, str):
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if eval_dataset not in known:
-                raise PackingError(f"eval_dataset: expected one of {', '.join(known) or 'none'}, got {eval_dataset!r}")
+                raise PackingError(
+                    f"eval_dataset: expected one of {', '.join(known) or 'the keys of a dict'}, got {eval_dataset!r}"
+                )
             name, eval_dataset = f"eval_dataset[{eval_dataset!r}]", known[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         return self.planned_batches.loader_in_order(self, name, dataset)
@@ -147,7 +150,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of an optimizer step, and num_items_in_batch: tokens or documents on all ranks."""
+        """Return the micro-batches of an optimizer step, and the number of trained tokens or documents on all ranks."""
         planned = self.planned_batches
         planned.check_accumulation(self)
         batches = list(islice(epoch_iterator, num_batches))
@@ -160,7 +163,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         return batches, items_counted(everywhere)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log packing figures beside the training loss."""
+        """Log packing metrics together with the training loss."""
         if "loss" in logs:
             logs = {**logs, **self.planned_batches.step_counts.take(self.planned_batches.decided.max_tokens)}
         super().log(logs, *args, **kwargs)
@@ -181,7 +184,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             with weighted_log_probs(model, inputs) if loss_kind == "sequence" else nullcontext():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
         outputs = model(**_without_labels(inputs))
-        if num_items_in_batch is None:  # a batch on its own, outside of train()
+        if num_items_in_batch is None:  # a single batch, outside of train()
             items = items_in(inputs, loss_kind).clamp(min=1)
         else:
             items = num_items_in_batch / data_rank(self.accelerator).world_size
@@ -192,12 +195,12 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         return (loss, outputs) if return_outputs else loss
 
     def _compute_evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Return the mean over the batch's tokens, and add their sum to the mean over all batches."""
+        """Return the mean loss over the batch's trainable tokens, and add the batch to the running evaluation mean."""
         planned = self.planned_batches
         if planned.settled.by_trainer:
             tokens, outputs = items_in(inputs, "token"), None
             divided = {}
-            if self.compute_loss_func is not None:  # Trainer passes it None where labels are missing
+            if self.compute_loss_func is not None:  # else the function would get num_items_in_batch=None
                 divided = {ITEMS: tokens.clamp(min=1) * data_rank(self.accelerator).world_size}
             with summed_log_probs(model) as summed, without_router_loss(model):
                 loss = super().compute_loss(model, inputs, return_outputs, **divided)
@@ -232,7 +235,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 if not planned.evaluation.batches:
                     raise PackingError(
                         "prediction_step: expected a method that calls compute_loss, got "
-                        f"{planned.decided.trainer_loss.kind.__name__}.prediction_step, which does not"
+                        f"{planned.decided.trainer_loss.kind.__name__}.prediction_step without such a call"
                     )
                 summed, tokens = planned.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
@@ -242,14 +245,14 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
 
 def packed_class(kind: type[Trainer]) -> type[PackedTrainer]:
-    """Return the class that a trainer of class `kind` gets when it is attached.
+    """Return the class that a trainer of class `kind` has after attach.
 
-    A trainer exists before it is attached, so its class changes: `trainer.__class__ = packed_class(type(trainer))`. A
-    plain Trainer gets PackedTrainer. Any other class gets a subclass, in which the methods of PackedTrainer come first
-    and call those of the class by super().
+    The trainer already exists when attach is called, so attach assigns `trainer.__class__ = packed_class(kind)`. For
+    Trainer itself, the new class is PackedTrainer. Otherwise the new class is a subclass of PackedTrainer and `kind`;
+    methods of PackedTrainer run first, and call the methods of `kind` by super().
 
     Raises:
-        TypeError: the class cannot be subclassed.
+        TypeError: `kind` cannot be subclassed.
     """
     if kind is Trainer:
         return PackedTrainer
@@ -257,7 +260,7 @@ def packed_class(kind: type[Trainer]) -> type[PackedTrainer]:
 
 
 class _Planned(NamedTuple):
-    """What attach gives a trainer."""
+    """The planned batches and the class that attach gives a trainer, and the summary that attach returns."""
 
     batches: PlannedBatches
     kind: type[PackedTrainer]
@@ -273,9 +276,9 @@ def _check_and_plan(
     documents_per_step: int | None,
     prove: bool,
 ) -> _Planned:
-    """Check the arguments and plan the first epoch and the evaluations; the trainer does not change."""
+    """Check the arguments, and plan the first epoch and all evaluations. The trainer does not change."""
     if isinstance(trainer, PackedTrainer):
-        raise PackingError("trainer: expected one that is not attached yet, attach was already called on it")
+        raise PackingError("trainer: expected a trainer that is not attached, got an attached trainer")
     check_loss(loss)
     check_batching(batching)
     check_trainer(trainer, loss)
@@ -292,7 +295,7 @@ def _check_and_plan(
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
-    """Patch the model, decide who computes its loss, and check the datasets against the model."""
+    """Patch the model, decide whether attach or the trainer computes the loss, and check the labels of datasets."""
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *_evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
@@ -301,7 +304,7 @@ def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFro
 
 @contextmanager
 def _as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
-    """Restore the trainer and its model if the block raises."""
+    """Context manager: if the block raises an exception, restore the trainer and the trainer's model."""
     accepts_items = trainer.model_accepts_loss_kwargs
     try:
         with unpatched_on_error(trainer.model):
@@ -312,7 +315,7 @@ def _as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
 
 
 def _install(trainer: Trainer, planned: _Planned) -> None:
-    """Change the trainer, on this rank: nothing can fail from here on."""
+    """Give the trainer on this rank its planned batches, collator, callback and class; none of these steps can fail."""
     trainer.planned_batches, trainer.data_collator = planned.batches, planned.batches.collator
     trainer.add_callback(BatchesOfCheckpoint(planned.batches.decided.loss))
     trainer.__class__ = planned.kind
@@ -321,7 +324,7 @@ def _install(trainer: Trainer, planned: _Planned) -> None:
 
 
 def _with_documents_per_step(batching: Batching, documents: int) -> Batching:
-    """Return the batching with this many documents in an optimizer step."""
+    """Return a copy of the batching that puts `documents` documents into an optimizer step, on average."""
     if not isinstance(batching, TokenBudget):
         raise PackingError(
             f"match_documents_per_step: expected None with {type(batching).__name__}, whose optimizer steps have a "
@@ -336,7 +339,7 @@ def _with_documents_per_step(batching: Batching, documents: int) -> Batching:
 
 
 def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
-    """Return the evaluation datasets of a trainer, by the names that errors use."""
+    """Return a dict of the trainer's evaluation datasets; the keys are the names of the datasets in error messages."""
     dataset = trainer.eval_dataset
     if isinstance(dataset, dict):
         return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}

@@ -1,7 +1,8 @@
 """Refuse trainers, arguments, accelerators and labels that planned batches do not support.
 
-SFTTrainer makes labels from loss masks (`completion_mask`, `assistant_masks`); Trainer drops such columns. A model that
-sees the tokens that its labels ask for, such as a masked language model, would learn to copy them.
+SFTTrainer makes labels from loss masks (`completion_mask`, `assistant_masks`); Trainer drops such columns. A masked
+language model sees the input token at each label's position. If labels only repeat the input tokens, such a model would
+learn to copy its input, so the labels are refused.
 """
 
 import os
@@ -52,10 +53,10 @@ _BATCH_METHODS = (
     "get_test_dataloader",
     "get_batch_samples",
 )
-"""Methods that attach replaces: those of a subclass would no longer be called."""
+"""Methods that attach replaces. If a trainer class overrides such a method, the override would never be called."""
 
 _LOSS_METHODS = ("compute_loss", "evaluation_loop")
-"""Methods that attach wraps. A method set on the trainer instance would be called instead of the wrapper."""
+"""Methods that attach wraps. A method that is set on the trainer instance would be called instead of the wrapper."""
 
 _REPLACED_COLLATORS = (
     "default_data_collator",
@@ -65,16 +66,16 @@ _REPLACED_COLLATORS = (
     "DataCollatorForSeq2Seq",
     "DataCollatorForLanguageModeling",
 )
-"""Collators that only pad or flatten rows, and make labels from input_ids."""
+"""Names of collators that attach replaces: such collators only pad or flatten rows, and make labels from input_ids."""
 
 _EXPECTED_ARGUMENTS = {
-    "average_tokens_across_devices": (True, "without it the gradient depends on the number of processes"),
+    "average_tokens_across_devices": (True, "otherwise the gradient depends on the number of processes"),
     "auto_find_batch_size": (False, "the batching decides how large batches are"),
-    "train_sampling_strategy": ("random", "the batching decides which rows share a batch, and in what order"),
-    "packing": (False, "rows are packed here; TRL's packing would hide documents in them"),
-    "eval_packing": (False, "rows are packed here; TRL's packing would hide documents in them"),
+    "train_sampling_strategy": ("random", "the batching decides the order of rows, and which rows share a batch"),
+    "packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
+    "eval_packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
 }
-"""Arguments that contradict planned batches unless they have these values, and why."""
+"""For each argument that can contradict planned batches: the value that planned batches need, and the reason."""
 
 _ROWS_READ = 16
 
@@ -83,8 +84,8 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     """Refuse a trainer whose batches cannot be planned.
 
     Raises:
-        PackingError: not a Trainer; one with its own batches or a different loss; arguments that contradict planned
-            batches.
+        PackingError: the object is not a Trainer; the trainer makes its own batches, or has its own loss although
+            `loss` is "sequence"; or its methods, collator, accelerator or arguments contradict planned batches.
     """
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
@@ -93,11 +94,11 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
     if own or (of_trl and sft_trainer is None):
         what = (
-            f"{kind.__name__}.{own[0]} makes its own batches"
+            f"{kind.__name__}, whose own {own[0]} makes the batches"
             if own
-            else f"{kind.__name__} makes its own batches or losses"
+            else f"{kind.__name__}, which makes its own batches or losses"
         )
-        raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, whose batches can be planned; {what}")
+        raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, whose batches can be planned; got {what}")
     if loss == "sequence" and not computes_loss_as(kind, sft_trainer or Trainer):
         raise PackingError(f"loss: expected 'token', since {kind.__name__} has its own compute_loss, got {loss!r}")
     check_methods(trainer)
@@ -105,24 +106,24 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(parallelism_of(trainer.accelerator), "tp_size", 1):
         raise PackingError(
-            f"tp_size: expected the same as in accelerate's parallelism_config, got {trainer.get_tp_size()} from the "
-            "model or DeepSpeed; ranks that share a model would get different rows"
+            "tp_size: expected the value in accelerate's parallelism_config, since otherwise ranks that share a model "
+            f"would get different rows; got {trainer.get_tp_size()} from the model or DeepSpeed"
         )
     check_arguments(trainer, loss)
 
 
 def check_methods(trainer: Trainer) -> None:
-    """Refuse methods that are set on the trainer instance: they would be called instead of those of attach."""
+    """Refuse methods that are set on the trainer instance: such methods would be called instead of attach's methods."""
     for name in (*_BATCH_METHODS, *_LOSS_METHODS):
         if name in vars(trainer):
             raise PackingError(
-                f"{name}: expected the method of {type(trainer).__name__}, got {vars(trainer)[name]!r}; define it in a "
-                "subclass instead"
+                f"{name}: expected the method of {type(trainer).__name__}, got {vars(trainer)[name]!r}; define the "
+                "method in a subclass instead"
             )
 
 
 def check_arguments(trainer: Trainer, loss: Loss) -> None:
-    """Refuse arguments that contradict planned batches or the loss."""
+    """Refuse training arguments that contradict planned batches, or that cannot be combined with `loss`."""
     args = trainer.args
     for name, (value, why) in _EXPECTED_ARGUMENTS.items():
         given = getattr(args, name, value)
@@ -130,8 +131,8 @@ def check_arguments(trainer: Trainer, loss: Loss) -> None:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
     if args.n_gpu > 1:
         raise PackingError(
-            f"n_gpu: expected one process for each of the {args.n_gpu} GPUs, since nn.DataParallel would cut batches; "
-            "start with `accelerate launch` or `torchrun`"
+            f"n_gpu: expected one process for each of the {args.n_gpu} GPUs, since nn.DataParallel would split "
+            "batches; start the script with `accelerate launch` or `torchrun`"
         )
     if loss == "sequence":
         for name, given in (
@@ -141,52 +142,52 @@ def check_arguments(trainer: Trainer, loss: Loss) -> None:
             ("loss_type", getattr(args, "loss_type", "nll") != "nll"),
         ):
             if given:
-                raise PackingError(f"{name}: expected none, since it cannot be combined with loss='sequence'")
+                raise PackingError(f"{name}: expected the default, since loss='sequence' allows no other value")
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse settings that would cut planned batches, or split documents across processes.
+    """Refuse accelerator settings that would split planned batches, or split documents across processes.
 
     Raises:
-        PackingError: dispatch_batches, split_batches, context or sequence parallelism; processes that do not know of
-            each other.
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; sync_with_dataloader is
+            off; or more processes were launched than the accelerator knows of.
     """
     if (launched := int(os.environ.get("WORLD_SIZE", 1))) > accelerator.num_processes:
         raise PackingError(
-            f"accelerator: expected one that knows of all {launched} launched processes, this one knows of "
-            f"{accelerator.num_processes}, and each would train on all rows; on CPUs use Accelerator(cpu=True)"
+            f"accelerator: expected an Accelerator that knows of all {launched} launched processes, got one that knows "
+            f"of {accelerator.num_processes}; each process would train on all rows. On CPUs, use Accelerator(cpu=True)"
         )
     if accelerator.dispatch_batches:
         raise PackingError(
-            "dispatch_batches: expected False, got True: one process would read all batches, join them, and cut them "
-            "in other places"
+            "dispatch_batches: expected False, got True; one process would read and join the batches of all ranks, and "
+            "split the joined batch at different places"
         )
     if accelerator.split_batches:
-        raise PackingError("split_batches: expected False, got True: planned batches would be split across processes")
+        raise PackingError("split_batches: expected False, got True; planned batches would be split across processes")
     if not accelerator.gradient_state.sync_with_dataloader:
         raise PackingError(
-            "sync_with_dataloader: expected True, got False: the last gradients of an epoch would be lost"
+            "sync_with_dataloader: expected True, got False; the last gradients of an epoch would be lost"
         )
     config = parallelism_of(accelerator)
     for size in ("cp_size", "sp_size"):
         if (ranks := getattr(config, size, 1) if config else 1) > 1:
             raise PackingError(
-                f"{size}: expected 1, got {ranks}: documents are not isolated in rows that are split across processes"
+                f"{size}: expected 1, got {ranks}; documents are not isolated in rows that are split across processes"
             )
 
 
 def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
-    """Refuse a dataset whose labels and loss masks disagree, under the trainer's settings.
+    """Refuse a dataset whose labels contradict the loss masks that the trainer applies.
 
-    Rows that are computed when read are left to the collator, which compares them batch by batch.
+    If rows are computed when they are read, the collator compares labels and masks instead, batch by batch.
 
     Args:
-        trainer: its settings decide which masks apply.
+        trainer: the trainer, whose settings decide which masks apply.
         dataset: the dataset to train or evaluate on.
 
     Raises:
-        PackingError: a loss mask without labels, for a trainer that ignores the mask; labels other than -100 where an
-            applied mask is 0; or labels of -100 with completion_only_loss=False, which asks for all tokens.
+        PackingError: the dataset has a loss mask but no labels, and the trainer ignores loss masks; a label is not -100
+            where an applied mask is 0; or a label is -100, but completion_only_loss=False excludes no token.
     """
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return
@@ -195,11 +196,11 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     if masks and LABELS not in names and not applies_masks(trainer):
         raise PackingError(
             f"column {masks[0]!r}: expected a column 'labels' too, since {type(trainer).__name__} ignores this mask; "
-            "pack(dataset, strategy) applies it to the labels, and so does SFTTrainer"
+            "pack(dataset, strategy) and SFTTrainer apply the mask to the labels"
         )
     if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
         return
-    asked = getattr(trainer.args, "completion_only_loss", None)  # None: TRL looks for columns prompt and completion
+    asked = getattr(trainer.args, "completion_only_loss", None)  # if None, the columns of the dataset decide
     if applies_masks(trainer) and asked is False and not trainer.args.assistant_only_loss:
         _check_all_labels(dataset)
     ignored = ignored_masks(trainer) if SEQ_LENGTHS not in names or asked is not None else ()
@@ -208,17 +209,17 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
 
 
 def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
-    """Refuse labels that only repeat the tokens, for a model that sees the tokens its labels ask for.
+    """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
-    Reads a few rows, spread over the dataset.
+    Only a few rows, spread over the dataset, are read.
 
     Args:
-        dataset: map-style, packed or of documents.
-        sizes: the sizes of its rows.
-        model: patched.
+        dataset: a map-style dataset of packed rows or documents.
+        sizes: sizes of the dataset's rows.
+        model: a patched model.
 
     Raises:
-        PackingError: in these rows, every token is its own label.
+        PackingError: in the rows that were read, all labels repeat the tokens at their positions.
     """
     inner = inner_model(model)
     rows = np.flatnonzero(sizes.tokens)
@@ -235,21 +236,21 @@ def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> 
 
 
 def applies_masks(trainer: Trainer) -> bool:
-    """Return whether the trainer makes labels from loss masks, as SFTTrainer does; Trainer drops such columns."""
+    """Return whether the trainer makes labels from loss masks, as SFTTrainer does; Trainer drops the mask columns."""
     return sft_trainer_of(trainer) is not None
 
 
 def ignored_masks(trainer: Trainer) -> tuple[str, ...]:
-    """Return the loss masks that SFTTrainer ignores: without completion_only_loss it trains on prompts, too."""
+    """Return the loss masks that a trainer ignores: completion_mask if an SFTTrainer trains on prompts, else none."""
     return (COMPLETION_MASK,) if applies_masks(trainer) and not trainer.completion_only_loss else ()
 
 
 def _check_collator(collator: Any) -> None:
-    """Refuse a collator that does more than make a batch of rows, since attach replaces it."""
+    """Refuse a collator that does more than join rows to a batch, since attach replaces the collator."""
     if getattr(collator, "mlm", False):
         raise PackingError(
-            f"data_collator: expected tokens that are masked in the dataset, for example by with_transform, got "
-            f"{type(collator).__name__} with mlm=True; attach replaces this collator"
+            f"data_collator: expected a collator that does not mask tokens, got {type(collator).__name__} with "
+            "mlm=True; attach replaces this collator, so mask tokens in the dataset, for example by with_transform"
         )
     name = getattr(collator, "__name__", type(collator).__name__)
     module = getattr(collator, "__module__", "") if hasattr(collator, "__name__") else type(collator).__module__
@@ -258,8 +259,8 @@ def _check_collator(collator: Any) -> None:
     ):
         return
     raise PackingError(
-        f"data_collator: expected one that PackingCollator can replace, such as {', '.join(_REPLACED_COLLATORS)}, got "
-        f"{name}; attach replaces this collator, so make its changes to labels in the dataset instead"
+        f"data_collator: expected a collator that attach can replace, such as {', '.join(_REPLACED_COLLATORS)}, "
+        f"got {name}; attach replaces this collator, so change labels in the dataset instead"
     )
 
 
@@ -268,9 +269,9 @@ def _check_masks_are_applied(dataset: datasets.Dataset, masks: list[str]) -> Non
         if found := find_unmasked_label(values[LABELS], {name: values[name] for name in masks}):
             name, token = found
             raise PackingError(
-                f"column {name!r}: expected labels that are -100 where it is 0, row {rows[token]} has the label "
-                f"{values[LABELS][token]} there, which would be trained on; apply the mask to the labels, or remove "
-                "the column that is wrong"
+                f"column {name!r}: expected labels that are -100 where the mask is 0, but row {rows[token]} has the "
+                f"label {values[LABELS][token]} at such a token; apply the mask to the labels, or remove the wrong "
+                "column"
             )
 
 
@@ -280,19 +281,20 @@ def _check_all_labels(dataset: datasets.Dataset) -> None:
         masked[begins] = False
         if masked.any():
             raise PackingError(
-                "completion_only_loss: expected None, got False, which asks to train on all tokens; but row "
-                f"{rows[int(masked.argmax())]} has labels of -100, and labels already say what to train on. To train "
-                "on all tokens, remove the labels; if rows are packed, pack them again without completion_mask"
+                "completion_only_loss: expected None, got False, which means training on all tokens, although row "
+                f"{rows[int(masked.argmax())]} has labels of -100. To train on all tokens, remove the labels; if rows "
+                "are packed, pack the documents again without completion_mask"
             )
 
 
 def _blocks(
     dataset: datasets.Dataset, names: list[str]
 ) -> Iterator[tuple[IntArray, dict[str, npt.NDArray[Any]], IntArray]]:
-    """Read columns of a dataset, about half a million tokens at a time.
+    """Read columns of a dataset in blocks of rows with about half a million tokens.
 
     Yields:
-        The row number of every token [tokens], the columns as flat arrays [tokens], and where documents begin.
+        For each block: the row number of every token, int64 [tokens]; the columns by name, as flat arrays [tokens]; and
+        the index of each document's first token, int64 [documents].
     """
     table, numbers = dataset.data.table, row_numbers(dataset)
     columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *names)}

@@ -1,4 +1,4 @@
-"""Loaders of one rank: a DataLoader for the micro-batches of a sampler, and PackedLoader for a loop of your own."""
+"""Loaders of one rank: a DataLoader for a sampler's micro-batches, and PackedLoader for your own training loop."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -26,7 +26,7 @@ from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, on_all
 Batch = dict[str, Any]
 
 _OF_DATALOADER = ("sampler", "batch_sampler", "batch_size", "drop_last", "collate_fn")
-"""Attributes of a DataLoader that accelerate's skip_first_batches and prepare_data_loader read to build a new one."""
+"""Attributes of a DataLoader from which accelerate's skip_first_batches and prepare_data_loader build a new loader."""
 
 
 def rows_loader(
@@ -41,16 +41,16 @@ def rows_loader(
     """Return a DataLoader of the sampler's micro-batches.
 
     Args:
-        dataset: map-style, the rows the sampler was made for.
-        sampler: of this rank.
-        model: the model that the batches are for.
-        unread: columns that are left out of rows.
-        apply_masks: whether loss masks make the labels of rows without any.
-        options: further arguments of DataLoader; collate_fn defaults to `collator_for(model)`. Worker seeds come from
-            their own generator: drawn from the global one, they would change dropout after a resume.
+        dataset: the map-style dataset that the sampler was made for.
+        sampler: the sampler of this rank.
+        model: the model that will run the batches, or None.
+        unread: names of columns to leave out of the rows.
+        apply_masks: whether to make labels from loss masks for rows without labels.
+        options: further arguments of DataLoader; collate_fn defaults to `collator_for(model)`. Worker seeds come from a
+            separate generator, since drawing the seeds from the global generator would change dropout after a resume.
     """
     has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
-    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # other models give them another meaning
+    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # other models use this column differently
     return DataLoader(
         SampledRows(dataset, sampler, unread, apply_masks),
         batch_sampler=sampler,
@@ -59,11 +59,11 @@ def rows_loader(
 
 
 class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate has no types
-    """The micro-batches of one rank, on its device; made by `prepare_dataloader`.
+    """An iterable over the micro-batches of one rank, on the rank's device; `prepare_dataloader` returns this loader.
 
-    Each iteration over the loader is one epoch. Its state is the epoch and the position within the epoch, which
-    `accelerator.save_state` saves. After `accelerator.load_state`, the next iteration continues at that position
-    without reading earlier rows.
+    Each iteration over the loader is one epoch. `accelerator.save_state` saves the loader's state, which is the epoch
+    and the position within the epoch. After `accelerator.load_state`, the next iteration continues at the saved
+    position without reading earlier rows.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.epoch = 0
         """The epoch of the next iteration."""
         self.micro_batches_done = 0
-        """How many micro-batches of this epoch have been yielded."""
+        """The number of micro-batches of this epoch that were yielded or skipped."""
         self._begin_at = 0
         self._accelerator = accelerator
         self._loader = loader
@@ -93,30 +93,34 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
     @property
     def plan(self) -> EpochPlan:
-        """The micro-batches of all ranks in this epoch."""
+        """The plan of the loader's epoch, with the micro-batches of all ranks."""
         self._sampler.set_epoch(self.epoch)
         return self._sampler.plan
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; without this call, the loader counts epochs itself."""
+        """Go to the beginning of `epoch`, unless the loader is already in that epoch.
+
+        Without this call, the loader goes to the next epoch after each complete iteration.
+        """
         if epoch != self.epoch:
             self.epoch = check_whole_number("epoch", epoch, minimum=0)
             self.micro_batches_done = self._begin_at = 0
 
     def skip_first_batches(self, batches: int) -> None:
-        """Begin the next iteration at a later micro-batch of the epoch; not needed after `accelerator.load_state`.
+        """Make the next iteration begin at a later micro-batch of the epoch; not needed after `accelerator.load_state`.
 
         Args:
-            batches: micro-batches of this rank from the beginning of the epoch, in whole optimizer steps.
+            batches: number of this rank's micro-batches to skip, from the beginning of the epoch; the skipped
+                micro-batches must make up whole optimizer steps.
 
         Raises:
-            PackingError: more than an epoch has, or a part of an optimizer step.
+            PackingError: `batches` is larger than the epoch, or includes a part of an optimizer step.
         """
         batches = check_whole_number("batches", batches, minimum=0, maximum=len(self))
         if batches % self._sampler.accumulation and batches < len(self):
             raise PackingError(
-                f"batches: expected a multiple of the {self._sampler.accumulation} that an optimizer step accumulates, "
-                f"got {batches}"
+                f"batches: expected a multiple of {self._sampler.accumulation}, the number of micro-batches in an "
+                f"optimizer step, got {batches}"
             )
         self.micro_batches_done = self._begin_at = batches
 
@@ -125,13 +129,14 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise _NotADataLoaderError(
             f"{name}: expected a DataLoader of torch, got a PackedLoader, whose batches are ready on every rank. "
-            "Iterate over it directly, without accelerate's prepare_data_loader. After accelerator.load_state it "
-            "continues where it was; to begin elsewhere, use loader.skip_first_batches(n) instead of accelerate's"
+            "Iterate over the loader directly, without accelerate's prepare_data_loader. After accelerator.load_state, "
+            "the loader continues at the saved position. To begin at another position, use "
+            "loader.skip_first_batches(n) instead of accelerate's skip_first_batches"
         )
 
     def __iter__(self) -> Iterator[Batch]:
         on_all_ranks(self._check_nothing_changed)
-        if self.gradient_state.active_dataloader is None:  # else another loader is in the middle of a step
+        if self.gradient_state.active_dataloader is None:  # otherwise another loader is in the middle of a step
             self._accelerator.step = 0
         self._sampler.set_epoch(self.epoch)
         self._sampler.first_micro_batch = self.micro_batches_done = self._begin_at
@@ -154,16 +159,17 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             self.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of its micro-batches already yielded, and the inputs of its plan.
+        """Return the epoch, the number of micro-batches already yielded in the epoch, and the inputs of the plan.
 
         Raises:
-            PackingError: in the middle of an optimizer step, since a checkpoint does not hold accumulated gradients.
+            PackingError: the loader is in the middle of an optimizer step; a checkpoint would lack the accumulated
+                gradients.
         """
         accumulation, done = self._sampler.accumulation, self.micro_batches_done == len(self)
         if self.micro_batches_done % accumulation and not done and not self._accelerator.sync_gradients:
             raise PackingError(
-                f"state: expected a checkpoint after {accumulation} accumulated micro-batches, got one after "
-                f"{self.micro_batches_done % accumulation}"
+                f"state: expected a checkpoint after an optimizer step of {accumulation} micro-batches, got a "
+                f"checkpoint after {self.micro_batches_done % accumulation} micro-batches of a step"
             )
         return {
             "epoch": self.epoch + done,
@@ -173,24 +179,24 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
+        """Make the next iteration continue from a state that `state_dict` returned.
 
         Raises:
-            PackingError: a state with different micro-batches: a different dataset, batching or loss, or, in the middle
-                of an epoch, a different accumulation or number of ranks.
+            PackingError: the state was saved with a different dataset, batching or loss or, in the middle of an epoch,
+                with a different accumulation or number of ranks.
         """
         if missing := {"epoch", "step"} - state.keys():
-            raise PackingError(f"state: expected one that state_dict returned, it has no {min(missing)!r}")
+            raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
         self._sampler.check_can_resume(state, whole_epochs=not state["step"])
         check_same_loss(state, self._loss)
         self.epoch = state["epoch"]
         self.micro_batches_done = self._begin_at = state["step"]
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
-        """Check that accumulation and the number of rows are still the same as when batches were planned.
+        """Check that the accumulation and the number of rows have not changed since batches were planned.
 
         Raises:
-            PackingError: a different accumulation or number of rows, or settings by which accelerate would cut batches.
+            PackingError: the accumulation or the number of rows has changed, or accelerate would split batches.
         """
         check_accelerator(self._accelerator)
         self.dataset.check_num_rows()
@@ -198,15 +204,15 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if accumulation != self._sampler.accumulation:
             raise PackingError(
                 f"gradient_accumulation_steps: expected {self._sampler.accumulation}, as when prepare_dataloader was "
-                f"called, got {accumulation}, which DeepSpeed may have set; give Accelerator the same value"
+                f"called, got {accumulation}, which DeepSpeed may have set; give Accelerator and DeepSpeed equal values"
             )
 
     def _left_of_step(self) -> int:
-        """Return the number of micro-batches until the next optimizer step."""
+        """Return the number of micro-batches that are left until the next optimizer step."""
         return self._sampler.accumulation - self.micro_batches_done % self._sampler.accumulation
 
     def _items(self, batches: list[Batch]) -> torch.Tensor:
-        """Return the divisor of summed losses by which accelerate's averages become the mean over a whole step."""
+        """Return the divisor of summed losses with which accelerate's average is the mean loss of an optimizer step."""
         here = torch.stack([items_in(batch, self._loss) for batch in batches]).sum()
         everywhere = self._accelerator.reduce(here, reduction="sum").clamp(min=1)
         averaged_over = self._accelerator.num_processes * self._accelerator.gradient_accumulation_steps
@@ -215,4 +221,4 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
 
 class _NotADataLoaderError(PackingError, AttributeError):
-    """Raised for attributes of a DataLoader: hasattr() returns False, and other access shows the reason."""
+    """Raised when code reads a DataLoader attribute that PackedLoader does not have; hasattr() then returns False."""

@@ -1,4 +1,4 @@
-"""Functions for a training loop of your own: batches, the loss of a batch, and the loss on a dataset."""
+"""Functions for your own training loop: make batches, compute the loss of a batch, and the loss on a dataset."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
 )
-"""Arguments of DataLoader that the batching decides."""
+"""Arguments of DataLoader that `prepare_dataloader` sets itself."""
 
 
 def prepare_dataloader(
@@ -56,32 +56,34 @@ def prepare_dataloader(
     model: nn.Module | None = None,
     **options: Any,
 ) -> PackedLoader:
-    """Return the batches of this rank for a training loop of your own; all ranks must call this together.
+    """Return a loader of this rank's batches for your own training loop; all ranks must call this function together.
 
-    The loop is the usual one: `accelerator.accumulate(model)`, `accelerator.backward(loss)`. The loss is
+    The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. The loss is
     `compute_loss(model, batch)`, which is correct for every split into ranks and accumulated micro-batches. With
-    loss="token", models that divide by `num_items_in_batch` return the same as `model(**batch).loss`; other models get
-    batches without labels.
+    loss="token", a model that divides by `num_items_in_batch` returns the same loss as `model(**batch).loss`. Batches
+    for other models, or for loss="sequence", have no labels.
 
     Args:
-        accelerator: the Accelerator of the loop; its gradient_accumulation_steps decides the size of an optimizer step.
-        dataset: map-style, packed or of documents.
-        batching: TokenBudget or BucketBatches.
-        loss: "token", the mean over trainable tokens, or "sequence", the mean over documents of each document's mean.
-        model: patched here, unless it already is. Its own loss is probed once, so that compute_loss computes the same,
-            and its configuration gives the linear_cost of the batching. If None, patch the model yourself; its class
-            then decides which loss to compute, and linear_cost is that of a common model.
+        accelerator: the Accelerator of the loop; gradient_accumulation_steps decides the size of an optimizer step.
+        dataset: a map-style dataset of packed rows or documents.
+        batching: a TokenBudget or a BucketBatches.
+        loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
+            over documents.
+        model: the model to train, which this function patches unless the model is already patched. The model's own loss
+            is probed once, so that compute_loss computes the same loss, and the model's configuration decides the
+            linear_cost of the batching. If None, patch the model yourself; batches are then made for a model that
+            predicts the next token, and linear_cost has a typical value.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
-        PackedLoader: len(loader) micro-batches an epoch, on every rank and in every epoch.
+        PackedLoader: an iterable over len(loader) micro-batches; the number is the same on every rank, in every epoch.
 
     Raises:
-        PackingError: dispatch_batches, split_batches, context or sequence parallelism; not a map-style dataset; fewer
-            rows than ranks; a row longer than a micro-batch; a model that computes a different loss, or that is
-            already sharded; data or arguments that differ between ranks (raised on all of them); data without labels
-            for a masked language model.
-        ModelNotSupportedError: isolation of the documents cannot be verified for this model.
+        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; the dataset is not
+            map-style, or has fewer rows than ranks; a row is longer than a micro-batch; the model computes a different
+            loss, or is already sharded; data or arguments differ between ranks (raised on all ranks); or a masked
+            language model gets data without labels.
+        ModelNotSupportedError: it cannot be verified that the model isolates documents.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp
@@ -120,7 +122,7 @@ def prepare_dataloader(
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
-            settings["train_micro_batch_size_per_gpu"] = 1  # a packed row
+            settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
     rows = rows_loader(dataset, sampler, model, **(pinned | options))
     loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss))
@@ -129,20 +131,22 @@ def prepare_dataloader(
 
 
 def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a batch of `prepare_dataloader`, ready for `accelerator.backward(loss)`.
+    """Return the loss of a batch from `prepare_dataloader`, to pass to `accelerator.backward`.
 
     Args:
-        model: a causal or masked language model of transformers, also as wrapped by PEFT and accelerate.
-        batch: as the loader yields it.
+        model: a patched causal or masked language model of transformers, with or without wrappers of PEFT and
+            accelerate.
+        batch: a batch that the loader yielded.
 
     Returns:
-        float scalar. Once accelerate has averaged its gradient over ranks and accumulated micro-batches, that is the
-        gradient of the global batch's loss. For a mixture of experts, the weighted load-balancing loss is added;
-        accelerate averages it over ranks and gradient_accumulation_steps, even if the last step of an epoch has fewer.
+        A float scalar. Accelerate averages the gradients of such losses over ranks and accumulated micro-batches; the
+        average is the gradient of the global batch's loss. For a mixture of experts, the weighted load-balancing loss
+        is added. Accelerate averages the load-balancing loss over ranks and gradient_accumulation_steps, even if the
+        last step of an epoch has fewer micro-batches.
 
     Raises:
-        PackingError: a batch that is not from prepare_dataloader; a model that is not patched, or not a language model;
-            in training, labels that only repeat the tokens that a masked language model sees.
+        PackingError: the batch is not from prepare_dataloader; the model is not patched, or is not a language model;
+            or, in training, the labels only repeat the tokens that a masked language model sees.
 
     Example:
         >>> import hf_packing as hfp, torch, transformers
@@ -153,11 +157,11 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         torch.Size([])
     """
     if not isinstance(batch, Mapping):
-        raise PackingError(f"batch: expected one from prepare_dataloader, got {type(batch).__name__}")
+        raise PackingError(f"batch: expected a batch from prepare_dataloader, got {type(batch).__name__}")
     if ITEMS in batch and "labels" in batch:
         batch = {**batch, TARGETS: batch["labels"], WEIGHTS: weights_of(batch, "token") / batch[ITEMS]}
     if WEIGHTS not in batch:
-        raise PackingError(f"batch: expected one from prepare_dataloader, this one has {', '.join(batch) or 'no keys'}")
+        raise PackingError(f"batch: expected a batch from prepare_dataloader, got keys: {', '.join(batch) or 'none'}")
     check_patched(model)
     if model.training:
         refuse_copied_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
@@ -169,22 +173,22 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *, rows_per_batch: int = 1) -> float:
-    """Return the mean loss over all trainable tokens of a dataset; with a Trainer, `attach` does this.
+    """Return the mean loss over all trainable tokens of a dataset; an attached Trainer reports the same mean.
 
     The result is the same for any rows_per_batch and any number of ranks.
 
     Args:
         accelerator: the Accelerator of the loop.
-        model: a causal or masked language model of transformers, patched, as wrapped by accelerate.
-        dataset: map-style, packed or of documents.
-        rows_per_batch: rows in a forward pass; affects only speed and memory.
+        model: a patched causal or masked language model of transformers, as wrapped by accelerate.
+        dataset: a map-style dataset of packed rows or documents.
+        rows_per_batch: number of rows in a forward pass; the number affects only speed and memory.
 
     Returns:
-        The same number on all ranks. Its exponential is the perplexity.
+        The mean loss, the same number on all ranks. The exponential of the mean loss is the perplexity.
 
     Raises:
-        PackingError: no rows, no trainable token, a model that is not patched, labels that only repeat the tokens that
-            a masked language model sees, or ranks with different data.
+        PackingError: the dataset has no rows or no trainable token; the model is not patched; the labels only repeat
+            the tokens that a masked language model sees; or the data differ between ranks.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp, transformers
@@ -220,12 +224,12 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         model.train(was_training)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
-        raise PackingError("dataset: expected a label to evaluate on, all are -100")
+        raise PackingError("dataset: expected labels to evaluate on, but all labels are -100")
     return summed / tokens
 
 
 def _keeps_labels(model: nn.Module | None, loss: Loss) -> bool:
-    """Return whether batches keep their labels, because the model computes the right loss from them."""
+    """Return whether batches keep their labels, so that the model can compute the loss itself."""
     if model is None or loss == "sequence":
         return loss == "token"
     known = loss_of_model(model)

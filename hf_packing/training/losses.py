@@ -1,12 +1,12 @@
-"""The loss of a global batch as a sum over weighted tokens, so that it does not depend on how the batch is split.
+"""Compute the loss of a global batch as a weighted sum over tokens; the loss is the same however the batch is split.
 
-"token" is the mean over all trainable tokens. "sequence" is the mean over documents of each document's own mean, so
-that every document weighs the same whatever its length (per-sequence loss of arXiv 2107.02027; loss weighting of arXiv
-2401.18058). Pieces of a document that was split count as documents. The weight of a token depends on how many tokens or
-documents the whole batch has, over all ranks and accumulated micro-batches. A batch without trainable labels has loss
-zero.
+The loss "token" is the mean over all trainable tokens. The loss "sequence" averages first within each document, then
+over documents, so that all documents have the same weight, whatever their lengths (per-sequence loss of arXiv
+2107.02027; loss weighting of arXiv 2401.18058). Pieces of a document that was split count as documents. The weight of a
+token depends on the number of tokens or documents in the whole batch, over all ranks and accumulated micro-batches. The
+loss of a batch without trainable labels is zero.
 
-`loss_of_model` probes the model to find out whether the logits of a token are compared with the next token.
+`loss_of_model` probes a model to find out whether the model's loss compares the logits of a token with the next token.
 """
 
 import weakref
@@ -39,10 +39,10 @@ from hf_packing.errors import PackingError
 Loss = Literal["token", "sequence"]
 
 ITEMS = "num_items_in_batch"
-"""The argument by which transformers models receive the divisor of their summed loss."""
+"""The argument by which models of transformers receive the divisor of the summed loss."""
 
 TARGETS, WEIGHTS = "targets", "target_weights"
-"""Entries that replace labels in batches for which the model must not compute the loss itself."""
+"""Entries that replace the labels of a batch if the model must not compute the loss itself."""
 
 
 def check_loss(loss: Any) -> Loss:
@@ -52,28 +52,28 @@ def check_loss(loss: Any) -> Loss:
 
 
 def trainable_per_document(batch: Mapping[str, Any]) -> Tensor:
-    """Count the trainable labels of each segment of a packed batch: int64 [segments]."""
+    """Return the number of trainable labels in each segment of a packed batch, int64 [segments]."""
     trainable = (batch["labels"][0] != IGNORED_LABEL).to(torch.int64)
     total = F.pad(trainable.cumsum(0), (1, 0))
     return total[batch["cu_seq_lens_q"].long()].diff()
 
 
 def items_in(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Count the tokens or documents of a packed batch that the loss is a mean over: int64 scalar."""
+    """Return the number of tokens or documents over which a packed batch's loss is averaged, an int64 scalar."""
     trainable = trainable_per_document(batch)
     return trainable.sum() if loss == "token" else (trainable > 0).sum()
 
 
 def exact_type(device: torch.device) -> torch.dtype:
-    """Return the widest float type of a device."""
+    """Return the most precise float type of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Return the weight of each label of a packed batch, not yet divided by the items of the global batch.
+    """Return the weight of each label of a packed batch, before division by the divisor of the global batch.
 
     Returns:
-        float64 [1, tokens].
+        float64 [1, tokens], or float32 on an MPS device.
     """
     labeled: Tensor = (batch["labels"] != IGNORED_LABEL).to(exact_type(batch["labels"].device))
     if loss == "token":
@@ -83,12 +83,12 @@ def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) -> Tensor:
-    """Return the sum over tokens of weight times cross-entropy.
+    """Return the sum over tokens of each token's weight times its cross-entropy.
 
     Args:
         logits: float [1, tokens, vocabulary]; 16-bit logits are converted to float32.
-        labels: int64 [1, tokens], -100 where there is none.
-        weights: float [1, tokens], 0 where there is no label.
+        labels: int64 [1, tokens]; -100 marks a token without a label.
+        weights: float [1, tokens]; 0 for a token without a label.
         shift: whether the logits of a token predict the next token.
     """
     if shift:
@@ -101,14 +101,14 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
 
 
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
-    """Add the entries from which the batch's share of the global batch's loss is computed.
+    """Return a batch with added entries, from which the batch's share of the global batch's loss is computed.
 
     Args:
-        batch: packed, with labels.
-        loss: what is averaged.
-        items: float scalar: the divisor of the summed loss.
-        keep_labels: True to add num_items_in_batch, from which the model computes the loss itself; False to replace
-            labels by targets and a weight for each of them.
+        batch: a packed batch with labels.
+        loss: "token" or "sequence".
+        items: the divisor of the summed loss, a float scalar.
+        keep_labels: True to add num_items_in_batch, so that the model computes the loss itself; False to replace the
+            labels by targets and target_weights.
     """
     if keep_labels:
         return {**batch, ITEMS: items}
@@ -118,13 +118,13 @@ def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels:
 
 
 def summed_loss(logits: Tensor, batch: Mapping[str, Any], shift: bool) -> tuple[Tensor, Tensor]:
-    """Return the loss of a packed batch summed over its trainable tokens, and how many those are."""
+    """Return the loss of a packed batch, summed over trainable tokens, and the number of trainable tokens."""
     total = weighted_loss(logits, batch["labels"], weights_of(batch, "token"), shift)
     return total, trainable_per_document(batch).sum()
 
 
 class TokenMean:
-    """A mean over tokens, accumulated batch by batch on every rank."""
+    """The mean loss over tokens, accumulated batch by batch on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros(2, dtype=exact_type(device), device=device)
@@ -135,40 +135,40 @@ class TokenMean:
         self.batches += 1
 
     def over_ranks(self, accelerator: Accelerator) -> tuple[float, float]:
-        """Return the summed loss and the number of tokens over all ranks; all ranks must call this."""
+        """Return the summed loss and the number of tokens over all ranks; all ranks must call this method together."""
         summed_loss, tokens = accelerator.reduce(self._total, reduction="sum").tolist()
         return summed_loss, tokens
 
 
 _CLOSE, _CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3
-"""Largest relative difference between two losses that count as equal."""
+"""Largest relative difference at which two losses count as equal."""
 
 
 PROBED_TOKENS = 13
-"""Length of the random document whose loss is compared."""
+"""Number of tokens in the random document with which the loss of a model or trainer is probed."""
 
 
 class ModelLoss(NamedTuple):
-    """The kind of a model's loss, if it is the mean cross-entropy of the logits plus the loss of the routers."""
+    """The kind of a loss that is the mean cross-entropy of a model's logits, plus any auxiliary loss of experts."""
 
     predicts_next: bool
     """Whether the logits of a token are compared with the next token."""
     divided_by_items: bool
-    """Whether the model divides by num_items_in_batch if it receives that argument."""
+    """Whether the model divides the summed loss by num_items_in_batch if the caller passes that argument."""
 
 
 _ANSWERS: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, ModelLoss | None]]" = weakref.WeakKeyDictionary()
-"""For each probed model: the loss function it had then, and the result; None for an unknown kind of loss."""
+"""For each probed model: the loss function at the time of the probe, and the result of `loss_of_model`."""
 
 
 def loss_of_model(model: nn.Module) -> ModelLoss | None:
     """Return the kind of loss that a model computes, or None for an unknown kind.
 
-    A model is probed once for each loss function that it is given. If its weights are not in memory, a small model of
-    the same kind is probed instead.
+    A model is probed once, and again whenever its loss function is replaced. If the model's weights are not in memory,
+    a small model of the same class is probed instead.
 
     Args:
-        model: patched, or one whose weights are not in memory.
+        model: a patched model, or a model whose weights are not in memory.
     """
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
@@ -178,11 +178,11 @@ def loss_of_model(model: nn.Module) -> ModelLoss | None:
 
 
 def predicts_next(model: nn.Module) -> bool:
-    """Return whether the logits of a token are compared with the next token, as in most causal models.
+    """Return whether the logits of a token are compared with the next token in the loss, as in most causal models.
 
     Raises:
-        PackingError: the kind of loss is not known, and the model's class is neither a causal nor a masked language
-            model.
+        PackingError: the kind of the model's loss is unknown, and the model's class is neither a causal nor a masked
+            language model of transformers.
     """
     if (known := loss_of_model(model)) is not None:
         return known.predicts_next
@@ -200,7 +200,7 @@ def predicts_next(model: nn.Module) -> bool:
 
 
 def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
-    """Raise PackingError for a model whose own loss is not known, and which therefore cannot be trained with `loss`."""
+    """Raise PackingError: the model's own loss is of an unknown kind, so the model cannot be trained with `loss`."""
     predicts_next(model)
     raise PackingError(
         f"loss: expected a model whose own loss is the cross-entropy of its logits, but "
@@ -209,12 +209,12 @@ def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
 
 
 def collator_for(model: nn.Module | None) -> PackingCollator:
-    """Return the collator for a model; None stands for a model that predicts the next token."""
+    """Return the collator for a model; None stands for any model that predicts the next token."""
     return PackingCollator(keep_first_labels=model is not None and not predicts_next(model))
 
 
 def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
-    """Return the auxiliary loss of a mixture of experts, weighted as its configuration says; None without one."""
+    """Return a mixture of experts' auxiliary loss times its configured weight, or None if there is no such loss."""
     if (auxiliary := getattr(outputs, "aux_loss", None)) is None:
         return None
     weighted: Tensor = auxiliary * getattr(inner_model(model).config.get_text_config(), "router_aux_loss_coef", 0.0)
@@ -223,7 +223,7 @@ def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
 
 @contextmanager
 def without_router_loss(model: nn.Module) -> Iterator[None]:
-    """Within the block, leave the loss of the routers out of the model's loss, as evaluation requires."""
+    """Context manager: within the block, the model's loss leaves out the loss of routers, as evaluation requires."""
 
     def leave_out(_: nn.Module, __: Any, outputs: Any) -> None:
         if (routed := router_loss(outputs, model)) is None:
@@ -242,12 +242,12 @@ def without_router_loss(model: nn.Module) -> Iterator[None]:
 def _small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
     try:
         return small_copy_of(model)
-    except Exception:  # building one can fail in many ways, depending on the configuration
+    except Exception:  # building a model can fail in many ways, depending on the configuration
         return None
 
 
 def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
-    """Compare the loss that a model returns for a short document with ours."""
+    """Find the kind of a model's loss by comparing the model's loss on a short document with `weighted_loss`."""
     if model is None:
         return None
     documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
@@ -260,7 +260,7 @@ def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
     unlabeled = _answer(model, {name: value for name, value in batch.items() if name != "labels"})
     logits = getattr(unlabeled, "logits", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] <= max(documents[0]):
-        return None  # such labels would be out of range, and a CUDA device does not recover from that
+        return None  # labels out of range would put a CUDA device into an error state for good
     outputs = _answer(model, batch)
     if not isinstance(logits := getattr(outputs, "logits", None), Tensor) or outputs.loss is None:
         return None
@@ -279,7 +279,7 @@ def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
 
 
 def _answer(model: PreTrainedModel, batch: dict[str, Any]) -> Any:
-    """Return the model's outputs in evaluation mode, or None where it does not take such a batch."""
+    """Return the model's outputs for a batch in evaluation mode, or None if the model rejects the batch."""
     was_training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The state of an attached trainer: what attach decided, who computes the loss of its model, and its loaders."""
+"""The state of an attached trainer: the decisions of attach, the data loaders, and checks for later changes."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,30 +44,30 @@ Check = Callable[[Trainer], None]
 
 @dataclass(frozen=True)
 class AttachDecisions:
-    """What attach decides once for a trainer."""
+    """The decisions that attach makes once for a trainer."""
 
     batching: Batching
-    """As given, with the linear_cost of the model."""
+    """The batching that was passed to attach; a linear_cost of None is replaced by the linear_cost of the model."""
     loss: Loss
     prove: bool
     trainer_loss: TrainerLoss
-    """How the trainer computed its loss before it was attached."""
+    """How the trainer computed its loss before attach was called."""
     model: Callable[[], PreTrainedModel | None]
-    """Returns the model that the trainer had; None once it no longer exists."""
+    """A function that returns the trainer's model at the time of attach, or None if that model no longer exists."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a micro-batch may have."""
+        """The largest number of tokens that a micro-batch may have."""
         assert isinstance(self.batching, (TokenBudget, BucketBatches))
         return self.batching.max_tokens if isinstance(self.batching, TokenBudget) else self.batching.tokens_per_batch
 
 
 class _KnownSizes(NamedTuple):
-    """Cached sizes of a dataset."""
+    """Cached sizes of a dataset's rows."""
 
     dataset: Any
     state: Any
-    """Changes when rows are added or removed, or a transform is set, as far as can be seen without reading rows."""
+    """The dataset's number of rows and format; the sizes are read again if this state changes."""
     sizes: RowSizes
 
 
@@ -75,40 +75,40 @@ class PlannedBatches:
     """The state of an attached trainer, stored as `trainer.planned_batches`."""
 
     settled: SettledLoss
-    """Who computes the loss for the trainer's model."""
+    """Whether attach or the trainer computes the loss for the trainer's current model."""
     collator: PackingCollator
 
     def __init__(self, trainer: Trainer, batching: Batching, loss: Loss, prove: bool) -> None:
         model = weakref.ref(inner_model(trainer.model))
         self.decided = AttachDecisions(batching, loss, prove, loss_of_trainer(trainer), model)
         self.evaluation: TokenMean | None = None
-        """The mean of the evaluation that is running."""
+        """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self.step_counts = StepCounts()
-        """Counts of the optimizer steps since the trainer last logged."""
+        """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self.accumulation = 1
-        """Micro-batches of each rank in an optimizer step, as planned."""
+        """The planned number of micro-batches of each rank in an optimizer step."""
         self._loss_settings: dict[str, Any] = {}
-        """What decided the trainer's loss when it was settled."""
+        """The attributes and arguments that decide the trainer's loss, with the values that `check` expects."""
         self._known_sizes: dict[int, _KnownSizes] = {}
-        """By identity of the dataset."""
+        """The cached sizes of each dataset; the key is id(dataset)."""
         self._collective = CollectiveCall()
 
     @contextmanager
     def on_all_ranks(self, trainer: Trainer, check: Check) -> Iterator[None]:
-        """Run a method that all ranks call: check the trainer on every rank, then let the ranks plan together, once."""
+        """Context manager for a method that all ranks call: check the trainer on all ranks, then plan together once."""
         on_all_ranks(lambda _: check(trainer))
         with self._collective.active():
             yield
 
     def check(self, trainer: Trainer) -> None:
-        """Refuse changes since attach that no loader of the trainer can take into account.
+        """Refuse changes since attach that planned batches cannot take into account.
 
         Raises:
-            PackingError: a different collator or method, or a changed setting that decides the loss.
+            PackingError: the collator, a method or a setting that decides the loss has changed.
         """
         if trainer.data_collator is not self.collator:
             raise PackingError(
-                f"data_collator: expected the one that attach has set, got {type(trainer.data_collator).__name__}, "
+                f"data_collator: expected the collator set by attach, got {type(trainer.data_collator).__name__}, "
                 "which would not isolate the documents of planned batches"
             )
         check_methods(trainer)
@@ -116,43 +116,43 @@ class PlannedBatches:
         for name, before in self._loss_settings.items():
             if now[name] is not before and now[name] != before:
                 raise PackingError(
-                    f"{name}: expected the one that the trainer had when attach was called, {before!r}, got "
-                    f"{now[name]!r}; set it before attach"
+                    f"{name}: expected {before!r}, the value when attach was called, got {now[name]!r}; set the "
+                    "value before attach"
                 )
 
     def check_training(self, trainer: Trainer) -> None:
-        """Refuse changes since attach with which the trainer cannot train.
+        """Refuse changes since attach after which the trainer cannot train on planned batches.
 
         Raises:
-            PackingError: as `check`; also arguments that contradict planned batches, and a model that is neither the
-                one that attach saw nor made by model_init.
+            PackingError: `check` refuses a change; an argument contradicts planned batches; or the trainer has another
+                model than when attach was called, and has no model_init.
         """
         self.check(trainer)
         check_arguments(trainer, self.decided.loss)
         check_accelerator(trainer.accelerator)
         if trainer.model_init is None and self.decided.model() is not inner_model(trainer.model):
             raise PackingError(
-                "model: expected the one that the trainer had when attach was called, got another "
+                "model: expected the model that the trainer had when attach was called, got another "
                 f"{type(inner_model(trainer.model)).__name__}, which the trainer's optimizer may not know; make a new "
-                "Trainer with it and attach to that"
+                "Trainer with the other model and call attach on the new Trainer"
             )
 
     def check_accumulation(self, trainer: Trainer) -> None:
-        """Refuse an accumulation that changed while training, for example by a callback.
+        """Refuse a gradient accumulation that changed during training, for example in a callback.
 
         Raises:
-            PackingError: the accumulation is not the planned one, by which losses are divided.
+            PackingError: gradient_accumulation_steps is not the planned value, by which losses are divided.
         """
         if (accumulation := trainer.args.gradient_accumulation_steps) != self.accumulation:
             raise PackingError(
                 f"gradient_accumulation_steps: expected {self.accumulation}, as when train() was called, got "
-                f"{accumulation}; change it before train()"
+                f"{accumulation}; change the value before train()"
             )
 
     def sampler(self, trainer: Trainer, planned_from: PlannedFrom) -> RankBatchSampler:
-        """Plan the micro-batches of this rank for training."""
+        """Return a sampler that plans this rank's micro-batches for training."""
         if trainer.train_dataset is None:
-            raise PackingError("train_dataset: expected one, the trainer has none")
+            raise PackingError("train_dataset: expected a dataset, but the trainer has none")
         batching, accumulation = self.decided.batching, trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=self.decided.loss)
         return self._sampler(trainer, "train_dataset", trainer.train_dataset, planned_from, batching, accumulation)
@@ -160,17 +160,17 @@ class PlannedBatches:
     def sampler_in_order(
         self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
     ) -> RankBatchSampler:
-        """Plan the micro-batches of this rank for evaluation or prediction, in the order of the dataset."""
+        """Return a sampler of this rank's micro-batches for evaluation or prediction, in the order of the dataset."""
         rows_per_batch = trainer.args.per_device_eval_batch_size
         planned_from.note_settings(per_device_eval_batch_size=rows_per_batch)
         return self._sampler(trainer, name, dataset, planned_from, InOrder(rows_per_batch))
 
     def settle(self, trainer: Trainer) -> None:
-        """Patch the trainer's model, and decide which collator it needs and who computes its loss.
+        """Patch the trainer's model, choose the collator, and decide whether attach or the trainer computes the loss.
 
         Raises:
-            PackingError: its loss is not supported.
-            ModelNotSupportedError: isolation cannot be verified for it.
+            PackingError: the model's loss is not supported.
+            ModelNotSupportedError: it cannot be verified that the model isolates documents.
         """
         patch_in_precision(trainer.model, trainer.accelerator, self.decided.prove)
         collator = collator_for(trainer.model)
@@ -178,19 +178,19 @@ class PlannedBatches:
         self.collator = collator
 
     def check_labels(self, trainer: Trainer, dataset: Any) -> None:
-        """Refuse labels that the trainer's model sees; see `check_labels_are_hidden`."""
+        """Refuse labels that only repeat tokens that the trainer's model sees; see `check_labels_are_hidden`."""
         check_labels_are_hidden(dataset, self._sizes(dataset), trainer.model)
 
     def check_divided(self, trainer: Trainer) -> None:
-        """Refuse a loss that would depend on how optimizer steps are split; see `refuse_undivided`."""
+        """Refuse a loss that depends on how an optimizer step is split into micro-batches; see `refuse_undivided`."""
         refuse_undivided(trainer, self.decided.trainer_loss, self.settled)
 
     def remember_settings(self, trainer: Trainer) -> None:
-        """Remember what decides the trainer's loss, so that changes are noticed."""
+        """Store the settings that decide the trainer's loss, so that `check` notices changes."""
         self._loss_settings = loss_settings(trainer)
 
     def training_loader(self, trainer: Trainer) -> DataLoader[Any]:
-        """Return the trainer's loader for the training dataset as it is now."""
+        """Return a loader of planned batches for the trainer's current training dataset."""
 
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
             self.check_training(trainer)
@@ -208,7 +208,7 @@ class PlannedBatches:
         return self._loader(trainer, trainer.train_dataset, sampler)
 
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
-        """Return the trainer's loader for a dataset to evaluate or predict."""
+        """Return a loader for evaluation or prediction, in the order of the dataset."""
 
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
             self.check(trainer)
@@ -224,7 +224,7 @@ class PlannedBatches:
         return self._loader(trainer, dataset, sampler)
 
     def _settle_again(self, trainer: Trainer) -> None:
-        """Settle the loss again if the trainer has a new model, or the model a different kind of loss."""
+        """Decide again who computes the loss if the trainer's model, or the kind of the model's loss, has changed."""
         if self.settled.model() is not inner_model(trainer.model):
             self.settle(trainer)
             trainer.data_collator = self.collator
@@ -274,7 +274,7 @@ class PlannedBatches:
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
-        # tell accelerate that there is one process: the sampler already divides rows among ranks
+        # tell accelerate that there is one process, since the sampler already divides rows among ranks
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             trainer.accelerator.device,

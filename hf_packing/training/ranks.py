@@ -1,9 +1,10 @@
-"""Make ranks agree: plan from the same data and settings, resume with the same batches, and count together.
+"""Check that all ranks plan from the same data, and that a resumed run has the same batches; count tokens for logs.
 
-Batches are a pure function of the data, the batching and the number of ranks, and every rank computes them by itself.
-Ranks that were given different rows would train on some of them twice and on others never, or wait for each other
-forever. So planning runs on all ranks at the same time, and the ranks exchange the data and settings they planned from,
-even if planning failed on one. A checkpoint records its batches, and a resumed run must have the same ones.
+Batches are a pure function of the data, the batching and the number of ranks, so every rank computes the batches of all
+ranks by itself. Ranks with different data would train on some rows twice and on other rows never, or would wait for
+each other forever. Therefore planning runs on all ranks at the same time. The ranks then exchange facts about the data
+and settings from which they planned, even if planning failed on a rank. A checkpoint records how its batches were
+planned, and a resumed run must plan the same batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,14 +31,14 @@ Result = TypeVar("Result")
 LOSS = "loss"
 
 _STEPS_AHEAD = "steps_ahead"
-"""By how many optimizer steps global_step is ahead of the position in the epoch."""
+"""A checkpoint entry: the number of optimizer steps by which global_step is ahead of the position in the epoch."""
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
-"""The counts of a micro-batch, in this order."""
+"""Indices of the counts of a micro-batch. The items are the tokens or documents that the loss is averaged over."""
 
 
 class DataRank(NamedTuple):
-    """One of the ranks that train on different rows."""
+    """The rank of a process among the ranks that train on different rows, and the number of such ranks."""
 
     rank: int
     world_size: int
@@ -51,7 +52,7 @@ def data_rank(accelerator: Accelerator) -> DataRank:
 
 
 def parallelism_of(accelerator: Accelerator) -> Any:
-    """Return accelerate's parallelism_config, or None."""
+    """Return the accelerator's parallelism_config, or None if the accelerator has none."""
     return getattr(accelerator, "parallelism_config", None)
 
 
@@ -62,7 +63,7 @@ class PlannedFrom:
     compared: bool = False
     """Whether there are other ranks to compare with."""
     data: dict[str, DataFacts] = field(default_factory=dict)
-    """Facts by the name of the argument, such as "train_dataset"."""
+    """Facts about each dataset, by the name of the argument, such as "train_dataset"."""
     settings: dict[str, str] = field(default_factory=dict)
 
     def note_data(self, name: str, dataset: Any, sizes: RowSizes) -> None:
@@ -79,10 +80,11 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
     All ranks must call this at the same time.
 
     Args:
-        act: plans, and notes its data and settings in PlannedFrom. Nothing in it may wait for other ranks.
+        act: a function that plans, and notes the data and settings in the given PlannedFrom. The function must not wait
+            for other ranks.
 
     Raises:
-        PackingError: on every rank, if data or settings differ, or if act failed on another rank.
+        PackingError: data or settings differ between ranks, or `act` failed on another rank; raised on every rank.
     """
     processes = PartialState().num_processes if is_initialized() else 1
     planned_from = PlannedFrom(compared=processes > 1)
@@ -91,7 +93,7 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
     failure = None
     try:
         result = act(planned_from)
-    except Exception as error:  # of any kind: the other ranks must know
+    except Exception as error:  # the other ranks must learn of any error
         failure = error
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
     reports = gather_object([_Report(planned_from, said)])
@@ -110,8 +112,8 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
 class CollectiveCall:
     """Tracks whether a method that all ranks call together, such as train(), is running and has not planned yet.
 
-    When such a method makes its loader, the ranks compare the data and settings they plan from. A loader made outside
-    of such a method may exist on one rank only, so nothing is compared.
+    When such a method makes a loader, the ranks compare the data and settings from which they plan. A loader that is
+    made outside of such a method may exist on a single rank, so nothing is compared.
     """
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class CollectiveCall:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Mark the block in which all ranks plan together, once."""
+        """Context manager: within the block, all ranks plan together, once."""
         self._is_to_plan = True
         try:
             yield
@@ -127,14 +129,14 @@ class CollectiveCall:
             self._is_to_plan = False
 
     def runner(self) -> Callable[[Callable[[PlannedFrom], Result]], Result]:
-        """Return `on_all_ranks` at the first call while active, else a function that acts on this rank only."""
+        """Return `on_all_ranks` at the first call within `active()`, else a function that plans on this rank only."""
         is_to_plan, self._is_to_plan = self._is_to_plan, False
         return on_all_ranks if is_to_plan else lambda act: act(PlannedFrom())
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells all others."""
+    """The report that a rank sends to all other ranks."""
 
     planned_from: PlannedFrom
     error: str | None
@@ -148,12 +150,14 @@ def _refuse_differences(reports: list[_Report]) -> None:
         for name in _names_to_compare(first.data, other.data, complete):
             if name not in first.data or name not in other.data:
                 has, lacks = (0, rank) if name in first.data else (rank, 0)
-                raise PackingError(f"{name}: expected one on all ranks, rank {has} has one, rank {lacks} has none")
+                raise PackingError(
+                    f"{name}: expected a dataset on all ranks, but rank {has} has a dataset and rank {lacks} has none"
+                )
             if differ := difference(first.data[name], other.data[name], "rank 0", f"rank {rank}"):
                 raise PackingError(
                     f"{name}: expected the same rows on all ranks; {differ}. Give every rank the whole dataset, "
-                    "without .shard(), split_dataset_by_node() or shuffle(seed=rank): hf_packing divides its rows "
-                    "among the ranks"
+                    "without .shard(), split_dataset_by_node() or shuffle(seed=rank), since hf_packing divides the "
+                    "rows among the ranks"
                 )
     for rank, report in enumerate(reports[1:], start=1):
         other = report.planned_from
@@ -161,24 +165,27 @@ def _refuse_differences(reports: list[_Report]) -> None:
             here, there = first.settings.get(name), other.settings.get(name)
             if here != there:
                 raise PackingError(
-                    f"{name}: expected the same on all ranks; rank 0 has {here}, rank {rank} has {there}. Every rank "
-                    "plans the batches of all ranks and takes its own"
+                    f"{name}: expected the same value on all ranks; rank 0 has {here}, rank {rank} has {there}. Every "
+                    "rank plans the batches of all ranks, so settings must not differ"
                 )
 
 
 def _names_to_compare(first: Mapping[str, Any], other: Mapping[str, Any], complete: bool) -> list[str]:
-    """Return the names on both ranks; also those on one only, unless a rank failed before it had noted them all."""
+    """Return the names that both ranks have noted and, if `complete`, also the names that a single rank has noted.
+
+    `complete` is False if planning failed on a rank, since that rank may not have noted all names yet.
+    """
     return [name for name in {**first, **other} if complete or (name in first and name in other)]
 
 
 def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
-    """Raise PackingError for a state that was saved with a different loss."""
+    """Raise PackingError if the saved state is from training with a different loss."""
     if saved.get(LOSS) != loss:
         raise PackingError(f"loss: expected {saved.get(LOSS)!r}, as when the checkpoint was saved, got {loss!r}")
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
-    """Saves everything that decides the next batches and losses, with the state of the trainer."""
+    """A callback that saves, with the trainer's state, everything that decides the next batches and losses."""
 
     def __init__(self, loss: Loss = "token") -> None:
         self.loss = loss
@@ -194,7 +201,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
         control: TrainerControl,  # noqa: ARG002
         **known: Any,
     ) -> None:
-        """Compare the batches with those of the checkpoint that the run resumes from, if any."""
+        """If the run resumes from a checkpoint, refuse batches that differ from the batches of the checkpoint."""
         rows = known["train_dataloader"].dataset
         if not isinstance(rows, SampledRows):
             return
@@ -205,24 +212,24 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
             if saved is None:
                 raise PackingError(
-                    "resume_from_checkpoint: expected a checkpoint of a trainer with attached batches, this one does "
-                    "not say which batches it was trained on; with ignore_data_skip=True, a new epoch begins instead"
+                    "resume_from_checkpoint: expected a checkpoint of an attached trainer, got a checkpoint "
+                    "without a record of its batches; with ignore_data_skip=True, a new epoch begins instead"
                 )
             rows.sampler.check_can_resume(saved)
             check_same_loss(saved, self.loss)
             if saved.get(_STEPS_AHEAD):
                 raise PackingError(
                     "ignore_data_skip: expected True, got False. The run that saved the checkpoint was itself resumed "
-                    f"with ignore_data_skip=True, {saved[_STEPS_AHEAD]} steps into an epoch, and began a new epoch "
-                    "then, so global_step does not give its position: some rows would be trained on twice, others not "
-                    "at all"
+                    f"with ignore_data_skip=True, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a new "
+                    "epoch. Therefore global_step does not give the position in the epoch, and some rows would be "
+                    "trained on twice, other rows not at all"
                 )
         self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
-        state.stateful_callbacks[type(self).__name__] = self.state()  # the checkpoint of another trainer has no entry
+        state.stateful_callbacks[type(self).__name__] = self.state()  # other trainers' checkpoints have no such entry
 
 
 def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
-    """Count tokens, documents, squared segment lengths and items of the loss, on the device of the batches.
+    """Count tokens, documents, squared segment lengths and items of the loss in each batch, on the batch's device.
 
     Returns:
         int64 [batches, 4].
@@ -237,29 +244,29 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
 
 
 def items_counted(counts: Tensor) -> Tensor:
-    """Return how many items the loss of an optimizer step is a mean over: int64 scalar, at least 1.
+    """Return the number of items over which the loss of an optimizer step is averaged, an int64 scalar of at least 1.
 
     Args:
-        counts: int64 [ranks, batches, 4].
+        counts: int64 [ranks, batches, 4], the result of `micro_batch_counts` on each rank.
     """
     return counts[..., _ITEMS].sum().clamp(min=1)
 
 
 class StepCounts:
-    """Counts of the optimizer steps since the last log. They stay on the device until they are logged."""
+    """Counts of the optimizer steps since the last log. The counts stay on the device until they are logged."""
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
 
     def add(self, counts: Tensor) -> None:
-        """Add an optimizer step: int64 [ranks, batches, 4]."""
+        """Add the counts of an optimizer step, int64 [ranks, batches, 4]."""
         self._steps.append(counts.detach())
 
     def take(self, max_tokens: int) -> dict[str, float]:
-        """Return the means over the steps, by their names in the logs, and start over.
+        """Return packing metrics of the counted steps, by their names in the logs, and forget the counts.
 
         Args:
-            max_tokens: how many tokens a micro-batch may have.
+            max_tokens: the largest number of tokens that a micro-batch may have.
         """
         if not self._steps:
             return {}
@@ -277,5 +284,9 @@ class StepCounts:
 
 
 def _utilization(work: Tensor) -> float:
-    """Return mean / maximum over ranks of work [ranks, micro-batches], averaged over micro-batches."""
+    """Return the mean over ranks divided by the maximum over ranks, averaged over micro-batches.
+
+    Args:
+        work: float64 [ranks, micro-batches], the tokens or the squared segment lengths.
+    """
     return float((work.mean(dim=0) / work.amax(dim=0)).mean())

@@ -1,8 +1,8 @@
-"""Decide who computes a trainer's loss, attach or the trainer itself, and what that loss is divided by.
+"""Decide whether attach or the trainer computes the loss, and find out whether the loss is divided correctly.
 
 A trainer that computes its own loss is probed once, to find out whether it divides the loss by num_items_in_batch.
-SFTTrainer computes its loss without logits: its fused head returns `log_probs` [1, tokens - 1], and the loss is their
-sum divided by num_items_in_batch. Only this file knows about the fused head.
+SFTTrainer computes its loss without logits: a fused head of the model returns `log_probs` [1, tokens - 1], and the loss
+is the negative sum of `log_probs`, divided by num_items_in_batch. Only this file knows about the fused head.
 """
 
 import copy
@@ -34,11 +34,11 @@ from hf_packing.training.losses import (
 from hf_packing.training.ranks import data_rank
 
 _MUCH = 1e-3
-"""A loss that is divided by twice as many items becomes smaller by more than this share."""
+"""If doubling num_items_in_batch changes a loss by more than this share, the loss is divided by that number."""
 
 
 _METRICS = "_metrics"
-"""Where SFTTrainer collects metrics of the batches it sees."""
+"""The attribute in which SFTTrainer collects metrics of batches."""
 
 
 _ON_TRAINER = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
@@ -49,45 +49,45 @@ _IN_ARGUMENTS = ("label_smoothing_factor", "use_liger_kernel", "loss_type")
 
 @dataclass(frozen=True)
 class TrainerLoss:
-    """How a trainer computed its loss before attach changed it."""
+    """How a trainer computed its loss before attach changed the trainer."""
 
     kind: type[Trainer]
     """The trainer's class."""
     is_its_own: bool
-    """Whether the trainer computes its own loss, whatever the loss of its model is."""
+    """Whether the trainer computes the loss itself instead of taking the loss from the model."""
     sums_log_probs: bool
-    """Whether the loss is the sum of the log-probabilities that SFTTrainer's fused head returns."""
+    """Whether the loss is the negative sum of the log-probabilities that SFTTrainer's fused head returns."""
     scaled_for_accumulation: bool
-    """Whether the trainer says that its loss is already right for accumulated batches."""
+    """Whether loss_is_scaled_for_ga declares that the trainer's loss is already scaled for gradient accumulation."""
 
 
 @dataclass(frozen=True)
 class SettledLoss:
-    """Who computes the loss for one model of a trainer."""
+    """Whether attach or the trainer computes the loss for a model of the trainer."""
 
     model: Callable[[], PreTrainedModel | None]
-    """Returns the model; None once it no longer exists."""
+    """A function that returns the model, or None if the model no longer exists."""
     of_model: ModelLoss | None
-    """The result of `loss_of_model`."""
+    """The kind of the model's own loss, as `loss_of_model` returned it."""
     by_trainer: bool
-    """Whether the trainer's own compute_loss is used; attach then only provides the divisor."""
+    """Whether the trainer's own compute_loss is used; if so, attach only provides the divisor."""
     divided: bool
-    """Whether the loss is divided by the items of a whole optimizer step."""
+    """Whether the loss is divided by the number of tokens or documents in a whole optimizer step."""
 
 
 def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
-    """Return SFTTrainer if the trainer is one, or a subclass of it that is not part of TRL; else None."""
+    """Return the class SFTTrainer if the trainer is of this class or of a subclass outside of TRL, else None."""
     of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
     return of_trl if of_trl is not None and of_trl.__name__ == "SFTTrainer" else None
 
 
 def computes_loss_as(kind: type[Trainer], other: type[Trainer]) -> bool:
-    """Return whether two classes of trainers have the same compute_loss."""
+    """Return whether two trainer classes have the same method compute_loss."""
     return kind.compute_loss is other.compute_loss
 
 
 def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
-    """Return how a trainer that is not attached computes its loss."""
+    """Return how a trainer computes its loss; the trainer is not attached yet."""
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
     replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     return TrainerLoss(
@@ -102,21 +102,23 @@ def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
 
 
 def loss_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the attributes and arguments of a trainer that decide its loss, by name."""
+    """Return a dict of the trainer's attributes and arguments that decide the loss."""
     on_trainer = {name: getattr(trainer, name, None) for name in _ON_TRAINER}
     return on_trainer | {name: getattr(trainer.args, name, None) for name in _IN_ARGUMENTS}
 
 
 def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:
-    """Decide who computes the loss, and have the trainer pass num_items_in_batch on where that is needed.
+    """Decide whether attach or the trainer computes the loss, and return the decision.
+
+    If needed, the function also sets model_accepts_loss_kwargs, so that the trainer passes num_items_in_batch on.
 
     Args:
-        trainer: its model is patched.
-        own: how the trainer computed its loss before it was attached.
-        loss: what is averaged.
+        trainer: a trainer whose model is patched.
+        own: how the trainer computed its loss before attach was called.
+        loss: "token" or "sequence".
 
     Raises:
-        PackingError: loss="sequence" with a model whose own loss is not known.
+        PackingError: `loss` is "sequence", and the model's own loss is of an unknown kind.
     """
     of_model = loss_of_model(trainer.model)
     by_trainer, divided = own.is_its_own, True
@@ -133,7 +135,7 @@ def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:
 
 
 def refuse_undivided(trainer: Trainer, own: TrainerLoss, settled: SettledLoss) -> None:
-    """Refuse a loss that is not divided by the items of a whole optimizer step, unless a step is one micro-batch.
+    """Refuse a loss that is not divided by num_items_in_batch, unless an optimizer step is a single micro-batch.
 
     Raises:
         PackingError: the loss is not divided by num_items_in_batch, and a step has more than one micro-batch.
@@ -141,9 +143,9 @@ def refuse_undivided(trainer: Trainer, own: TrainerLoss, settled: SettledLoss) -
     micro_batches = trainer.args.gradient_accumulation_steps * data_rank(trainer.accelerator).world_size
     if micro_batches > 1 and not (settled.divided or own.scaled_for_accumulation):
         raise PackingError(
-            f"trainer: expected a loss that is divided by {ITEMS}, {own.kind.__name__} with "
-            f"{type(inner_model(trainer.model)).__name__} does not divide, so its gradient would depend on how a step "
-            f"is split into {micro_batches} micro-batches; use gradient_accumulation_steps=1 on one process"
+            f"trainer: expected a loss that is divided by {ITEMS}, but {own.kind.__name__} with "
+            f"{type(inner_model(trainer.model)).__name__} does not divide the loss. The gradient would depend on how a "
+            f"step is split into {micro_batches} micro-batches; use gradient_accumulation_steps=1 on one process"
         )
 
 
@@ -152,10 +154,11 @@ def _takes_items(trainer: Trainer) -> bool:
 
 
 def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
-    """Return whether twice as many items make the loss of a short document smaller.
+    """Return whether the trainer's loss is divided by num_items_in_batch.
 
-    SFTTrainer is known to divide, unless the user gave it a loss function. A model whose weights are not in memory
-    cannot be probed, and is assumed to divide.
+    The loss of a short document is compared for two values of num_items_in_batch. The loss of SFTTrainer is known to be
+    divided, unless the user set compute_loss_func. A model whose weights are not in memory cannot be probed, so its
+    loss is assumed to be divided.
     """
     sft_trainer = sft_trainer_of(trainer)
     if sft_trainer is not None and computes_loss_as(kind, sft_trainer) and trainer.compute_loss_func is None:
@@ -169,10 +172,10 @@ def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
 
 
 def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
-    """Return the trainer's own loss of a random document, in training mode; metrics and random state are restored."""
+    """Return the trainer's own loss on a random document, in training mode; metrics and random state are restored."""
     model = trainer.model
     documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
-    row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses labels that repeat its tokens
+    row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses labels that repeat tokens
     batch = send_to_device(PackingCollator()([row]), input_device(inner_model(model)))
     probed: Any = copy.copy(trainer)
     probed.__class__ = kind
@@ -184,13 +187,13 @@ def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
     model.train()
     try:
         with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # gradient checkpointing warns without gradients
+            warnings.simplefilter("ignore")  # gradient checkpointing warns if gradients are off
             torch.manual_seed(0)
             return float(probed.compute_loss(model, batch, num_items_in_batch=torch.tensor(items)))
-    except Exception as error:  # compute_loss is the user's code
+    except Exception as error:  # compute_loss may be the user's code
         raise PackingError(
-            f"trainer: expected a compute_loss that takes a packed batch, {kind.__name__}.compute_loss raises "
-            f"{type(error).__name__}: {error}"
+            f"trainer: expected a compute_loss that takes a packed batch, but {kind.__name__}.compute_loss "
+            f"raises {type(error).__name__}: {error}"
         ) from error
     finally:
         model.train(was_training)
@@ -198,7 +201,7 @@ def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
 
 @contextmanager
 def weighted_log_probs(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, weight the log-probabilities of a fused head so that all documents weigh the same."""
+    """Context manager: within the block, weight log-probabilities of a fused head so that documents count equally."""
     weights = weights_of(inputs, "sequence")[:, 1:]
 
     def weight(outputs: Any) -> None:
@@ -206,7 +209,7 @@ def weighted_log_probs(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[
         if found is None or found.shape != weights.shape:
             raise PackingError(
                 f"loss: expected log_probs of shape {tuple(weights.shape)} from SFTTrainer's fused head for "
-                f"loss='sequence', this version of TRL returns {type(outputs).__name__}; loss='token' needs none"
+                f"loss='sequence', but this version of TRL returns {type(outputs).__name__}; use loss='token'"
             )
         outputs.log_probs = found * weights.to(found)
 
@@ -216,7 +219,7 @@ def weighted_log_probs(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[
 
 @contextmanager
 def summed_log_probs(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Within the block, append the sum of log-probabilities to the list at each call of a fused head."""
+    """Context manager: yield a list to which each call of a fused head appends the sum of its log-probabilities."""
     sums: list[Tensor] = []
 
     def add(outputs: Any) -> None:

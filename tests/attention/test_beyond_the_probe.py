@@ -282,14 +282,14 @@ def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
     model.set_submodule(name, fresh)
-    with pytest.raises(hfp.PackingError, match="which was put there later"):
+    with pytest.raises(hfp.PackingError, match="that replaced the module later"):
         packed_logits(model, documents_of([3, 4]))
 
 
 def test_logits_to_keep_of_several_rows():
     model = patched_tiny("mamba", "causal")
     rows = torch.tensor([[5, 6, 7], [8, 9, 4]])
-    with pytest.raises(hfp.PackingError, match="logits_to_keep: expected none with several packed rows, got 1"):
+    with pytest.raises(hfp.PackingError, match="logits_to_keep: expected none with several packed rows, .* got 1"):
         model(rows, position_ids=torch.tensor([[0, 1, 0], [0, 1, 0]]), logits_to_keep=1)
 
 

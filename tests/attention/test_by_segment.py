@@ -228,7 +228,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 def test_a_cache_is_refused():
     model = patched("attention and a state")
     with pytest.raises(
-        hfp.PackingError, match="past_key_values: expected none on a model that runs modules by segment"
+        hfp.PackingError, match="past_key_values: expected no cache on a model that runs modules by segment"
     ):
         model(
             **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
@@ -242,7 +242,7 @@ def test_an_argument_that_was_not_there_when_it_was_patched():
     mixer = model.get_submodule(name)
     with (
         use_row(PackedRow.from_lengths([2, 3])),
-        pytest.raises(hfp.PackingError, match=f"{name}.*: 1.gate of shape .* was not seen when the model was patched"),
+        pytest.raises(hfp.PackingError, match=f"{name}.*: the tensor 1.gate of shape .* did not occur when"),
     ):
         mixer(hidden_states=torch.zeros(1, 5, 64), gate=torch.zeros(1, 5))
 

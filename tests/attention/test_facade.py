@@ -16,10 +16,10 @@ def test_a_route_in_one_line_and_in_several():
     plans = tuple(ModulePlan.record(f"layers.{i}.mixer", torch.nn.Identity(), 41) for i in range(2))
     for plan in plans:
         plan.kind = "Mixer"
-    route = Route(Method("packed_varlen", InputFormat()), plans, 0.5, unproven="it draws random numbers")
+    route = Route(Method("packed_varlen", InputFormat()), plans, 0.5, unproven="the model draws random numbers")
     assert repr(route) == "Route('varlen + segments', modules={'Mixer': 2}, packed_share=0.50)"
     assert route.describe().splitlines() == [
         "route: varlen + segments, 50% of the parameters stay packed",
         "by segment: 2 Mixer",
-        "training mode not proven: it draws random numbers",
+        "training mode not proven: the model draws random numbers",
     ]

@@ -26,13 +26,13 @@ def head(name, **changes):
 
 
 WITHOUT_TOKENS = {
-    "BertForSequenceClassification": "BertForSequenceClassification has those of shape [1, 2]",
-    "LlamaForSequenceClassification": "LlamaForSequenceClassification has those of shape [1, 2]",
-    "BertForQuestionAnswering": "BertForQuestionAnswering has none",
-    "BertForNextSentencePrediction": "BertForNextSentencePrediction has those of shape [1, 2]",
-    "ElectraForPreTraining": "ElectraForPreTraining has those of shape [1, ",
-    "BertModel": "BertModel has none",
-    "T5EncoderModel": "T5EncoderModel has none",
+    "BertForSequenceClassification": "BertForSequenceClassification returns logits of shape [1, 2]",
+    "LlamaForSequenceClassification": "LlamaForSequenceClassification returns logits of shape [1, 2]",
+    "BertForQuestionAnswering": "BertForQuestionAnswering returns no logits",
+    "BertForNextSentencePrediction": "BertForNextSentencePrediction returns logits of shape [1, 2]",
+    "ElectraForPreTraining": "ElectraForPreTraining returns logits of shape [1, ",
+    "BertModel": "BertModel returns no logits",
+    "T5EncoderModel": "T5EncoderModel returns no logits",
 }
 NOT_CALLED = {
     "BertForMultipleChoice": "BertForMultipleChoice has no head for a vocabulary",
@@ -56,7 +56,7 @@ def test_heads_without_logits_for_each_token(tmp_path, name):
     if name == "PEFT":  # a reward model
         name = "LlamaForSequenceClassification"
         model = lora(head(name, num_labels=1), "q_proj", "SEQ_CLS")
-        words = "LlamaForSequenceClassification has those of shape [1, 1]"
+        words = "LlamaForSequenceClassification returns logits of shape [1, 1]"
     else:
         model, words = head(name), WITHOUT_TOKENS[name]
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]] * 4, "labels": [0, 1] * 4})

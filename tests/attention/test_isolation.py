@@ -33,7 +33,7 @@ def test_patched_models_do_not(name):
     report = hfp.check_isolation(hfp.patch_model(build(name)))
     assert report.isolated
     assert report.max_leak < 1e-4
-    assert report.reason == "changing one document changed no other"
+    assert report.reason == "changing one document changed no other document"
 
 
 def test_stock_without_a_cache_is_isolated():
@@ -66,7 +66,7 @@ def test_a_model_that_cannot_be_called_so():
 
 
 def test_a_model_without_logits():
-    with pytest.raises(hfp.PackingError, match="model: expected logits of shape .* LlamaModel has none"):
+    with pytest.raises(hfp.PackingError, match="model: expected logits of shape .* LlamaModel returns no logits"):
         hfp.check_isolation(build("Llama").model)
 
 
@@ -119,7 +119,7 @@ def test_wrong_attention_is_found(monkeypatch, name, change, dtype):
 def test_nan_logits_are_no_proof():
     model = build("Llama")
     torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
-    with pytest.raises(hfp.ModelNotSupportedError, match="expected finite logits, LlamaForCausalLM has none"):
+    with pytest.raises(hfp.ModelNotSupportedError, match="expected finite logits, but LlamaForCausalLM has none"):
         hfp.patch_model(model)
 
 
@@ -155,6 +155,6 @@ def test_a_collator_that_fails_is_not_the_models_fault():
         return rows[0]["no_such"]
 
     with pytest.raises(
-        hfp.PackingError, match="collator: expected one that takes packed rows, this one raised KeyError: 'no_such'"
+        hfp.PackingError, match="collator: expected a function .*, but the collator raised KeyError: 'no_such'"
     ):
         hfp.check_isolation(build("Llama"), collator=collator)

@@ -93,7 +93,7 @@ def test_code_that_goes_past_the_forwards_inside_it():
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [
-        (lambda made: made.pow(2).mean(), "it returns a number computed from all its tokens"),
+        (lambda made: made.pow(2).mean(), "the module returns a number computed from all tokens"),
         (
             lambda made: made.pow(2).mean((0, 1)),
             r"returns a tensor of shape \[64\] computed from all tokens of a row",
@@ -104,7 +104,7 @@ def test_a_loss_of_all_tokens_made_inside_what_runs_by_segment(returned, reason)
     """That of the last segment would stand for all."""
     with pytest.raises(
         hfp.ModelNotSupportedError,
-        match=rf"WithLoss \(layers.0\) cannot run on a segment alone, .* {reason}",
+        match=rf"WithLoss \(layers.0\) cannot run on a single segment: .* {reason}",
     ):
         hfp.patch_model(own(lambda: WithLoss(returned)))
 
@@ -119,7 +119,7 @@ def test_a_loss_that_is_left_in_an_attribute_of_what_runs_by_segment():
 
     with pytest.raises(
         hfp.ModelNotSupportedError,
-        match=r"Leaving \(layers.0\): its attribute loss stores a number computed from all tokens of a row",
+        match=r"Leaving \(layers.0\): the attribute loss stores a number computed from all tokens of a row",
     ):
         hfp.patch_model(own(lambda: Leaving(lambda made: made.pow(2).mean())))
 
@@ -233,7 +233,9 @@ def test_another_attention_for_a_part_of_the_model():
     own._attn_implementation_internal = "sdpa"
     hfp.patch_model(model)
     own._attn_implementation_internal = "eager"
-    with pytest.raises(hfp.PackingError, match="the LlamaConfig of a patched model, got 'eager', which was set later"):
+    with pytest.raises(
+        hfp.PackingError, match="the LlamaConfig of a patched model, got 'eager', which was set after the model"
+    ):
         model(**batch_of(DOCUMENTS))
 
 
@@ -260,7 +262,8 @@ def test_a_loss_that_compares_labels_with_another_document(kind, mode):
     model = kind(LlamaConfig(**SIZES))
     before = set(vars(model)), model.config._attn_implementation
     with pytest.raises(
-        hfp.ModelNotSupportedError, match=f"{kind.__name__}: {mode}its own loss compares labels of a packed document"
+        hfp.ModelNotSupportedError,
+        match=f"{kind.__name__}: {mode}the model's own loss compares labels of a packed document",
     ):
         hfp.patch_model(model)
     assert (set(vars(model)), model.config._attn_implementation) == before

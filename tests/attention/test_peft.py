@@ -75,7 +75,7 @@ def test_an_adapter_that_begins_at_its_tokens_is_refused():
     model = peft.get_peft_model(model, config)
     for call in (hfp.patch_model, hfp.check_isolation):
         with pytest.raises(
-            hfp.PackingError, match=r"expected adapters without alora_invocation_tokens, 'default' has \[7, 8\]"
+            hfp.PackingError, match=r"adapters without alora_invocation_tokens, but adapter 'default' has \[7, 8\]"
         ):
             call(model)
 

@@ -301,14 +301,14 @@ class Halves(Routed):
         (
             Routed,
             "inner.0.router",
-            r"PackingError: Router \(inner.0.router\): it returns a number computed from all its tokens",
+            r"PackingError: Router \(inner.0.router\): the module returns a number computed from all tokens",
         ),
         (
             Noting,
             "inner.0",
-            r"PackingError: Noting \(inner.0\): its attribute loss stores a number computed from all tokens",
+            r"PackingError: Noting \(inner.0\): the attribute loss stores a number computed from all tokens",
         ),
-        (Halves, "inner.0.router", r"PackingError: .*: it returns a tensor of shape \[11\] computed from all tokens"),
+        (Halves, "inner.0.router", r"PackingError: .*: the module returns a tensor of shape \[11\] computed from all"),
     ],
 )
 def test_what_is_made_of_the_whole_row_is_refused(inner, name, message):

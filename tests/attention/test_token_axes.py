@@ -83,7 +83,7 @@ def test_axes_are_known_by_their_place_once_they_were_seen():
     assert axes.has_count(value)
     assert axes.of(("hidden",), row(1, 4, 4)) == (1,)
     assert axes.of(("width",), row(TOKENS)) == ()
-    message = r"Module \(name\): other.0 of shape \[7, 2\] was not seen when the model was patched"
+    message = r"Module \(name\): the tensor other.0 of shape \[7, 2\] did not occur when the model was patched"
     with pytest.raises(PackingError, match=message):
         axes.of(("other", 0), row(TOKENS, 2))
 
@@ -105,7 +105,9 @@ def test_a_row_of_another_length_is_refused():
 def test_positions_that_no_longer_count():
     axes = recorded({"positions": torch.arange(TOKENS)[None]})
     axes.check_row({"positions": torch.arange(2, 11)[None]}, 9)
-    with pytest.raises(PackingError, match="expected positions to count the tokens of a row; is there a padding token"):
+    with pytest.raises(
+        PackingError, match="expected positions to rise by 1 from token to token, got other steps; a padding token"
+    ):
         axes.check_row({"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, 9)
 
 
@@ -161,7 +163,7 @@ def test_segments_that_share_a_call_are_padded_on_the_right():
 def test_segments_cannot_share_a_call_without_an_axis_for_rows():
     value = {"hidden": row(TOKENS, 2)}
     assert cut_inputs(value, recorded(value), SLICES[:1])["hidden"].shape == (3, 2)
-    with pytest.raises(PackingError, match=re.escape("Module (name): its hidden has no axis for rows")):
+    with pytest.raises(PackingError, match=re.escape("Module (name): expected hidden to have an axis for rows")):
         cut_inputs(value, recorded(value), SLICES)
 
 
@@ -194,7 +196,7 @@ def test_two_token_axes_are_joined_along_the_diagonal():
 
 
 def test_three_token_axes_are_refused():
-    with pytest.raises(PackingError, match="it returns a tensor with 3 axes of tokens"):
+    with pytest.raises(PackingError, match="the module returns a tensor with 3 token axes"):
         run({"scores": row(TOKENS, TOKENS, TOKENS)}, [[each] for each in SLICES])
 
 
@@ -221,15 +223,15 @@ def test_single_numbers_that_differ_are_refused():
         return join_outputs(outputs[-1], axes, parts)["loss"].item()
 
     assert join(3.0, 3.0, 3.0) == 3
-    with pytest.raises(PackingError, match="it returns a number computed from all its tokens"):
+    with pytest.raises(PackingError, match="the module returns a number computed from all tokens"):
         join(3.0, 3.0, 4.0)
 
 
 def test_a_shared_call_whose_output_has_no_axis_for_rows():
     axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
-    with pytest.raises(PackingError, match="it returns a tensor without an axis for rows"):
+    with pytest.raises(PackingError, match="the module returns a tensor without an axis for rows"):
         split_outputs({"flat": row(6, 2)}, axes, [3, 2])
-    with pytest.raises(PackingError, match="it returns a tensor without an axis for rows"):
+    with pytest.raises(PackingError, match="the module returns a tensor without an axis for rows"):
         split_outputs({"hidden": row(3, 3, 2)}, axes, [3, 2])
 
 
@@ -256,7 +258,7 @@ def test_axes_of_tokens_are_not_guessed():
     counted = TokenAxes("Module (name)", 41)
     counted.record({"positions": torch.arange(41)})
     assert counted.of(("positions",), torch.arange(41)) == (0,)
-    with pytest.raises(PackingError, match="is there a padding token in a document"):
+    with pytest.raises(PackingError, match="a padding token in a document may be the cause"):
         counted.check_row({"positions": torch.tensor([0, 1] * 20 + [0])}, 41)
-    with pytest.raises(PackingError, match=r"Module \(name\): other of shape \[1, 41\] was not seen when"):
+    with pytest.raises(PackingError, match=r"Module \(name\): the tensor other of shape \[1, 41\] did not occur when"):
         axes.of(("other",), torch.zeros(1, 41))

@@ -155,12 +155,12 @@ def test_training_that_cannot_be_made_quiet_is_reported():
     model = hfp.patch_model(with_module(Noisy()))
     report = hfp.check_isolation(model)
     assert report.isolated
-    reason = "it draws random numbers in training mode that cannot be switched off"
+    reason = "the model draws random numbers in training mode that cannot be switched off"
     assert report.route.unproven == report.unproven == reason
-    assert str(report).count("training mode not proven: it draws random numbers") == 1
+    assert str(report).count("training mode not proven: the model draws random numbers") == 1
     with hfp.unpatch_model(model):
         model.config.use_cache = False
-        assert "training mode not proven: it draws random numbers" in str(hfp.check_isolation(model))
+        assert "training mode not proven: the model draws random numbers" in str(hfp.check_isolation(model))
 
 
 def test_leaks_are_seen_beside_noise():
@@ -176,7 +176,7 @@ def test_a_model_that_is_others_each_time_in_training():
             return hidden * (1 + next(calls) % 7 * 0.1) if self.training else hidden
 
     report = hfp.check_isolation(hfp.patch_model(with_module(nn.Sequential(Noisy(), Clock()))))
-    assert "its logits for the same tokens vary from run to run in training mode" in report.unproven
+    assert "the model's logits for the same tokens vary from run to run in training mode" in report.unproven
     assert report.modes == ("evaluation",)
 
 
@@ -189,7 +189,9 @@ def test_a_model_that_cannot_be_called_in_training():
 
     report = hfp.check_isolation(hfp.patch_model(with_module(Failing())))
     assert (report.isolated, report.modes) == (True, ("evaluation",))
-    assert "training mode not proven: it cannot be called in training mode with input_ids alone: labels" in str(report)
+    assert "training mode not proven: the model cannot be called in training mode with input_ids alone: labels" in str(
+        report
+    )
 
 
 def test_everything_is_put_back():
@@ -236,4 +238,4 @@ def test_gradient_checkpointing(architecture, reentrant):
     report = hfp.check_isolation(hfp.patch_model(model))
     assert report.isolated
     assert report.modes == ("evaluation", "training")
-    assert ("only its logits were compared" in report.unproven) == reentrant
+    assert ("only logits were compared" in report.unproven) == reentrant

@@ -156,11 +156,12 @@ def test_collators_of_others_on_patched_models(name):
 
 def test_a_collator_that_loses_documents():
     with pytest.raises(
-        hfp.PackingError, match="collator: expected a batch with each document whole, exactly once, got one of 13"
+        hfp.PackingError,
+        match="collator: expected a batch with every document whole and exactly once, got a document of 13",
     ):
         hfp.check_isolation(build("Llama"), collator=lambda rows: {"input_ids": stacked(rows)["input_ids"][:, 5:]})
 
 
 def test_rows():
-    with pytest.raises(hfp.PackingError, match="rows: expected at least 1, got 0"):
+    with pytest.raises(hfp.PackingError, match="rows: expected an integer of at least 1, got 0"):
         hfp.check_isolation(build("Llama"), rows=0)

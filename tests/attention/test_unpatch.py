@@ -53,7 +53,7 @@ class TestUndone:
 
     def test_what_is_not_patched(self):
         with pytest.raises(
-            hfp.PackingError, match="model: expected one that patch_model has patched, LlamaForCausalLM is not"
+            hfp.PackingError, match="expected a model patched by patch_model, but LlamaForCausalLM is not patched"
         ):
             hfp.unpatch_model(build("Llama"))
 
@@ -118,7 +118,7 @@ REFUSED = {
     ),
     "an attention whose kernel is absent": (
         ("mra", "masked"),
-        "MraForMaskedLM: .* no leak can be detected even without borders, so nothing is proven",
+        "MraForMaskedLM: .* no leak can be detected even without borders, so isolation cannot be proven",
     ),
 }
 
@@ -152,7 +152,8 @@ def test_a_model_that_fails_without_a_mask():
     model = build("Llama")
     model.register_forward_pre_hook(lambda _, __, kwargs: kwargs["attention_mask"].sum() and None, with_kwargs=True)
     with pytest.raises(
-        hfp.ModelNotSupportedError, match="LlamaForCausalLM: it cannot be called with input_ids alone: 'attention_mask'"
+        hfp.ModelNotSupportedError,
+        match="LlamaForCausalLM: the model cannot be called with input_ids alone: 'attention_mask'",
     ):
         hfp.patch_model(model)
 

@@ -46,7 +46,7 @@ def test_several_rows_are_laid_end_to_end():
     [
         (
             {"attention_mask": torch.ones(1, 12)},
-            r"attention_mask: packed_varlen takes none, Attention passed one of shape \[1, 12\]",
+            r"attention_mask: packed_varlen takes no mask, but Attention passed a mask of shape \[1, 12\]",
         ),
         ({"position_bias": torch.ones(1)}, "position_bias: packed_varlen cannot honor this argument of Attention"),
         ({"indices": torch.ones(1)}, "indices: packed_varlen cannot honor"),
@@ -72,7 +72,7 @@ def test_refused(arguments, message):
 
 def test_a_row_end_without_a_border():
     with pytest.raises(
-        hfp.PackingError, match=r"cu_seq_lens_q: expected a border at the end of every row, got none at \[12\]"
+        hfp.PackingError, match=r"cu_seq_lens_q: expected a border at the end of every row, got no border at \[12\]"
     ):
         packed_varlen(Attention(), *tensors(rows=2), None, cu_seq_lens_q=torch.tensor([0, 5, 24]))
 

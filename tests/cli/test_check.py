@@ -23,7 +23,7 @@ def test_a_configuration_that_makes_no_model(capsys, tmp_path):
     config.save_pretrained(tmp_path / "model")
     assert main(["check", str(tmp_path / "model")]) == 2
     said = capsys.readouterr().err
-    assert "MODEL: expected a configuration of a model, none can be built" in said
+    assert "MODEL: expected a configuration from which a model can be built" in said
     assert said.count("\n") == 1
 
 
@@ -118,7 +118,7 @@ def test_code_that_comes_with_a_model_is_run_only_when_asked(capsys, model_with_
     config = Path(model_with_code, "config.json")
     config.write_text(config.read_text().replace('["BorrowedForCausalLM"]', '["BorrowedForSequenceClassification"]'))
     assert main(["check", model_with_code, "--trust-remote-code"]) == 1
-    assert "BorrowedForSequenceClassification has those of shape [1, 2]" in one_line(capsys.readouterr().out)
+    assert "BorrowedForSequenceClassification returns logits of shape [1, 2]" in one_line(capsys.readouterr().out)
 
 
 def saved(folder, config, architectures, **facts):
@@ -133,9 +133,14 @@ def saved(folder, config, architectures, **facts):
 @pytest.mark.parametrize(
     ("base", "kind", "name", "words"),
     [
-        ("bert", "masked", "BertForSequenceClassification", "BertForSequenceClassification has those of shape [1, 2]"),
-        ("llama", "causal", "LlamaForQuestionAnswering", "LlamaForQuestionAnswering has none"),
-        ("bert", "masked", "BertModel", "BertModel has none"),
+        (
+            "bert",
+            "masked",
+            "BertForSequenceClassification",
+            "BertForSequenceClassification returns logits of shape [1, 2]",
+        ),
+        ("llama", "causal", "LlamaForQuestionAnswering", "LlamaForQuestionAnswering returns no logits"),
+        ("bert", "masked", "BertModel", "BertModel returns no logits"),
         ("bert", "masked", "BertForMultipleChoice", "BertForMultipleChoice has no head for a vocabulary"),
         ("bart", "causal", "BartForSequenceClassification", "BartForSequenceClassification"),
     ],
@@ -146,7 +151,7 @@ def test_the_class_that_a_configuration_names(capsys, tmp_path, base, kind, name
     printed = one_line(capsys.readouterr().out)
     assert f"a small {name} of this configuration" in printed
     assert words in printed
-    assert "patch_model refuses it" in printed
+    assert "patch_model refuses the model" in printed
     assert main(["check", folder, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["isolated"], found["stock_isolated"]) == (False, False)
@@ -159,7 +164,7 @@ def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
     weights = {name: value for name, value in model.state_dict().items() if name != missing}
     model.save_pretrained(tmp_path / "model", state_dict=weights)
     assert main(["check", str(tmp_path / "model"), "--weights"]) == 0
-    expected = f"the model itself, except for 1 random weights that its files do not have, the first {missing}"
+    expected = f"the model itself, with random values for 1 weights that its files lack, such as {missing}"
     assert expected in capsys.readouterr().out
 
 
@@ -170,7 +175,7 @@ def test_a_saved_classifier_with_its_weights(capsys, tmp_path):
     BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
     assert main(["check", str(tmp_path / "model"), "--weights"]) == 1
     printed = one_line(capsys.readouterr().out)
-    assert "BertForSequenceClassification has those of shape [1, 2]; causal and masked language models" in printed
+    assert "BertForSequenceClassification returns logits of shape [1, 2]; causal and masked language models" in printed
     BertForTokenClassification(config).save_pretrained(tmp_path / "tokens")
     assert main(["check", str(tmp_path / "tokens")]) == 0
     assert "a small BertForTokenClassification of this configuration" in capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_a_tokenizer_without_an_end_is_said(capsys, data, tokenizer):
     given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16"]
     assert main(given) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert said == f"warning: {tokenizer} names no end-of-sequence token: documents end without one"
+    assert said == f"warning: {tokenizer} has no end-of-sequence token, so documents end without such a token"
     assert main([*given, "--no-eos"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -134,20 +134,20 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
     assert main([*given, "--skip-bad"]) == 0
     printed = capsys.readouterr().out
     assert "2 documents" in printed
-    assert "left out: 1, the first: " in printed
+    assert "rows or files left out: 1, the first: " in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["report", "{folder}/none.jsonl"], "DATA: expected a file, a folder or a dataset's name"),
-        (["report", "{data}"], "--tokenizer: expected one for documents with text, got none"),
+        (["report", "{data}"], "--tokenizer: expected a tokenizer for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
         (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "expected body, got the fields text"),
-        (["report", "{data}", "--max-length", "0"], "argument --max-length: expected an integer from 1, got '0'"),
-        (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer from 1, got 'some'"),
+        (["report", "{data}", "--max-length", "0"], "--max-length: expected an integer of at least 1, got '0'"),
+        (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer of at least 1, got 'some'"),
         (["report", "{data}", "--output", "{folder}"], "--output: expected a file for the page, such as report.html"),
-        (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a folder to write to"),
+        (["report", "{data}", "--output", "{data}/a.html"], "--output: expected a path in a writable folder"),
         (["report", "{data}", "--no-such-option"], "--no-such-option; hf-packing --help shows all options"),
         (["pack", "{data}"], "the following arguments are required: --output; hf-packing pack --help shows"),
         ([], "the following arguments are required: report | pack | check"),
@@ -157,7 +157,7 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         ),
         (
             ["pack", "{data}", "--tokenizer", "{tokenizer}", "--output", "{folder}/out", "--max-length", "8", "16"],
-            "--max-length: expected one with best_fit, got 8, 16",
+            "--max-length: expected a single number with best_fit, got 8, 16",
         ),
         (["check", "nobody/nothing"], "MODEL: expected a name on the hub, a folder, or an architecture such as llama"),
     ],
@@ -202,8 +202,8 @@ def test_the_command_is_installed():
     ("command", "defaults"),
     [
         ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "a line break"]),
-        ("pack", ["4096", "best_fit", "stop at the first", "put one", "the first found of text, prompt and"]),
-        ("check", ["make a small one of the same configuration", "refuse it"]),
+        ("pack", ["4096", "best_fit", "stop at the first", "put an", "the first found of text, prompt and"]),
+        ("check", ["make a small model of the same configuration", "refuse such code"]),
     ],
 )
 def test_help_shows_what_is_done_by_default(capsys, command, defaults):

@@ -42,7 +42,7 @@ def test_loss_masks_are_applied_and_named(capsys, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     given = ["pack", str(tmp_path / "a.jsonl"), "--max-length", "8", "--output", str(tmp_path / "packed")]
     assert main(given) == 0
-    assert "applied to labels: completion_mask" in capsys.readouterr().out
+    assert "loss masks applied to labels: completion_mask" in capsys.readouterr().out
     assert datasets.load_from_disk(tmp_path / "packed")["labels"][:] == [[-100, -100, 7]]
     assert main([*given, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss_masks"] == ["completion_mask"]
@@ -55,7 +55,7 @@ def test_columns_that_are_not_packed_are_named(capsys, tmp_path):
     assert main(given) == 0
     found = capsys.readouterr()
     assert json.loads(found.out)["left_out"] == ["weights", "id"]
-    assert "warning: left out beside input_ids: weights, id; hf_packing.pack keeps columns with one" in found.err
+    assert "warning: left out columns beside input_ids: weights, id; the Python function hf_packing.pack" in found.err
 
 
 def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
@@ -176,14 +176,14 @@ def test_what_a_killed_run_had_put_aside_comes_back(capsys, tmp_path, data, toke
     assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
     capsys.readouterr()
     assert main(given) == 2
-    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert "--overwrite replaces a dataset" in capsys.readouterr().err
 
 
 def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed")]
     with FileLock(tmp_path / ".packed.lock"):
         assert main(given) == 2
-    assert "--output: expected a folder that no other run writes" in capsys.readouterr().err
+    assert "--output: expected a folder that no other run writes to" in capsys.readouterr().err
 
 
 def test_another_end_of_sequence_tokenizes_anew(capsys, tmp_path, data, tokenizer, monkeypatch):
@@ -241,7 +241,7 @@ def test_documents_that_change_while_they_are_read(capsys, tmp_path, data, token
     monkeypatch.setattr(pack, "_tokenize", changed)
     given = ["pack", data, "--tokenizer", tokenizer, "--output", str(tmp_path / "packed"), "--json"]
     assert main(given) == 2
-    assert "DATA: expected files that do not change, some changed while they were read" in capsys.readouterr().err
+    assert "DATA: expected files that do not change, but some files changed" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(given) == 0
     assert json.loads(capsys.readouterr().out)["num_documents"] == 301

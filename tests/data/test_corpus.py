@@ -67,13 +67,13 @@ def test_tokens_that_are_there_already(tmp_path):
 
 def test_rows_without_text(tmp_path, tokenizer):
     file = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"body": "two"}, {"text": "three"}])
-    message = "a.jsonl, line 2: expected text as in the rows before, got the fields body"
+    message = "a.jsonl, line 2: expected the field text, as in earlier rows, got the fields body"
     with pytest.raises(PackingError, match=f"{message}.*--skip-bad"):
         Corpus(Documents(str(file)), tokenizer).lengths(lambda _: None)
     skipping = Corpus(Documents(str(file), skip_bad=True), tokenizer)
     assert lengths_of(skipping) == [1, 1]
     assert len(skipping.documents.skipped) == 1
-    with pytest.raises(PackingError, match="--tokenizer: expected one for documents with text, got none"):
+    with pytest.raises(PackingError, match="--tokenizer: expected a tokenizer for documents with text, got none"):
         Corpus(Documents(str(file))).lengths(lambda _: None)
 
 
@@ -89,10 +89,10 @@ def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
     ("row", "message"),
     [
         ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "expected documents without padding"),
-        ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "expected documents without padding, .* has a 2"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "expected documents without padding, got a 2 in"),
         ({"input_ids": [5, 6], "seq_idx": [0, 1]}, "got rows with seq_idx, which are packed already"),
         ({"input_ids": [5, 6], "seq_lengths": [2]}, "got rows with seq_lengths, which are packed already"),
-        ({"input_ids": [5, 6], "labels": [5]}, "expected as many labels as the 2 input_ids, got 1"),
+        ({"input_ids": [5, 6], "labels": [5]}, "expected labels with one value for each of the 2 input_ids, got 1"),
         ({"input_ids": "abc"}, "expected a list of integers from 0 to 2\\*\\*31 - 1 in input_ids, got abc"),
         ({"input_ids": [1.5]}, "expected a list of integers"),
         ({"input_ids": [2**31]}, "expected a list of integers from 0 to"),
@@ -108,12 +108,12 @@ def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
             {"input_ids": [1, 2], "attention_mask": [[1, 1]]},
             "expected a list of integers from 0 to .* in attention_mask",
         ),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, "expected as many attention_mask as the 2 input_ids, got 1"),
-        ({"input_ids": [1, 2], "completion_mask": [0, 1, 1]}, "expected as many completion_mask as the 2 input_ids"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "expected attention_mask with one value for .* got 1"),
+        ({"input_ids": [1, 2], "completion_mask": [0, 1, 1]}, "expected completion_mask with one value for each"),
         ({"text": "\ud800"}, "expected Unicode, "),
         (
             {"messages": [{"from": "human", "value": "one"}]},
-            "expected messages with role and content, one has from, value",
+            "expected messages with a role, .* got a message with from, value",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected only text parts in a message"),
         ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "expected a list of messages"),
@@ -144,7 +144,7 @@ def test_a_row_without_the_labels_of_others_is_not_trained_on_as_a_whole(tmp_pat
     (name,) = given
     for first, second, expected, got in ((0, 1, name, "no labels"), (1, 0, "no labels", name)):
         file = write_lines(tmp_path / "a.jsonl", [rows[first], rows[second]])
-        message = f"line 2: expected {expected} beside input_ids as in the rows before, got {got}; --skip-bad"
+        message = f"line 2: expected {expected} in addition to input_ids, as in earlier rows, got {got}; --skip-bad"
         with pytest.raises(PackingError, match=message):
             Corpus(Documents(str(file))).lengths(lambda _: None)
     corpus = Corpus(Documents(str(file), skip_bad=True))
@@ -154,10 +154,10 @@ def test_a_row_without_the_labels_of_others_is_not_trained_on_as_a_whole(tmp_pat
 
 def test_options_without_effect_are_refused(tmp_path, tokenizer):
     tokens = str(write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6], "text": "one two three"}]))
-    with pytest.raises(PackingError, match="--tokenizer: expected none for documents with input_ids, .*--field names"):
+    with pytest.raises(PackingError, match="--tokenizer: expected no tokenizer, since documents with input_ids"):
         Corpus(Documents(tokens), tokenizer).lengths(lambda _: None)
     assert lengths_of(Corpus(Documents(tokens), tokenizer, "text")) == [3]
-    with pytest.raises(PackingError, match="--separator: expected documents with prompt and completion, .* have text"):
+    with pytest.raises(PackingError, match="--separator: expected documents with prompt and completion, got .* text"):
         Corpus(Documents(tokens), tokenizer, "text", separator="").lengths(lambda _: None)
 
 

@@ -24,7 +24,7 @@ def test_a_link_to_a_file_of_the_folder_is_not_read_again(tmp_path):
     (tmp_path / "latest.txt").symlink_to(tmp_path / "within" / "a.txt")
     documents = Documents(str(tmp_path))
     assert texts(documents) == ["one"]
-    assert documents.skipped == [f"{tmp_path / 'latest.txt'}: not read, a link to another file in the folder"]
+    assert documents.skipped == [f"{tmp_path / 'latest.txt'}: a link to another file in the folder, so not read"]
 
 
 def test_links_that_lead_out_of_the_folder_are_read(tmp_path):
@@ -45,7 +45,7 @@ def test_a_link_that_leads_nowhere(tmp_path):
     assert texts(documents) == ["one"]
     assert len(documents.skipped) == 1
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(PackingError, match="has none; .*gone.txt: expected a file, got a broken link"):
+    with pytest.raises(PackingError, match="got none; .*gone.txt: expected a file, got a broken link"):
         Documents(str(tmp_path), skip_bad=True)
 
 
@@ -66,9 +66,9 @@ def test_a_folder_that_may_not_be_read(tmp_path):
         said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     finally:
         (tmp_path / "closed").chmod(0o755)
-    assert re.search(r"PackingError: DATA: expected folders that can be read, '.*closed': Permission denied", said), (
-        said
-    )
+    assert re.search(
+        r"DATA: expected folders that can be read, but reading '.*closed' failed: Permission denied", said
+    ), said
 
 
 def test_links_to_folders_that_lie_in_each_other(tmp_path):
@@ -91,7 +91,7 @@ def test_patterns_find_names_at_any_depth(tmp_path):
     for pattern in ("*.py", "**/*.py"):
         assert texts(Documents(str(tmp_path), glob=pattern)) == ["a.py", "x/b.py", "x/y/c.py"]
     assert texts(Documents(str(tmp_path), glob="x/*")) == ["x/b.py", "x/d.txt"]
-    with pytest.raises(PackingError, match=r"--glob: expected a pattern of file names, .* got 'x/\*\*/\*.py'"):
+    with pytest.raises(PackingError, match=r"--glob: expected a pattern for file names .* got 'x/\*\*/\*.py'"):
         Documents(str(tmp_path), glob="x/**/*.py")
 
 
@@ -99,23 +99,23 @@ def test_something_that_is_neither_file_nor_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(
         PackingError,
-        match="DATA: expected a file or a folder, .* is neither, and cannot be read twice; write it to a file",
+        match="DATA: expected a file or a folder, .* is neither and cannot be read twice; save the content in a file",
     ):
         Documents(str(tmp_path / "pipe"))
     (tmp_path / "a.txt").write_text("one")
     documents = Documents(str(tmp_path))
     assert texts(documents) == ["one"]
-    assert documents.skipped == [f"{tmp_path / 'pipe'}: not read, not a regular file"]
+    assert documents.skipped == [f"{tmp_path / 'pipe'}: not a regular file, so not read"]
 
 
 def test_a_saved_dataset_in_a_folder_is_no_text(tmp_path):
     datasets.Dataset.from_dict({"input_ids": [[1]]}).save_to_disk(tmp_path / "packed")
-    with pytest.raises(PackingError, match="has none; name a saved dataset in it directly"):
+    with pytest.raises(PackingError, match="got none; name a saved dataset in the folder directly"):
         Documents(str(tmp_path))
     (tmp_path / "a.txt").write_text("one")
     documents = Documents(str(tmp_path))
     assert texts(documents) == ["one"]
-    assert documents.skipped == [f"{tmp_path / 'packed'}: not read, a saved dataset within a folder"]
+    assert documents.skipped == [f"{tmp_path / 'packed'}: a saved dataset within a folder, so not read"]
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
@@ -166,7 +166,7 @@ def test_columns_that_a_format_hides_stay_hidden(tmp_path):
 
 def test_options_that_a_saved_dataset_does_not_have(tmp_path):
     datasets.Dataset.from_dict({"text": ["one"]}, split="train").save_to_disk(tmp_path / "saved")
-    with pytest.raises(PackingError, match="--split: expected none or train, since .* is a single split, got 'test'"):
+    with pytest.raises(PackingError, match="--split: expected no split or train, .* a single split, got 'test'"):
         list(Documents(str(tmp_path / "saved"), split="test"))
     assert texts(Documents(str(tmp_path / "saved"), split="train")) == ["one"]
     with pytest.raises(PackingError, match="--glob: expected a folder to look in"):

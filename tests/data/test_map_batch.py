@@ -37,7 +37,7 @@ class TestFormats:
     def test_a_map_that_is_not_batched(self, documents, form):
         source = documents.with_format(form)
         for mapped in (source, source.to_iterable_dataset().with_format(form), DatasetDict(train=source)):
-            with pytest.raises(hfp.PackingError, match="expected rows of lists, got a single row; .*batched=True"):
+            with pytest.raises(hfp.PackingError, match="expected several rows, got a single row; .*batched=True"):
                 list(mapped.map(STRATEGY))
         with pytest.raises(hfp.PackingError, match="got a single row; .*batched=True"):
             source.map(functools.partial(STRATEGY), remove_columns=source.column_names)
@@ -66,9 +66,9 @@ class TestFormats:
         tables = form in ("arrow", "pandas")
         packed = stream.map(STRATEGY, batched=True, remove_columns=documents.column_names if tables else ["text"])
         expected = (
-            r"expected none of the packed rows' columns, got \['input_ids', 'labels'\]"
+            r"expected no columns of packed rows, got \['input_ids', 'labels'\]"
             if tables
-            else r"expected \['attention_mask'\] among them, .* map\(strategy, batched=True, remove_columns="
+            else r"expected \['attention_mask'\] to be removed, .* map\(strategy, batched=True, remove_columns="
         )
         with pytest.raises(hfp.PackingError, match=f"remove_columns: {expected}"):
             next(iter(packed))
@@ -105,7 +105,9 @@ def test_columns_that_would_stand_beside_the_wrong_rows_of_a_stream():
     ],
 )
 def test_arguments_of_map_that_a_strategy_does_not_take(documents, options, given):
-    with pytest.raises(hfp.PackingError, match=f"batch: expected no other arguments, got {given}; call map without"):
+    with pytest.raises(
+        hfp.PackingError, match=f"expected no arguments besides the batch, got {given}; call map without"
+    ):
         documents.map(STRATEGY, batched=True, **options)
 
 

@@ -52,13 +52,13 @@ def test_fixed_size_lists_and_booleans():
 
 
 def test_a_null_row():
-    with pytest.raises(hfp.PackingError, match="column 'labels': expected a list in every row, row 2 has none"):
+    with pytest.raises(hfp.PackingError, match="column 'labels': expected a list in every row, but row 2 has none"):
         TokenColumn("labels", pa.chunked_array([pa.array([[1]]), pa.array([[1], None])]))
 
 
 def test_a_null_token():
     column = pa.chunked_array([pa.array([[1]]), pa.array([[1, 2], [3, None]])])
-    with pytest.raises(hfp.PackingError, match="column 'labels': expected a number for every token, row 2 has a null"):
+    with pytest.raises(hfp.PackingError, match="column 'labels': expected a number for every .* row 2 has a null"):
         TokenColumn("labels", column)
     assert TokenColumn("labels", pa.chunked_array([column.chunk(1).slice(0, 1)])).length.tolist() == [2]
 
@@ -122,7 +122,7 @@ def test_padding_is_found_block_by_block(monkeypatch, padded):
     masks = [[1, 1], [1], [], [1, 1, 1, 1]]
     masks[padded][-1] = 0
     documents = Dataset.from_dict({"input_ids": masks, "attention_mask": masks})
-    with pytest.raises(hfp.PackingError, match=f"expected documents without padding, row {padded} has a 0"):
+    with pytest.raises(hfp.PackingError, match=f"expected documents without padding, but row {padded} has a 0"):
         hfp.pack(documents, STRATEGY)
 
 

@@ -13,14 +13,14 @@ from hf_packing.planning.lengths import check_lengths, sort_by_length
     [
         ([3, -1, 2], "lengths: expected no negative length, got -1 at index 1"),
         ([1.0, 2.0], "lengths: expected integers, got float64"),
-        (np.ones((2, 2), dtype=int), r"lengths: expected one dimension, got shape \(2, 2\)"),
-        (7, r"lengths: expected one dimension, got shape \(\)"),
+        (np.ones((2, 2), dtype=int), r"lengths: expected a 1-d array, got an array of shape \(2, 2\)"),
+        (7, r"lengths: expected a 1-d array, got an array of shape \(\)"),
         ([True, False], "lengths: expected integers, got bool"),
         (["a"], "lengths: expected integers, got <U1"),
         ([[1], [2, 3]], "lengths: expected 1-d integers, got list"),
         (np.ma.array([1, 2], mask=[0, 1]), "lengths: expected an array without a mask"),
-        ([2**62] * 4, r"lengths: expected fewer than 2\*\*63 tokens in all"),
-        (np.array([2**63], dtype=np.uint64), r"lengths: expected fewer than 2\*\*63 tokens in all"),
+        ([2**62] * 4, r"lengths: expected fewer than 2\*\*63 tokens in all documents together"),
+        (np.array([2**63], dtype=np.uint64), r"lengths: expected fewer than 2\*\*63 tokens in all documents together"),
     ],
 )
 def test_bad_lengths(lengths, message):
@@ -46,14 +46,14 @@ def test_bad_max_documents_and_seed(strategy):
 def test_not_a_strategy():
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as BestFit\\(2048\\), got 'bfd'"):
         hfp.plan_packing([1], "bfd")
-    with pytest.raises(hfp.PackingError, match=r"did you forget its arguments, as in BestFit\(2048\)"):
+    with pytest.raises(hfp.PackingError, match=r"pass an instance of the class, such as BestFit\(2048\)"):
         hfp.plan_packing([1], hfp.BestFit)
 
 
 def test_a_plan_of_too_many_pieces():
     for strategy in (hfp.BestFit(1), hfp.Bucket((1,)), hfp.FirstCome(1)):
         with pytest.raises(
-            hfp.PackingError, match=r"max_length: expected to cut documents into at most 2\*\*40 pieces, got "
+            hfp.PackingError, match=r"max_length or bucket_lengths: expected packs .* at most 2\*\*40 pieces, got "
         ):
             hfp.plan_packing([2**62], strategy)
 

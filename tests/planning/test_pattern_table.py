@@ -112,11 +112,11 @@ def test_documents_of_billions_of_tokens_in_a_plan():
     [
         ([0, 2, -1], "counts: expected no negative count, got -1 documents of length 2"),
         ([0.0, 2.0], "counts: expected integers, got float64"),
-        ([[1, 2]], r"counts: expected one dimension, got shape \(1, 2\)"),
+        ([[1, 2]], r"counts: expected a 1-d array, got an array of shape \(1, 2\)"),
         ([True], "counts: expected integers, got bool"),
         ([[1], [2, 3]], "counts: expected 1-d integers, got list"),
         (np.ma.array([1, 2], mask=[0, 1]), "counts: expected an array without a mask"),
-        ([0, 2**62, 2**62], r"counts: expected fewer than 2\*\*63 documents and tokens"),
+        ([0, 2**62, 2**62], r"counts: expected fewer than 2\*\*63 documents and fewer than"),
     ],
 )
 def test_bad_counts(counts, message):
@@ -128,7 +128,7 @@ def test_a_strategy_that_needs_the_order_of_documents():
     in_order = set(strategy_classes()) - set(strategy_classes(CountingStrategy))
     assert len(in_order) >= 4
     for strategy in in_order:
-        with pytest.raises(hfp.PackingError, match=r"strategy: expected one that needs only counts \(BestFit, .* got "):
+        with pytest.raises(hfp.PackingError, match=r"expected a strategy that needs only counts \(BestFit, .* got "):
             hfp.plan_counts([0, 1], made_for(8, strategy))
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as"):
         hfp.plan_counts([0, 1], "best fit")
@@ -137,16 +137,16 @@ def test_a_strategy_that_needs_the_order_of_documents():
 @pytest.mark.parametrize(
     ("lengths", "already", "message"),
     [
-        ([3], None, "lengths: expected only lengths that were counted, got 3"),
-        ([5, 90], None, "lengths: expected only lengths that were counted, got 90"),
-        ([5, 5, 5], None, "expected at most 2 documents of length 5 .* 0 were already dealt and this shard has 3"),
-        ([5], [0, 0, 0, 0, 0, 2], "expected at most 2 documents of length 5 .* 2 were already dealt and this shard"),
+        ([3], None, "lengths: expected only lengths that were counted for the table, got 3"),
+        ([5, 90], None, "lengths: expected only lengths that were counted for the table, got 90"),
+        ([5, 5, 5], None, "expected at most the 2 documents of length 5 .* earlier shards have 0 .* this shard has 3"),
+        ([5], [0, 0, 0, 0, 0, 2], "expected at most the 2 documents of length 5 .* earlier shards have 2 "),
         (
             [5],
             np.array([0, 0, 0, 0, 0, 2**63 + 5], dtype=np.uint64),
-            "already_dealt: expected at most 2 documents of length 5, as counted, got 9223372036854775813",
+            "already_dealt: expected at most the 2 documents of length 5 .* got 9223372036854775813",
         ),
-        ([5], [0, 9], "already_dealt: expected no documents of length 1, as counted, got 9"),
+        ([5], [0, 9], "already_dealt: expected no documents of length 1, since the table counts none, got 9"),
         ([5], [0, -1], "already_dealt: expected no negative count, got -1 documents of length 1"),
         ([5], [0.5], "already_dealt: expected integers, got float64"),
         ([-5], None, "lengths: expected no negative length"),
@@ -159,5 +159,7 @@ def test_shards_that_were_not_counted(lengths, already, message):
 
 
 def test_overflow_error_from_counts():
-    with pytest.raises(hfp.PackingError, match="counts: 3 documents have more tokens than max_length=4, the longest 9"):
+    with pytest.raises(
+        hfp.PackingError, match="counts: 3 documents have more than max_length=4 tokens, .* longest document has 9"
+    ):
         hfp.plan_counts(np.bincount([1, 9, 5, 9]), hfp.BestFit(4, overflow="error"))

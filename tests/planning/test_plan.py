@@ -34,22 +34,28 @@ def test_a_plan_that_keeps_the_laws():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"segment_length": [4, 4, 1]}, "pack 0 holds 8 tokens, its capacity is 7"),
-        ({"segment_length": [4, 3, 2]}, "segment 2 is tokens 4:6 of document 0, which has 5 tokens"),
-        ({"segment_start": [0, 0, -1]}, "segment 2 is tokens -1:0 of document 0"),
+        ({"segment_length": [4, 4, 1]}, "expected at most the capacity of 7 tokens in pack 0, got 8 tokens"),
+        ({"segment_length": [4, 3, 2]}, "segment 2 covers tokens 4:6 of document 0, which has 5 tokens"),
+        ({"segment_start": [0, 0, -1]}, "segment 2 covers tokens -1:0 of document 0"),
         (
             {"segment_start": [0, 0, 3]},
-            "segments 0 and 2 share tokens of document 0: one ends at 4, the other starts at 3",
+            "segments 0 and 2 of document 0 overlap: the former segment ends at token 4, and the latter .* at token 3",
         ),
         ({"segment_length": [4, 3, 0]}, "segment_length: expected no empty segment, got length 0 at index 2"),
-        ({"segment_document": [0, 2, 0]}, "segment_document: expected document numbers below 2, got 0..2"),
-        ({"segment_document": [0, -1, 0]}, "segment_document: expected document numbers below 2, got -1..0"),
-        ({"pack_offsets": [0, 2, 2]}, "pack_offsets: expected to rise from 0 to the 3 segments"),
-        ({"pack_offsets": [0, 3]}, "pack_offsets: expected one more than the 2 packs, got 2"),
-        ({"segment_start": [0, 0]}, "segment_start: expected 3 segments, got 2"),
-        ({"segment_length": [4.0, 3.0, 1.0]}, "segment_length: expected 1-d integers, got float64"),
+        (
+            {"segment_document": [0, 2, 0]},
+            "expected document numbers of at least 0 and below 2, got numbers from 0 to 2",
+        ),
+        (
+            {"segment_document": [0, -1, 0]},
+            "expected document numbers of at least 0 and below 2, got numbers from -1 to 0",
+        ),
+        ({"pack_offsets": [0, 2, 2]}, "pack_offsets: expected offsets that rise from 0 to 3, the number of segments"),
+        ({"pack_offsets": [0, 3]}, "pack_offsets: expected one more offset than the 2 packs .* got 2 offsets"),
+        ({"segment_start": [0, 0]}, "segment_start: expected one value for each of the 3 segments .* got 2 values"),
+        ({"segment_length": [4.0, 3.0, 1.0]}, "segment_length: expected 1-d integers, got an array of float64"),
         ({"document_length": [5, -3]}, "document_length: expected no negative length, got -3"),
-        ({"document_length": [[5, 3]]}, "document_length: expected 1-d integers, got int64 of shape"),
+        ({"document_length": [[5, 3]]}, "document_length: expected 1-d integers, got an array of int64 with shape"),
     ],
 )
 def test_a_plan_that_breaks_a_law(changes, message):
@@ -63,10 +69,10 @@ def test_a_plan_that_breaks_a_law(changes, message):
     [
         (
             {"segment_length": [4, 4, 1], "pack_capacity": [9, 9]},
-            "segment 1 is tokens 0:4 of document 1, which has 3 tokens",
+            "segment 1 covers tokens 0:4 of document 1, which has 3 tokens",
         ),
-        ({"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}, "pack_offsets: expected to rise from 0"),
-        ({"segment_length": [4, 4, 1]}, "pack 0 holds 8 tokens, its capacity is 7"),
+        ({"pack_offsets": [0, 3, 2, 3], "pack_capacity": [9, 9, 9]}, "pack_offsets: expected offsets that rise from 0"),
+        ({"segment_length": [4, 4, 1]}, "expected at most the capacity of 7 tokens in pack 0, got 8 tokens"),
     ],
 )
 def test_laws_hold_for_integers_of_any_type(changes, message, dtype):
@@ -202,7 +208,7 @@ def test_loading_what_is_no_plan(tmp_path):
 def test_loading_a_damaged_plan(tmp_path):
     make().save(tmp_path / "plan")
     np.save(tmp_path / "plan" / "segment_length.npy", np.array([4, 4, 1]))
-    with pytest.raises(hfp.PackingError, match="pack 0 holds 8 tokens"):
+    with pytest.raises(hfp.PackingError, match="expected at most the capacity of 7 tokens in pack 0"):
         hfp.PackingPlan.load(tmp_path / "plan")
     (tmp_path / "plan" / "segment_length.npy").write_bytes(b"no array")
     with pytest.raises(hfp.PackingError, match=r"segment_length.npy"):
@@ -213,7 +219,7 @@ def test_loading_another_format(tmp_path):
     make().save(tmp_path / "plan")
     index = tmp_path / "plan" / "plan.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
-    with pytest.raises(hfp.PackingError, match="expected a plan of format 1, .* has 99"):
+    with pytest.raises(hfp.PackingError, match="expected a plan of format 1, .* has format 99"):
         hfp.PackingPlan.load(tmp_path / "plan")
 
 

@@ -109,7 +109,7 @@ def test_names_of_elements_are_unique_and_pictures_have_titles(page):
 
 
 def test_what_pictures_leave_out_is_said(page):
-    said = re.search(r"Strategies with rows as long as those of BestFit\((\d+)\); not shown: (.*)\.", page.read_text())
+    said = re.search(r"with the same row length as BestFit\((\d+)\); not shown: (.*)\.", page.read_text())
     other = {"2048", "4096", "8192"} - {said[1]}
     assert {f"BestFit({length})" for length in other} <= set(said[2].split(", "))
     assert f"FirstCome({said[1]})" not in said[2]

@@ -124,7 +124,7 @@ def test_bad_arguments(arguments, message):
 
 
 def test_a_bucket_larger_than_the_batch():
-    with pytest.raises(PackingError, match="at least the largest bucket, 32 tokens, got 16"):
+    with pytest.raises(PackingError, match="expected at least 32, the largest bucket, got 16"):
         hfp.BucketBatches(16).plan(full_rows([4, 4, 4]))
 
 
@@ -135,5 +135,5 @@ def test_rows_without_buckets():
 
 def test_a_row_longer_than_its_bucket():
     sizes = sizes_of_packs(np.array([8, 9]), np.arange(3), np.array([8, 8]))
-    with pytest.raises(PackingError, match="row 1 has 9 in a bucket of 8"):
+    with pytest.raises(PackingError, match="row 1 has 9 tokens in a bucket of 8"):
         hfp.BucketBatches(16).plan(sizes)

@@ -49,8 +49,8 @@ def unseen(data):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (ROWS[:299], "here has 300 rows, 1,197 tokens; there has 299 rows, 1,191 tokens"),
-        (ROWS[1:] + ROWS[:1], "row 0 has 1 tokens on here, 2 on there"),
+        (ROWS[:299], "here has 300 rows and 1,197 tokens, but there has 299 rows and 1,191 tokens"),
+        (ROWS[1:] + ROWS[:1], "row 0 has 1 tokens on here, but 2 tokens on there"),
         (changed(299, "input_ids"), "row 299 has the same length on here and on there, but different tokens or labels"),
         (changed(299, "labels"), "row 299 has the same length on here and on there, but different tokens or labels"),
         (changed(103, "labels", 1), "row 103 has the same length on here and on there, but different tokens or labels"),
@@ -68,7 +68,7 @@ def test_a_row_between_those_that_are_sampled_has_another_length():
     other = next(row for row in range(300) if row not in sampled and lengths[row] != lengths[one])
     rows = list(ROWS)
     rows[one], rows[other] = rows[other], rows[one]
-    assert said(ROWS, rows) == "here and there both have 300 rows, 1,197 tokens, but the lengths of rows differ"
+    assert said(ROWS, rows) == "here and there both have 300 rows and 1,197 tokens, but row lengths differ"
 
 
 def test_packed_rows_with_other_borders():
@@ -76,7 +76,7 @@ def test_packed_rows_with_other_borders():
     assert said(packed, packed) is None
     whole = packed.map(lambda row: {"seq_lengths": [len(row["input_ids"])]})
     assert max(map(len, packed["seq_lengths"])) > 1
-    assert "but the lengths of rows differ" in said(packed, whole)
+    assert "but row lengths differ" in said(packed, whole)
 
 
 def test_rows_that_are_made_as_they_are_read():

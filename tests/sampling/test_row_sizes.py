@@ -68,7 +68,7 @@ def test_other_map_style_datasets_are_read_once(documents):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"text": ["a"]}, "expected a column 'seq_lengths' or 'input_ids', got columns text"),
+        ({"text": ["a"]}, "expected a column 'seq_lengths' or 'input_ids', got columns: text"),
         ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths' beside 'position_ids'"),
         ({"input_ids": [[1]], "seq_idx": [[0]]}, "'seq_lengths' beside 'seq_idx'"),
         ({"input_ids": [[1]], "cu_seq_lens_q": [[0, 1]]}, "'seq_lengths' beside 'cu_seq_lens_q'"),
@@ -89,15 +89,15 @@ def test_datasets_without_lengths(rows, message):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([[1, 2]], "expected rows that are mappings, row 0 is a list"),
-        ([{"input_ids": None}], "column 'input_ids': expected a list of integers in every row, row 0 has None"),
+        ([[1, 2]], "expected rows that are mappings, but row 0 is a list"),
+        ([{"input_ids": None}], "column 'input_ids': expected a list of integers in every row, but row 0 has None"),
         (
             [{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1]}],
             "'seq_lengths': expected this column in all rows or in none",
         ),
         (
             [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
-            "'labels': expected this column in all rows or in none, row 1",
+            "'labels': expected this column in all rows or in none, but row 1",
         ),
         (
             [{"input_ids": [1], "completion_mask": [0]}, {"input_ids": [1]}],
@@ -107,13 +107,13 @@ def test_datasets_without_lengths(rows, message):
             [{"input_ids": [1]}, {"input_ids": [1], "assistant_masks": [0]}],
             "'assistant_masks': expected this column in all rows",
         ),
-        ([{"input_ids": torch.ones(1, 3)}], "'input_ids': expected a list of integers in every row, row 0 has shape"),
-        ([{"input_ids": [[1, 2, 3]]}], "'input_ids': expected a list of integers in every row, row 0 has [[1, 2, 3]]"),
-        ([{"input_ids": "text"}], "'input_ids': expected a list of integers in every row, row 0 has 'text'"),
+        ([{"input_ids": torch.ones(1, 3)}], "expected a list of integers in every row, but row 0 has shape"),
+        ([{"input_ids": [[1, 2, 3]]}], "expected a list of integers in every row, but row 0 has [[1, 2, 3]]"),
+        ([{"input_ids": "text"}], "'input_ids': expected a list of integers in every row, but row 0 has 'text'"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": 3}], "'seq_lengths': expected a list of integers in every row"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], "add up to the 3 tokens of row 0, got [2, 2]"),
         ([{"input_ids": [1, 2, 3], "seq_lengths": [1.5, 1.5]}], "'seq_lengths', row 0: expected integers, got float64"),
-        ([{"seq_lengths": [3], "bucket": None}], "column 'bucket': expected an integer in every row, row 0 has None"),
+        ([{"seq_lengths": [3], "bucket": None}], "'bucket': expected an integer in every row, but row 0 has None"),
     ],
 )
 def test_rows_without_lengths(rows, message):

@@ -58,13 +58,13 @@ def test_labels_that_are_not_about_tokens(labels):
 
 
 def test_lengths_without_tokens():
-    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', got seq_lengths"):
+    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', got columns: seq_lengths"):
         sampled(datasets.Dataset.from_dict({"seq_lengths": [[3]]}), hfp.TokenBudget(8))
 
 
 def test_rows_with_lengths_but_no_tokens():
     rows = sampled(Plain([{"seq_lengths": [2, 1], "inputs_embeds": [[0.5]] * 3}]), hfp.TokenBudget(8))
-    with pytest.raises(PackingError, match="dataset: expected a column 'input_ids', row 0 has seq_lengths"):
+    with pytest.raises(PackingError, match="expected a column 'input_ids', but row 0 has columns: seq_lengths"):
         rows[0]
 
 
@@ -115,7 +115,7 @@ def test_rows_that_change():
     rows = [{"input_ids": [1, 2, 3]}]
     dataset = sampled(Plain(rows), hfp.TokenBudget(8))
     rows[0] = {"input_ids": [1, 2]}
-    with pytest.raises(PackingError, match="expected the 3 tokens that row 0 had when batches were planned, it has 2"):
+    with pytest.raises(PackingError, match="expected 3 tokens in row 0, as when batches were planned, got 2"):
         dataset[0]
 
 
@@ -160,5 +160,5 @@ def test_rows_that_come_or_go():
     dataset = sampled(Plain(rows), hfp.TokenBudget(8))
     rows.append({"input_ids": [4]})
     for read in (lambda: dataset[0], lambda: dataset.set_epoch(1)):
-        with pytest.raises(PackingError, match="expected the 1 rows that it had when batches were planned, it has 2"):
+        with pytest.raises(PackingError, match="expected 1 rows, as when batches were planned, got 2"):
             read()

@@ -61,7 +61,7 @@ def test_full_rows_have_copies_for_the_last_step_only(rows, world_size, copies):
 
 
 def test_sizes_that_are_lengths():
-    with pytest.raises(PackingError, match="sizes: expected RowSizes, as sizes_of"):
+    with pytest.raises(PackingError, match="sizes: expected the RowSizes that sizes_of"):
         hfp.TokenBudget(8).plan(np.array([3, 4]))
 
 
@@ -188,7 +188,7 @@ def test_bad_arguments(arguments, message):
 
 
 def test_a_document_longer_than_the_budget_is_named():
-    with pytest.raises(PackingError, match="max_tokens: row 1 has 9 tokens, more than the 4 of a micro-batch"):
+    with pytest.raises(PackingError, match="max_tokens: row 1 has 9 tokens, but a micro-batch may have at most 4"):
         hfp.TokenBudget(4).plan(sizes_of_documents(np.array([3, 9, 2])))
 
 
@@ -201,8 +201,9 @@ def test_packed_rows_are_not_cut():
 def test_too_many_documents_per_step():
     sizes = sizes_of_documents(np.full(100, 10))
     message = (
-        "expected as many documents as fit into 2 x 2 micro-batches of 100 tokens, got 50 per step of 100 in all; "
-        "possible: max_tokens above 100, or gradient_accumulation_steps=3, or match_documents_per_step=33"
+        "expected at most as many documents as fit into 2 x 2 micro-batches of 100 tokens, got 50 documents per "
+        "optimizer step and 100 documents in all; use max_tokens above 100, or gradient_accumulation_steps=3, or "
+        "match_documents_per_step=33"
     )
     with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=50).plan(sizes, Epoch(0, 2, 2))
@@ -211,8 +212,8 @@ def test_too_many_documents_per_step():
 def test_too_few_documents_per_step():
     sizes = sizes_of_documents(np.full(10, 10))
     message = (
-        "expected at least one row for each of 2 x 2 micro-batches, got 3 per step of 10 in all; possible: "
-        "gradient_accumulation_steps=1, or match_documents_per_step=5"
+        "expected at least one row for each of 2 x 2 micro-batches, got 3 documents per optimizer step and 10 "
+        "documents in all; use gradient_accumulation_steps=1, or match_documents_per_step=5"
     )
     with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=3).plan(sizes, Epoch(0, 2, 2))

@@ -150,11 +150,11 @@ def test_a_batch_without_documents():
     [
         (
             {"tokens": [[1]], "text": ["a"]},
-            "column 'input_ids': expected this column in the dataset, got columns tokens, text",
+            "column 'input_ids': expected this column in the dataset, got the columns tokens, text",
         ),
         (
             {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]},
-            "column 'labels': expected as many values as input_ids in every row, row 1 has 1 for 2",
+            "column 'labels': expected as many values as input_ids in every row, but row 1 has 1 for 2",
         ),
         (
             {"input_ids": [[1, 2]], "seq_lengths": [[2]]},
@@ -166,11 +166,11 @@ def test_a_batch_without_documents():
         ),
         (
             {"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]},
-            "column 'attention_mask': expected documents without padding, row 1 has a 0",
+            "column 'attention_mask': expected documents without padding, but row 1 has a 0",
         ),
         (
             {"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 2]]},
-            "column 'attention_mask': expected documents without padding, row 1 has a 2; it seems to be packed",
+            "column 'attention_mask': expected documents without padding, but row 1 has a 2; the row seems",
         ),
         ({"input_ids": [[1, 2]], "seq_idx": [[0, 1]]}, "column 'seq_idx': expected documents that are not packed yet"),
         ({"input_ids": ["ab", "c"]}, "column 'input_ids': expected lists of integers, got string"),
@@ -180,8 +180,8 @@ def test_a_batch_without_documents():
             "column 'input_ids': expected 32-bit integers, got values from 1 to 1099511627776",
         ),
         ({"input_ids": [[1, "a"]]}, "column 'input_ids': expected lists of integers"),
-        ({"input_ids": [[1], None]}, "column 'input_ids': expected a list in every row, row 1 has none"),
-        ({"input_ids": [1, 2, 3]}, "batch: expected rows of lists, got a single row; call map with batched=True"),
+        ({"input_ids": [[1], None]}, "column 'input_ids': expected a list in every row, but row 1 has none"),
+        ({"input_ids": [1, 2, 3]}, "batch: expected several rows, got a single row; call map with batched=True"),
         ([[1, 2]], "batch: expected a mapping of columns or a pyarrow Table, got list"),
     ],
 )
@@ -226,9 +226,9 @@ def test_rows_of_buckets_carry_their_capacity(strategy, monkeypatch):
 @pytest.mark.parametrize("column", [[1, 2], ["a", "b"], [[1], [2, 3]]])
 def test_documents_with_a_column_bucket_of_their_own(strategy, column):
     documents = Dataset.from_dict({"input_ids": [[1], [2, 3]], "bucket": column})
-    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column among the documents"):
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column in the documents"):
         hfp.pack(documents, strategy)
-    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column among the documents"):
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no such column in the documents"):
         strategy(documents[:])
 
 

@@ -61,11 +61,11 @@ def test_no_documents_and_lazy_columns():
 @pytest.mark.parametrize(
     ("strategies", "message"),
     [
-        ([], "strategies: expected at least one, got none"),
-        (hfp.BestFit(8), r"strategies: expected several, such as \[BestFit\(2048\), Bucket\(\)\], got BestFit"),
-        ("best fit", "strategies: expected several"),
-        (None, "strategies: expected several"),
-        ([hfp.BestFit], r"strategy: expected a strategy such as BestFit\(2048\), .* did you forget its arguments"),
+        ([], "strategies: expected at least one strategy, got none"),
+        (hfp.BestFit(8), r"strategies: expected a list of strategies such as \[BestFit\(2048\)\], got BestFit"),
+        ("best fit", "strategies: expected a list of strategies"),
+        (None, "strategies: expected a list of strategies"),
+        ([hfp.BestFit], r"strategy: expected a strategy such as BestFit\(2048\), .* pass an instance of the class"),
     ],
 )
 def test_bad_strategies(strategies, message):

@@ -167,12 +167,12 @@ def test_the_summary_of_the_page_counts_its_rows():
     refused = {kind: sum(section == f"Refused: {TITLES[kind].lower()}" for section, _ in rows) for kind in KINDS}
     both = [cells for kind in KINDS for cells in taken[kind]]
     parts = [f"{len(taken[kind])} of {len(taken[kind]) + refused[kind]} {kind}" for kind in KINDS]
-    assert f"Exact when patched, in every way of passing borders: {parts[0]} and {parts[1]}." in PAGE
+    assert f"After patching, {parts[0]} and {parts[1]} masked models are exact" in PAGE
     varlen = sum(route == "varlen" for _, route, *_ in both)
-    assert f"{varlen} take the `varlen` route alone." in PAGE
-    assert f"Of the other {len(both) - varlen}, " in PAGE
+    assert f"{varlen} models take only the `varlen` route." in PAGE
+    assert f"The other {len(both) - varlen} run a median of " in PAGE
     isolated = sum(cells[0] == "isolated" for (section, _), cells in rows.items() if "Not measured" not in section)
-    assert f"{isolated} of {len(both) + sum(refused.values())} isolate documents." in PAGE
+    assert f"{isolated} of {len(both) + sum(refused.values())} models isolate documents in training." in PAGE
     assert all(float(figure) <= EXACT for *_, logits, gradients, _ in both for figure in (logits, gradients))
 
 
@@ -199,8 +199,8 @@ def test_a_figure_that_is_missing_is_not_exact():
     beyond = Measured("causal", "one", route="varlen", change=0.0, difference=2 * EXACT, gradient=0.0)
     assert not beyond.exact
     assert replace(beyond, explained=3 * EXACT).exact
-    assert "(one 2e-04)" in page([replace(beyond, explained=3 * EXACT)], "transformers 0")
-    assert "(nowhere)" in page([beyond], "transformers 0")
+    assert "causes them; such models: one 2e-04." in page([replace(beyond, explained=3 * EXACT)], "transformers 0")
+    assert "causes them; such models: none." in page([beyond], "transformers 0")
     assert "all but one (noise)." in page([replace(beyond, unproven="noise")], "transformers 0")
 
 

@@ -167,7 +167,7 @@ class CallsSuper(Trainer):
 def test_a_trainers_own_loss_that_nothing_divides(tmp_path):
     """BERT takes num_items_in_batch, and ignores it."""
     trainer = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"), gradient_accumulation_steps=2)
-    message = "expected a loss that is divided by num_items_in_batch, CallsSuper with BertForMaskedLM does not divide"
+    message = "a loss that is divided by num_items_in_batch, but CallsSuper with BertForMaskedLM does not divide"
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert not hfp.check_isolation(trainer.model).isolated
@@ -199,7 +199,7 @@ def test_a_trainer_whose_loss_cannot_be_asked(tmp_path):
         def compute_loss(self, model, inputs, **_):  # noqa: ARG002
             raise KeyError(inputs["name"])
 
-    message = "expected a compute_loss that takes a packed batch, Own.compute_loss raises"
+    message = "expected a compute_loss that takes a packed batch, but Own.compute_loss raises"
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer_of(tmp_path, Own), hfp.TokenBudget(64))
 
@@ -207,7 +207,7 @@ def test_a_trainer_whose_loss_cannot_be_asked(tmp_path):
 @pytest.mark.slow
 def test_labels_that_make_the_input_of_a_decoder(tmp_path):
     trainer = trainer_of(tmp_path, model=tiny_model("bart", "masked"))
-    message = "expected a compute_loss that takes a packed batch, Trainer.compute_loss raises"
+    message = "expected a compute_loss that takes a packed batch, but Trainer.compute_loss raises"
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
 

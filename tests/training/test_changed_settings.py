@@ -104,19 +104,19 @@ REFUSED = {
     "packing": (set_argument("packing", True), "expected False"),
     "dispatch_batches": (set_on_accelerator("dispatch_batches", True), "expected False"),
     "split_batches": (set_on_accelerator("split_batches", True), "expected False"),
-    "label_smoothing_factor": (set_argument("label_smoothing_factor", 0.1), "expected the one.* 0.0, got 0.1; set it"),
-    "use_liger_kernel": (set_argument("use_liger_kernel", True), "expected the one.* False, got True"),
-    "loss_type": (set_argument("loss_type", "dft"), "expected the one that the trainer had.* 'nll', got 'dft'"),
-    "label_smoother": (set_on_trainer("label_smoother", LabelSmoother(0.1)), "expected the one.* got LabelSmoother"),
-    "compute_loss_func": (set_on_trainer("compute_loss_func", lambda *_, **__: 0), "expected the one.* None, got"),
-    "model_accepts_loss_kwargs": (set_on_trainer("model_accepts_loss_kwargs", False), "expected the one.* got False"),
-    "loss_is_scaled_for_ga": (set_on_trainer("loss_is_scaled_for_ga", False), "expected the one.* got False"),
-    "data_collator": (set_on_trainer("data_collator", lambda rows: rows[0]), "expected the one that attach has set"),
+    "label_smoothing_factor": (set_argument("label_smoothing_factor", 0.1), "expected 0.0, the .* got 0.1; set the"),
+    "use_liger_kernel": (set_argument("use_liger_kernel", True), "expected False, .*, got True"),
+    "loss_type": (set_argument("loss_type", "dft"), "expected 'nll', the value when attach was called, got 'dft'"),
+    "label_smoother": (set_on_trainer("label_smoother", LabelSmoother(0.1)), "expected None, .* got LabelSmoother"),
+    "compute_loss_func": (set_on_trainer("compute_loss_func", lambda *_, **__: 0), "expected None, the value .*, got"),
+    "model_accepts_loss_kwargs": (set_on_trainer("model_accepts_loss_kwargs", False), "expected True, .* got False"),
+    "loss_is_scaled_for_ga": (set_on_trainer("loss_is_scaled_for_ga", False), "expected True, .* got False"),
+    "data_collator": (set_on_trainer("data_collator", lambda rows: rows[0]), "expected the collator set by attach"),
     "compute_loss": (set_on_trainer("compute_loss", lambda *_, **__: 0), "expected the method of .*Trainer"),
     "get_train_dataloader": (set_on_trainer("get_train_dataloader", list), "expected the method of .*Trainer"),
     "_get_train_sampler": (set_on_trainer("_get_train_sampler", lambda _: None), "expected the method of .*Trainer"),
-    "model": (lambda trainer: setattr(trainer, "model", build("Llama")), "expected the one that the trainer had when"),
-    "train_dataset": (set_on_trainer("train_dataset", None), "expected one, the trainer has none"),
+    "model": (lambda trainer: setattr(trainer, "model", build("Llama")), "expected the model that the trainer had"),
+    "train_dataset": (set_on_trainer("train_dataset", None), "expected a dataset, but the trainer has none"),
 }
 OF_TRAINING_ALONE = {
     "average_tokens_across_devices",
@@ -171,7 +171,7 @@ def test_a_loss_that_nothing_divides_with_accumulation_set_after_attach(tmp_path
     trainer = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"))
     hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.args.gradient_accumulation_steps = 4
-    message = "expected a loss that is divided by num_items_in_batch, CallsSuper.* into 4 micro-batches"
+    message = "expected a loss that is divided by num_items_in_batch, but CallsSuper.* into 4 micro-batches"
     with pytest.raises(PackingError, match=message):
         trainer.train()
     trainer.args.gradient_accumulation_steps = 1
@@ -227,7 +227,7 @@ def test_another_model_is_evaluated(tmp_path):
 def test_methods_that_were_set_on_a_trainer_before_attach(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.compute_loss = lambda *_, **__: 0
-    with pytest.raises(PackingError, match="compute_loss: expected the method of Trainer, .*define it in a subclass"):
+    with pytest.raises(PackingError, match="expected the method of Trainer, .*define the method in a subclass"):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
 
@@ -243,7 +243,7 @@ def test_rows_that_are_added_while_training_are_refused(tmp_path):
     trainer.training_step = training_step
     hfp.attach(trainer, hfp.TokenBudget(64))
     try:
-        with pytest.raises(PackingError, match="dataset: expected the 20 rows that it had when batches were planned"):
+        with pytest.raises(PackingError, match="dataset: expected 20 rows, as when batches were planned"):
             trainer.train()
     finally:
         trainer.accelerator.gradient_state._reset_state()  # else the loader that was broken off stays the active one
@@ -268,7 +268,7 @@ def dispatch(accelerator, _):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (add_rows, "dataset: expected the 20 rows that it had when batches were planned, it has 40"),
+        (add_rows, "dataset: expected 20 rows, as when batches were planned, got 40"),
         (accumulate, "gradient_accumulation_steps: expected 1, as when prepare_dataloader was called, got 3"),
         (dispatch, "dispatch_batches: expected False, got True"),
     ],
@@ -286,6 +286,6 @@ def test_another_model_in_a_loop():
     """compute_loss takes a patched one, whichever it is, and refuses another."""
     loader = loader_of(Accelerator(cpu=True), documents(20))
     batch = next(iter(loader))
-    with pytest.raises(PackingError, match="model: expected one that was patched by patch_model"):
+    with pytest.raises(PackingError, match="model: expected a model patched by patch_model"):
         hfp.compute_loss(build("Llama"), batch)
     assert hfp.compute_loss(patched(), batch).isfinite()

@@ -25,7 +25,7 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
     model = patched()
-    with pytest.raises(PackingError, match="dataset: expected a label to evaluate on, all are -100"):
+    with pytest.raises(PackingError, match="dataset: expected labels to evaluate on, but all labels are -100"):
         hfp.evaluation_loss(Accelerator(cpu=True), model, nothing)
 
 

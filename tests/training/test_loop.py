@@ -94,7 +94,7 @@ def test_skipping_a_part_of_a_step_or_more_than_an_epoch():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
     with pytest.raises(
-        PackingError, match="batches: expected a multiple of the 2 that an optimizer step accumulates, got 1"
+        PackingError, match="batches: expected a multiple of 2, the number of micro-batches in an optimizer step, got 1"
     ):
         loader.skip_first_batches(1)
     with pytest.raises(PackingError, match=f"batches: expected .*{len(loader)}, got {len(loader) + 1}"):
@@ -127,7 +127,7 @@ def test_no_checkpoint_between_accumulated_batches():
         with accelerator.accumulate(model):
             break
     with pytest.raises(
-        PackingError, match="state: expected a checkpoint after 2 accumulated micro-batches, got one after 1"
+        PackingError, match="expected a checkpoint after an optimizer step of 2 micro-batches, got a checkpoint after 1"
     ):
         loader.state_dict()
 
@@ -232,7 +232,7 @@ def test_arguments_in_another_order():
 
 
 def test_a_state_of_something_else():
-    with pytest.raises(PackingError, match="state: expected one that state_dict returned, it has no 'epoch'"):
+    with pytest.raises(PackingError, match="state: expected a state that state_dict returned, got one without 'epoch'"):
         loader_of().load_state_dict({})
 
 
@@ -272,7 +272,7 @@ def test_the_last_gradients_of_an_epoch_are_used():
 def test_processes_that_do_not_know_of_each_other(monkeypatch):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PackingError, match="expected one that knows of all 2 launched processes"):
+    with pytest.raises(PackingError, match="expected an Accelerator that knows of all 2 launched processes"):
         hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
 
 
@@ -290,9 +290,9 @@ def test_gradients_are_synchronized_at_the_end_of_an_epoch():
 
 
 def test_a_batch_without_its_share():
-    with pytest.raises(PackingError, match="batch: expected one from prepare_dataloader, this one has input_ids"):
+    with pytest.raises(PackingError, match="batch: expected a batch from prepare_dataloader, got keys: input_ids"):
         hfp.compute_loss(build("Llama"), {"input_ids": torch.tensor([[5, 6]])})
-    with pytest.raises(PackingError, match="batch: expected one from prepare_dataloader, got NoneType"):
+    with pytest.raises(PackingError, match="batch: expected a batch from prepare_dataloader, got NoneType"):
         hfp.compute_loss(build("Llama"), None)
 
 
@@ -302,7 +302,7 @@ def test_a_model_that_is_not_patched():
         lambda: hfp.compute_loss(model, next(iter(loader_of()))),
         lambda: hfp.evaluation_loss(accelerator, model, documents(3)),
     ):
-        with pytest.raises(PackingError, match="model: expected one that was patched by patch_model, Llama"):
+        with pytest.raises(PackingError, match="model: expected a model patched by patch_model, but Llama"):
             call()
     hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64), model=model)
     assert hfp.check_isolation(model).isolated
@@ -323,7 +323,7 @@ def test_sequence_weights_leave_models_no_labels():
 
 def test_more_ranks_than_rows():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PackingError, match="at least one row for each of 1 ranks, got 0 rows; 1 are empty or dropped"):
+    with pytest.raises(PackingError, match="each of 1 ranks, got 0 rows, besides 1 empty or dropped rows"):
         hfp.prepare_dataloader(accelerator, datasets.Dataset.from_dict({"input_ids": [[]]}), hfp.TokenBudget(8))
 
 
@@ -334,5 +334,5 @@ def test_packed_rows_whose_columns_contradict_each_other(kind):
     assert len(list(loader)) == 4
     rows[3]["position_ids"] = [0, 1, 2, 3]
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), kind(rows), hfp.TokenBudget(4))
-    with pytest.raises(PackingError, match=r"column 'position_ids': expected the segments of 'seq_lengths'"):
+    with pytest.raises(PackingError, match="'position_ids': expected the same segments as column 'seq_lengths'"):
         list(loader)

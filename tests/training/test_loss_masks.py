@@ -215,21 +215,21 @@ class TestCompletionOnlyLoss:
     def test_true_contradicts_labels_that_are_not_masked(self, tmp_path, masks):
         data = masks.add_column("labels", masks["input_ids"][:])
         trainer = trainer_of(tmp_path, SFTTrainer, data=data, completion_only_loss=True)
-        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where it is 0, row 0"):
+        with pytest.raises(PackingError, match="expected labels that are -100 where the mask is 0, but row 0"):
             hfp.attach(trainer, hfp.TokenBudget(64))
 
     def test_packed_rows_with_a_mask_that_was_not_applied(self, tmp_path):
         rows = {"input_ids": [[5, 6, 7, 8]], "labels": [[-100, 6, 7, 8]], "seq_lengths": [[4]]}
         data = datasets.Dataset.from_dict({**rows, "completion_mask": [[0, 0, 1, 1]]})
         trainer = trainer_of(tmp_path, SFTTrainer, data=data)
-        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where it is 0"):
+        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where the mask is 0"):
             hfp.attach(trainer, hfp.TokenBudget(64))
 
     def test_evaluation_follows_it_too(self, tmp_path, masks):
         trainer = trainer_of(tmp_path, SFTTrainer, completion_only_loss=True)
         hfp.attach(trainer, hfp.TokenBudget(64))
         contradicting = masks.add_column("labels", masks["input_ids"][:])
-        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where it is 0"):
+        with pytest.raises(PackingError, match="'completion_mask': expected labels that are -100 where the mask is 0"):
             trainer.evaluate(contradicting)
 
 
@@ -239,7 +239,7 @@ def test_trainer_ignores_masks_and_so_is_refused(tmp_path):
         hfp.attach(trainer_of(tmp_path, Trainer, data=data), hfp.TokenBudget(8))
     trainer = trainer_of(tmp_path, Trainer, data=data.with_transform(lambda batch: batch))
     hfp.attach(trainer, hfp.TokenBudget(8))
-    with pytest.raises(PackingError, match="'assistant_masks': expected labels that are -100 where it is 0, row"):
+    with pytest.raises(PackingError, match="'assistant_masks': expected labels that are -100 where the mask is 0"):
         trainer.train()
 
 

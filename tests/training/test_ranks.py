@@ -18,18 +18,18 @@ from hf_packing.training import ranks as training_ranks
 
 FACTS = {
     "shard": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has \d+ rows, \d+ tokens",
-    "shuffle": r"row \d+ has \d+ tokens on rank 0, \d+ on rank 1",
-    "40 against 48": r"rank 0 has 40 rows, 414 tokens; rank \d has 48 rows, 531 tokens",
-    "12 against 64": r"rank 0 has 12 rows, 150 tokens; rank \d has 64 rows, 789 tokens",
-    "fewer rows than ranks": r"rank 0 has 1 rows, 12 tokens; rank \d has 64 rows",
-    "a row too long": r"rank 0 has 64 rows, 789 tokens; rank \d has 64 rows, 850 tokens",
+    "shuffle": r"row \d+ has \d+ tokens on rank 0, but \d+ tokens on rank 1",
+    "40 against 48": r"rank 0 has 40 rows and 414 tokens, but rank \d has 48 rows and 531 tokens",
+    "12 against 64": r"rank 0 has 12 rows and 150 tokens, but rank \d has 64 rows and 789 tokens",
+    "fewer rows than ranks": r"rank 0 has 1 rows and 12 tokens, but rank \d has 64 rows",
+    "a row too long": r"rank 0 has 64 rows and 789 tokens, but rank \d has 64 rows and 850 tokens",
     "other tokens": r"row 0 has the same length on rank 0 and on rank \d, but different tokens or labels",
     "other labels": r"row 0 has the same length on rank 0 and on rank \d, but different tokens or labels",
     "list": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
     "list of other labels": r"row 0 has the same length on rank 0 and on rank \d, but different tokens or labels",
     "torch dataset": r"has",
     "torch dataset of as many rows": r"row 0 has the same length on rank 0 and on rank 1, but different tokens",
-    "random transform": r"row \d+ has \d+ tokens on rank 0, \d+ on rank 1",
+    "random transform": r"row \d+ has \d+ tokens on rank 0, but \d+ tokens on rank 1",
     "packed": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
 }
 SETTINGS = {
@@ -38,9 +38,9 @@ SETTINGS = {
     "a budget too small": r"batching: .* rank 0 has .*max_tokens=64.* rank \d has .*max_tokens=8",
     "overflow": r"batching: .* rank 0 has .*overflow='error'.* rank \d has .*overflow='drop'",
     "no batching": r"batching: expected TokenBudget\(...\) or BucketBatches",
-    "loss": r"loss: expected the same on all ranks; rank 0 has token, rank \d has sequence",
+    "loss": r"loss: expected the same value on all ranks; rank 0 has token, rank \d has sequence",
     "no loss": r"loss: expected one of token, sequence, got 'mean'",
-    "accumulation": r"gradient_accumulation_steps: expected the same on all ranks; rank 0 has 1, rank \d has 2",
+    "accumulation": r"gradient_accumulation_steps: expected the same value on all ranks; rank 0 has 1, rank \d has 2",
     "model": r"batching: .* rank 0 has .*linear_cost=240.0.* rank \d has .*linear_cost=",
 }
 
@@ -194,8 +194,10 @@ def test_an_error_of_one_rank_is_told_to_the_others(told):
     check(failed, "PackingError: batching: expected TokenBudget")
     *others, failed = told["Trainer: later: another collator on one rank"]
     for of_rank in others:
-        check(of_rank, rf"rank {number} of {number + 1}: PackingError: data_collator: expected the one that attach")
-    check(failed, "PackingError: data_collator: expected the one that attach")
+        check(
+            of_rank, rf"rank {number} of {number + 1}: PackingError: data_collator: expected the collator set by attach"
+        )
+    check(failed, "PackingError: data_collator: expected the collator set by attach")
 
 
 @pytest.mark.slow
@@ -204,7 +206,7 @@ def test_different_data_of_evaluations_is_refused_on_all_ranks(told):
     expected = {
         "eval_dataset": r"eval_dataset: expected the same rows on all ranks; rank 0 has",
         "one of several": r"eval_dataset\['some'\]: expected the same rows on all ranks; rank 0 has",
-        "no eval_dataset": r"eval_dataset: expected one on all ranks, rank 0 has one, rank \d has none",
+        "no eval_dataset": r"eval_dataset: expected a dataset on all ranks, but rank 0 has a dataset and rank \d",
         "evaluate": r"eval_dataset: expected the same rows on all ranks; row \d+ has \d+ tokens on rank 0",
         "evaluate nothing": r"eval_dataset: expected the same rows on all ranks; rank 0 has 64 rows",
         "predict": r"test_dataset: expected the same rows on all ranks; row \d+ has \d+ tokens on rank 0",
@@ -223,7 +225,7 @@ def test_data_that_changes_later_is_refused_on_all_ranks(told):
         for of_rank in told[f"{kind}: later: another train_dataset"]:
             check(of_rank, r"train_dataset: expected the same rows on all ranks; rank 0 has 64 rows")
     for of_rank in told["loop: later: rows on one rank"]:
-        check(of_rank, "dataset: expected the 64 rows that it had when batches were planned, it has 73 now")
+        check(of_rank, "dataset: expected 64 rows, as when batches were planned, got 73")
 
 
 @pytest.mark.slow

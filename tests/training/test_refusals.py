@@ -26,21 +26,21 @@ def test_another_collator_after_attach(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.data_collator = lambda rows: rows[0]
-    with pytest.raises(PackingError, match="data_collator: expected the one that attach has set, got function"):
+    with pytest.raises(PackingError, match="data_collator: expected the collator set by attach, got function"):
         trainer.train()
 
 
 def test_attached_twice(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="attach was already called on it"):
+    with pytest.raises(PackingError, match="got an attached trainer"):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices: expected True, since without it"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices: expected True, since otherwise"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size: expected False"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: expected 'random'"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches: expected False, got True"),
@@ -84,7 +84,7 @@ def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
     [
         (
             {"label_smoothing_factor": 0.1},
-            "label_smoothing_factor: expected none, since it cannot be combined with loss='sequence'",
+            "label_smoothing_factor: expected the default, since loss='sequence' allows no other value",
         ),
         ({"kind": "own"}, "loss: expected 'token', since Own has its own compute_loss, got 'sequence'"),
     ],
@@ -103,7 +103,7 @@ def test_losses_that_contradict(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SimpleNamespace(mlm=True), "masked in the dataset.*with mlm=True"),
+        (lambda: SimpleNamespace(mlm=True), "does not mask tokens, got SimpleNamespace with mlm=True"),
         (
             lambda: MaskingCollator(),
             "such as default_data_collator, .*got MaskingCollator; attach replaces this collator",
@@ -149,7 +149,7 @@ def test_a_loss_that_is_set_after_attaching(tmp_path):
     trainer = trainer_of(tmp_path)
     hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.compute_loss_func = lambda *_, **__: 0
-    with pytest.raises(PackingError, match="compute_loss_func: expected the one that the trainer had when attach"):
+    with pytest.raises(PackingError, match="compute_loss_func: expected None, the value when attach"):
         trainer.train()
 
 
@@ -188,13 +188,13 @@ def test_trainers_with_their_own_batches(tmp_path, method):
 def test_rows_that_trl_has_packed(tmp_path, name, value):
     options = {name: value, "max_length": 48, "packing_strategy": "wrapped"}
     trainer = trainer_of(tmp_path, SFTTrainer, **options)
-    with pytest.raises(PackingError, match=f"{name}: expected False, since rows are packed here"):
+    with pytest.raises(PackingError, match=f"{name}: expected False, since attach packs rows itself"):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 def test_trainers_of_trl_that_are_more_than_sft_trainer(tmp_path):
     more = type("DistillingTrainer", (SFTTrainer,), {"__module__": "trl.experimental"})
-    with pytest.raises(PackingError, match="DistillingTrainer makes its own batches or losses"):
+    with pytest.raises(PackingError, match="DistillingTrainer, which makes its own batches or losses"):
         hfp.attach(trainer_of(tmp_path, more), hfp.TokenBudget(64))
     mine = type("MyTrainer", (SFTTrainer,), {})
     hfp.attach(trainer_of(tmp_path, mine), hfp.TokenBudget(64), loss="sequence")
@@ -219,7 +219,7 @@ def test_other_trainers_of_trl(name):
     [
         (None, hfp.TokenBudget(64), "token", "trainer: expected a Trainer or an SFTTrainer, got NoneType"),
         ("given", 64, "token", "batching: expected TokenBudget.* got 64"),
-        ("given", hfp.TokenBudget, "token", "did you forget its arguments, as in TokenBudget"),
+        ("given", hfp.TokenBudget, "token", "pass an instance of the class, such as TokenBudget"),
         ("given", hfp.TokenBudget(64), "mean", "loss: expected one of token, sequence, got 'mean'"),
         ("given", hfp.BucketBatches(64), "token", "dataset: expected a column 'bucket'"),
         ("given", hfp.TokenBudget(8), "token", "max_tokens: row 0 has"),

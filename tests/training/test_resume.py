@@ -42,7 +42,7 @@ def test_a_checkpoint_without_batches(tmp_path):
     trainer.train()
     trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=1, max_steps=4)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="expected a checkpoint of a trainer with attached batches"):
+    with pytest.raises(PackingError, match="expected a checkpoint of an attached trainer"):
         trainer.train(resume_from_checkpoint=True)
 
 

@@ -1,5 +1,5 @@
-"""Survey which architectures of the installed transformers isolate packed documents, stock and patched.
+"""Survey which architectures of the installed transformers isolate packed documents, before and after patching.
 
-measure.py  builds tiny models, patches them, and compares packed documents with the same documents alone
-page.py     writes the results as docs/SUPPORTED_MODELS.md
+measure.py  builds and patches tiny models, and compares packed documents with the same documents run separately
+page.py     formats the results as docs/SUPPORTED_MODELS.md
 """

@@ -15,14 +15,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("docs/SUPPORTED_MODELS.md"))
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument("--only", nargs="*", help="model types; default: all")
+    parser.add_argument("--only", nargs="*", help="model types to measure; default: all")
     arguments = parser.parse_args()
     jobs = [job for job in all_jobs() if not arguments.only or job[1] in arguments.only]
     results = measure_all(jobs, arguments.processes)
     versions = f"transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(page(results, versions))
-    print(f"{sum(each.exact for each in results)} of {len(results)} exact, in {arguments.output}")
+    print(f"{sum(each.exact for each in results)} of {len(results)} results are exact; wrote {arguments.output}")
 
 
 if __name__ == "__main__":

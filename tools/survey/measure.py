@@ -1,4 +1,4 @@
-"""Measure whether the stock and the patched model of each architecture isolate packed documents."""
+"""Measure whether a model of each architecture isolates packed documents, before and after patching."""
 
 import copy
 import inspect
@@ -50,17 +50,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Model types with settings that select different code, by their names on the page."""
+"""Variants by name: a model type, and settings that make the model run different code."""
 
 EXACT = 1e-4
-"""The largest difference in a logit, and in a gradient relative to the largest gradient, that counts as exact, unless
-rounding alone was measured to cause more."""
+"""The largest difference that counts as exact, in a logit, or in a gradient relative to the largest gradient. A larger
+difference counts as exact only if rounding alone was measured to cause a difference of this size."""
 
 _LENGTHS = (5, 19, 2, 15, 19, 22)
-"""Tokens of the documents. They differ from those of the proof, and a document ends in the middle of the row."""
+"""Lengths of the documents in tokens. `patch_model` uses other lengths. A document ends in the middle of the row."""
 
 _LONGER = (18, 14, 21, 16, 37)
-"""For models that cannot be called with very short documents."""
+"""Lengths for models that cannot be called with very short documents."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,25 @@ class Measured:
     name: str
     built: bool = True
     stock: str = ""
-    """What the stock model does to packed documents."""
+    """How the unpatched model treats packed documents, such as "leaks"."""
     route: str = ""
-    """The route of the patched model; empty if `patch_model` refuses it."""
+    """The route of the patched model; empty if `patch_model` refuses the model."""
     modules: dict[str, int] = field(default_factory=dict)
-    """Modules that run by segment: how many of each class."""
+    """The number of modules that run by segment, by class name."""
     packed_share: float = 0.0
-    """The share of the parameters that work on the packed row."""
+    """The share of the parameters in modules that run on the whole packed row."""
     change: float = float("nan")
-    """Largest change of a logit of one document when another document changes, patched, for all ways of calling."""
+    """Largest change of a logit of one document when another document changes, over all ways to call the model."""
     difference: float = float("nan")
-    """Largest difference of a logit between packed and alone, for all ways of calling."""
+    """Largest difference of a logit between packed and separate documents, over all ways to call the model."""
     gradient: float = float("nan")
-    """Largest difference of a gradient between packed and alone, relative to the largest gradient."""
+    """Largest difference of a gradient between packed and separate documents, relative to the largest gradient."""
     reason: str = ""
-    """Why no model was built, why it is refused, or why it takes no faster route."""
+    """Why no model was built, why `patch_model` refuses the model, or why the model takes no faster route."""
     explained: float = EXACT
-    """The difference that rounding explains: EXACT, or more where more was measured."""
+    """The largest difference that counts as exact for this model: EXACT, or the effect of rounding if larger."""
     unproven: str = ""
-    """Why isolation was verified in evaluation mode only, or not for everything in training mode."""
+    """Why isolation in training mode was not verified, or only in part; empty if isolation was verified."""
 
     @property
     def exact(self) -> bool:
@@ -97,7 +97,7 @@ class Measured:
 
 
 def all_jobs() -> list[tuple[str, str]]:
-    """Return (kind, name) of every architecture and variant."""
+    """Return a pair (kind, name) for every architecture and variant."""
     jobs = [(kind, name) for kind in KINDS for name in architectures(kind)]
     return jobs + [("causal", name) for name in sorted(VARIANTS)]
 
@@ -120,7 +120,7 @@ def _silence() -> None:
 
 
 def measure(kind: str, name: str) -> Measured:
-    """Build a tiny model, measure it, patch it, and measure it again.
+    """Build a tiny model and return measurements of the model before and after patching.
 
     Args:
         kind: "causal" or "masked".
@@ -132,7 +132,7 @@ def measure(kind: str, name: str) -> Measured:
         warnings.simplefilter("ignore")
         try:
             model = tiny_model(model_type, kind, **changes)
-        except Exception as error:  # any class of configuration or model
+        except Exception as error:  # configurations and models may raise anything
             return Measured(kind, name, built=False, reason=f"{type(error).__name__}: {error}")
         return _measure_model(kind, name, model)
 
@@ -162,7 +162,7 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
 
 
 def _explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
-    """Return the difference of a logit that rounding explains."""
+    """Return the largest difference of a logit that rounding alone can cause."""
     probe = Probe(model)
     probe.documents = documents
     with probe.undisturbed():
@@ -173,7 +173,7 @@ def _explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], a
 def _differences(
     model: PreTrainedModel, documents: list[list[int]], alone: Tensor, gradients: dict[str, Tensor]
 ) -> tuple[float, float, float]:
-    """Return the change, difference and gradient of a patched model; see `Measured`."""
+    """Return the values of `Measured.change`, `Measured.difference` and `Measured.gradient` for a patched model."""
     change = difference = 0.0
     other, first = make_documents(1, [len(documents[0])]), len(documents[0])
     labels = _ignores_labels(model, documents[-1])
@@ -192,34 +192,34 @@ def _differences(
 
 
 def make_documents(seed: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Draw token ids [documents][tokens]."""
+    """Return documents of random token ids, with one document for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(8, VOCABULARY - 8, (length,), generator=generator).tolist() for length in lengths]
 
 
 def _stock_result(model: PreTrainedModel) -> str:
-    """Describe what the model does when called as a training loop would call it, and without a cache."""
+    """Return how an unpatched model treats packed documents in a plain training loop, and with use_cache=False."""
     model = copy.deepcopy(model)
     try:
         report = check_isolation(model)
         if report.isolated:
             return "isolated"
-        if "with use_cache=False it does not" in report.reason:
+        if "with use_cache=False there is no leak" in report.reason:
             return "leaks unless use_cache=False"
         return "cannot be called on a packed row" if report.max_leak != report.max_leak else "leaks"
-    except Exception as error:  # any model
+    except Exception as error:  # a model may raise anything
         return f"not measured: {error}"
 
 
 def _ignores_labels(model: PreTrainedModel, tokens: list[int]) -> bool:
-    """Return whether labels change only the loss: some decoders make their inputs from labels, or expect an image."""
-    model, ids = copy.deepcopy(model), torch.tensor([tokens])  # a copy, since rotary scales remember long documents
+    """Return whether labels leave the logits unchanged. Some decoders make inputs from labels, or expect an image."""
+    model, ids = copy.deepcopy(model), torch.tensor([tokens])  # a copy, since rotary scales depend on earlier calls
     unpatch_model(model)
     masked = ids.masked_fill(torch.arange(len(tokens)) < 2, -100)
     try:
         with torch.no_grad():
             logits = [logits_of(model, model(ids, **labels)) for labels in ({}, {"labels": masked})]
-    except Exception:  # any model
+    except Exception:  # a model may raise anything
         return False
     return torch.equal(*logits)
 
@@ -227,7 +227,7 @@ def _ignores_labels(model: PreTrainedModel, tokens: list[int]) -> bool:
 def feedings(documents: list[list[int]], labels: bool) -> Iterator[dict[str, Any]]:
     """Yield the inputs for every way to call a model on packed documents.
 
-    All of them in one row, and in two rows if a document ends in the middle.
+    The documents are in one row. If a document ends in the middle of the row, the last inputs are two rows.
     """
     batch = PackingCollator()([{"input_ids": tokens} for tokens in documents])
     given = {"labels": batch.pop("labels")}
@@ -243,7 +243,7 @@ def feedings(documents: list[list[int]], labels: bool) -> Iterator[dict[str, Any
 
 
 def _documents_alone(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return logits [tokens, vocabulary] and the gradient of every parameter, each document alone in its own copy."""
+    """Return logits [tokens, vocabulary] and gradients by parameter, with every document run separately."""
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     logits: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
@@ -258,7 +258,7 @@ def _documents_alone(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[Te
 
 
 def _loss(logits: Tensor, documents: list[list[int]]) -> Tensor:
-    """Return the cross-entropy of next tokens inside each document, summed."""
+    """Return the summed cross-entropy of predicting the next token within each document."""
     losses = []
     for own, tokens in zip(torch.split(logits, [len(each) for each in documents]), documents, strict=True):
         losses.append(torch.nn.functional.cross_entropy(own[:-1], torch.tensor(tokens)[1:], reduction="sum"))

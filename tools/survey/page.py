@@ -10,11 +10,11 @@ COMMAND = "python -m tools.survey"
 
 TITLES = {"causal": "Causal language models", "masked": "Masked language models"}
 
-_HEAD = ("architecture", "stock", "route", "by segment", "packed", "logits", "gradients", "why no faster one")
+_HEAD = ("architecture", "unpatched", "route", "run by segment", "packed", "logits", "gradients", "why no faster route")
 
 
 def page(results: Sequence[Measured], versions: str) -> str:
-    """Return the whole of docs/SUPPORTED_MODELS.md."""
+    """Return the full text of docs/SUPPORTED_MODELS.md."""
     lines = ["# Supported models", "", *_summary(results, versions)]
     for kind, title in TITLES.items():
         own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
@@ -22,7 +22,7 @@ def page(results: Sequence[Measured], versions: str) -> str:
         refused = [
             [each.name, each.stock, _one_line(each.reason, 400)] for each in own if each.built and not each.route
         ]
-        lines += _table(f"Refused: {title.lower()}", ("architecture", "stock", "reason"), refused)
+        lines += _table(f"Refused: {title.lower()}", ("architecture", "unpatched", "reason"), refused)
         absent = [[each.name, _one_line(each.reason, 160)] for each in own if not each.built]
         lines += _table(f"Not measured: {title.lower()}", ("architecture", "why no tiny model could be built"), absent)
     return "\n".join(lines) + "\n"
@@ -41,30 +41,30 @@ def _summary(results: Sequence[Measured], versions: str) -> list[str]:
     shares = [each.packed_share for each in taken if each.route != "varlen"]
     isolated = sum(each.stock == "isolated" for each in results)
     lines = [
-        f"Made by `{COMMAND}` with {versions}, on CPU: a tiny",
-        "random float32 model of every architecture, built from its configuration class alone, and of some variants.",
-        "`patch_model` finds the route of your model in the same way, and does not read this page.",
+        f"Made by `{COMMAND}` with {versions}, on CPU. The survey builds",
+        "a tiny random float32 model of every architecture and of some variants, from the configuration class alone.",
+        "`patch_model` finds the route of your model by experiment, as the survey does, and does not read this page.",
         "",
-        f"Exact when patched, in every way of passing borders: {counts['causal']} of {built['causal']} causal and "
-        f"{counts['masked']} of {built['masked']} masked. That is: logits differ by",
-        f"at most {EXACT:g} from those of the documents alone, no logit changes by more when another document changes,",
-        f"and gradients of all parameters differ by at most {EXACT:g} of the largest gradient. Larger differences",
-        f"count as exact only where rounding alone was measured to cause them {_exceptions(taken)}.",
-        f"{varlen} take the `varlen` route alone.",
+        f"After patching, {counts['causal']} of {built['causal']} causal and {counts['masked']} of {built['masked']} "
+        "masked models are exact, whichever arguments mark the documents. Exact means that",
+        f"logits differ by at most {EXACT:g} from logits of the same documents run separately, no logit changes by",
+        f"more when another document changes, and gradients differ by at most {EXACT:g} of the largest gradient.",
+        f"Larger differences count as exact only if rounding alone causes them; such models: {_exceptions(taken)}.",
+        f"{varlen} models take only the `varlen` route.",
     ]
     if shares:
-        lines += [f"Of the other {len(shares)}, the median runs {median(shares):.0%} of parameters on the packed row."]
+        lines += [f"The other {len(shares)} run a median of {median(shares):.0%} of parameters on the packed row."]
     unproven = [f"{each.name} ({_one_line(each.unproven, 160)})" for each in taken if each.unproven]
-    which = f"all but {', '.join(unproven)}" if unproven else "all of them"
-    lines += [f"Verified in training mode as well, with dropout off: {which}."]
-    return [*lines, f"Unpatched, as a training loop calls them, {isolated} of {sum(built.values())} isolate documents."]
+    which = f"all but {', '.join(unproven)}" if unproven else "all"
+    lines += [f"Models that were also verified in training mode, with dropout off: {which}."]
+    return [*lines, f"Before patching, {isolated} of {sum(built.values())} models isolate documents in training."]
 
 
 def _exceptions(taken: Sequence[Measured]) -> str:
-    """Name the models that count as exact only because of rounding, with their figures."""
+    """Return the names and figures of the models that count as exact only because of rounding."""
     figures = {each.name: max(each.change, each.difference, each.gradient) for each in taken if each.exact}
     beyond = [f"{name} {figure:.0e}" for name, figure in figures.items() if figure > EXACT]
-    return f"({', '.join(beyond) or 'nowhere'})"
+    return f"{', '.join(beyond) or 'none'}"
 
 
 def _cells(each: Measured) -> list[str]:

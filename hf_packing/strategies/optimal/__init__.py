@@ -1,7 +1,7 @@
-"""Optimal, by column generation.
+"""The strategy Optimal, which plans by column generation.
 
-strategy.py            Optimal, and what it tries in which order; the exact answer for a few documents
-slots.py               which lengths the optimizer looks at: all, or fewer that others are rounded up to
-column_generation.py   the fewest packs when fractions of packs are allowed, and a bound; whole packs from them
-knapsack.py            ... pricing: finds the most valuable packs
+strategy.py            the strategy Optimal, and an exact solver for few documents
+slots.py               the choice of slot lengths: all document lengths, or fewer lengths to round up to
+column_generation.py   the fewest packs if fractions of packs are allowed, a lower bound, and rounding to whole packs
+knapsack.py            pricing, a step of column generation: the most valuable packs for given values of the slots
 """

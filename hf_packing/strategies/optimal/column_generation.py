@@ -1,15 +1,17 @@
-"""Column generation: the fewest packs if fractions of packs are allowed, and a bound that no plan can beat.
+"""Column generation: find the fewest packs if fractions of packs are allowed, and prove a lower bound on packs.
 
-A column is a pattern of slots. The master problem, a linear program solved by HiGHS, finds how many packs to make of
-each known column so that all documents get a slot; its duals say what each slot is worth. Pricing, a knapsack, finds
-packs that are worth more than one pack: new columns. If there are none, no other column would help (Gilmore and Gomory,
-"A linear programming approach to the cutting-stock problem", Operations Research 1961).
+A slot is a place for one document in a pack, and a column is a pattern of slots that fit in a pack. The master problem,
+a linear program solved by HiGHS, finds how many packs of each known column are needed to give all documents a slot; the
+duals of the master problem are values of the slots. Pricing, a knapsack problem, finds packs whose slots have a total
+value above 1, the cost of a pack. These packs are new columns. If no such pack exists, no other column would improve
+the solution (Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", Operations Research
+1961).
 
-Three things make it fast. A slot may serve a shorter document (Valerio de Carvalho, "Using extra dual cuts to
-accelerate column generation", INFORMS Journal on Computing 2005), which is also why lengths can be grouped. Prices are
-taken between the master's duals and the duals with the best bound so far (du Merle et al., "Stabilized column
-generation", Discrete Mathematics 1999). And the first columns are those of best fit and of several guesses at the
-duals.
+Three ideas make the method fast. First, a slot may hold a document that is shorter than the slot (Valerio de Carvalho,
+"Using extra dual cuts to accelerate column generation", INFORMS Journal on Computing 2005); this rule also allows
+lengths to be grouped. Second, pricing uses slot values between the master's duals and the duals with the best bound so
+far (du Merle et al., "Stabilized column generation", Discrete Mathematics 1999). Third, the search starts with the
+columns of best fit and of several guesses at the duals.
 """
 
 from __future__ import annotations
@@ -27,41 +29,41 @@ from hf_packing.strategies.base import load_scipy_optimize
 from hf_packing.strategies.optimal.knapsack import FloatArray, most_valuable_packs
 
 ROUNDING = 1e-6
-"""Differences in packs below this may be rounding."""
+"""Largest difference between numbers of packs that may be a rounding error."""
 _GUESSES = 5
 _NOISE = 0.02
-"""Relative noise in each guess, so that packs of equal value come out differently every time."""
+"""Relative noise in each guess at the duals, so that different guesses find different packs of equal value."""
 _TOWARDS_BEST = 0.3
-"""Weight of the duals with the best bound when prices are taken."""
+"""Weight of the duals with the best bound in the slot values that pricing uses; the rest is the master's duals."""
 _WORTH_ADDING = 1e-7
 _WORTH_KEEPING = 0.01
-"""Columns that cost more than this at the duals are removed from a large master problem."""
+"""Largest reduced cost of a column that stays in a large master problem."""
 _LEAST_PROGRESS = 1e-9
-"""Relative; a smaller decrease of the objective may be rounding."""
+"""Relative decrease of the objective below which a decrease may be a rounding error."""
 _SCALE = 1000.0
-"""HiGHS has absolute tolerances, so demand is scaled to this many documents in all."""
+"""Total number of documents to which the demand is scaled, since HiGHS has absolute tolerances."""
 _CLOSE_ENOUGH = 5e-5
-"""Relative gap at which to stop if lengths are grouped, where the bound is approximate anyway."""
+"""Relative gap at which to stop if lengths are grouped, since the bound is then only approximate."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """How many slots of which lengths are wanted."""
+    """The packing problem: slot lengths, and the number of documents that need a slot of each length."""
 
     slots: IntArray
-    """int64 [slots], ascending, in some unit."""
+    """int64 [slots]: slot lengths, ascending, in units of one or more tokens."""
     demand: FloatArray
-    """float64 [slots]: documents that need a slot of this length or longer."""
+    """float64 [slots]: number of documents for which this slot is the shortest slot that fits."""
     capacity: int
-    """Room of a pack, in the same unit."""
+    """Capacity of a pack, in the same unit."""
     max_documents: int | None
     grouped: bool
-    """Whether documents of several lengths share a slot, so that a proof for the slots does not hold for documents."""
+    """Whether documents of several lengths share a slot, so that a bound for slots is no bound for documents."""
 
 
 @dataclass
 class Duals:
-    """The best bound so far, and what each slot is worth there: no pack is worth more than one."""
+    """The best bound so far, and the slot values that prove this bound, scaled so that no pack is worth more than 1."""
 
     value: FloatArray
     bound: float = 0.0
@@ -72,29 +74,29 @@ class Relaxation:
     """A solution in fractions of packs."""
 
     columns: IntArray
-    """int32 [slots, columns]: slots of each length in a pack."""
+    """int32 [slots, columns]: number of slots of each length in each column."""
     packs: FloatArray
-    """float64 [columns]: how many packs of each."""
+    """float64 [columns]: number of packs of each column."""
     objective: float
-    """Packs in all."""
+    """Total number of packs."""
     rounds: int
     finished: bool
-    """Whether the solution is optimal, or close enough; otherwise the time ran out."""
+    """Whether the solution is optimal or close to optimal; False if the time ran out."""
 
 
 def generate_columns(
     problem: Problem, start: IntArray, deadline: float, progress: Callable[[str], None]
 ) -> tuple[Relaxation | None, Duals]:
-    """Solve the problem over all possible columns, or stop when the time runs out.
+    """Solve the problem in fractions of packs over all possible columns, or stop when the time runs out.
 
     Args:
-        problem: what is wanted.
-        start: integers [slots, columns]: columns to begin with, which cover all slots.
-        deadline: seconds, on the clock of `time.monotonic`.
-        progress: called with a line of text once a round.
+        problem: number of slots that are needed of each length.
+        start: integers [slots, columns]: columns to start with, which together contain all slots.
+        deadline: time to stop, in seconds on the clock of `time.monotonic`.
+        progress: function that is called with a line of text in each round.
 
     Returns:
-        The last solution, or None if there was no time for one; the duals with the best bound.
+        The last solution, or None if the time was too short for a solution; and the duals with the best bound.
     """
     duals = Duals(np.zeros(len(problem.slots)))
     columns = np.hstack([start, *_guessed_columns(problem, duals, deadline)]).astype(np.int32)
@@ -108,14 +110,15 @@ def generate_columns(
         rounds += 1
         packs, objective = packs * problem.demand.sum() / _SCALE, objective * problem.demand.sum() / _SCALE
         solution = Relaxation(columns, packs, objective, rounds, finished=True)
-        progress(f"at most {objective:,.0f}, at least {duals.bound:,.0f} packs in fractions, round {rounds}")
+        progress(f"round {rounds}: at most {objective:,.0f} and at least {duals.bound:,.0f} fractional packs")
         gap = _CLOSE_ENOUGH * objective if problem.grouped else 0
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals
         new = _without_known(_improving_columns(problem, duals, value, deadline), columns)
         if not new.shape[1] and time.monotonic() < deadline:
             return solution, duals
-        # only if the objective has decreased since; otherwise the same columns could come and go forever
+        # columns are removed only if the objective has decreased since the last removal; otherwise the same columns
+        # could be removed and added forever
         if columns.shape[1] > 2 * len(problem.slots) and objective < pruned_at * (1 - _LEAST_PROGRESS):
             columns = columns[:, (packs > 0) | (1 - value @ columns < _WORTH_KEEPING)]
             pruned_at = objective
@@ -126,10 +129,11 @@ def generate_columns(
 
 
 def _try_prices(problem: Problem, duals: Duals, value: FloatArray) -> IntArray:
-    """Return the best columns at these prices. Keep better duals, scaled so that no pack is worth more than one.
+    """Return the most valuable columns for some slot values. If the values prove a better bound, update `duals`.
 
-    For any prices, what all documents are worth divided by what a pack can be worth is a bound on the packs (Farley, "A
-    note on bounding a class of linear programming problems", Operations Research 1990).
+    For any slot values, the total value of all documents, divided by the value of the most valuable pack, is a lower
+    bound on the number of packs (Farley, "A note on bounding a class of linear programming problems", Operations
+    Research 1990). The stored values are scaled so that no pack is worth more than 1.
     """
     best = most_valuable_packs(value, problem.slots, problem.capacity, problem.max_documents)
     if best.most > 0 and (bound := float(problem.demand @ value) / best.most) > duals.bound:
@@ -138,7 +142,12 @@ def _try_prices(problem: Problem, duals: Duals, value: FloatArray) -> IntArray:
 
 
 def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[IntArray]:
-    """Return columns for guessed prices: mixes of prices by length and by document, then the best with noise."""
+    """Return columns for guessed slot values.
+
+    The first guesses mix two kinds of slot values: values proportional to slot lengths, and equal values for all slots.
+    These guesses only improve `duals`. The returned columns are the most valuable columns for the best duals with
+    random noise.
+    """
     by_length = problem.slots / problem.capacity
     typical = problem.max_documents or max(2, int(problem.demand.sum() / (problem.demand @ by_length)))
     for share in np.linspace(1, 0, 6):
@@ -155,7 +164,7 @@ def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[In
 
 
 def _improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadline: float) -> IntArray:
-    """Return columns that are worth more than a pack at the master's prices; look near the best duals first."""
+    """Return columns worth more than 1 at the master's duals `value`; search near the best duals first."""
     weight = _TOWARDS_BEST
     while True:
         columns = _try_prices(problem, duals, weight * duals.value + (1 - weight) * value)
@@ -166,22 +175,26 @@ def _improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadli
 
 
 def _without_known(new: IntArray, columns: IntArray) -> IntArray:
-    """Leave out known columns, which may look worth adding within the solver's tolerance."""
+    """Return the new columns that are not known yet.
+
+    A known column may look worth adding again, because of the solver's tolerance.
+    """
     known = {column.tobytes() for column in np.ascontiguousarray(columns.T)}
     fresh = [column.tobytes() not in known for column in np.ascontiguousarray(new.T)]
     return new[:, fresh]
 
 
 def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tuple[FloatArray, FloatArray, float] | None:
-    """Return the fewest packs of known columns, in fractions, that give every document a slot it fits in.
+    """Find the fewest packs of known columns, in fractions, that give every document a slot that the document fits in.
 
     Args:
-        columns: integers [slots, columns].
-        demand: float64 [slots].
-        deadline: seconds, on the clock of `time.monotonic`.
+        columns: integers [slots, columns]: number of slots of each length in each column.
+        demand: float64 [slots]: number of documents for which this slot is the shortest slot that fits.
+        deadline: time to stop, in seconds on the clock of `time.monotonic`.
 
     Returns:
-        packs of each column, the dual of each slot, packs in all; None if the time ran out.
+        float64 [columns]: packs of each column; float64 [slots]: dual of each slot; total number of packs. None if the
+        time ran out.
     """
     optimize: Any = load_scipy_optimize("Optimal")
     from scipy import sparse
@@ -202,7 +215,7 @@ def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tupl
 
 
 def columns_of(patterns: Patterns, slots: IntArray) -> IntArray:
-    """Return the distinct patterns as columns; each of their lengths is a slot."""
+    """Return the distinct patterns as columns, int32 [slots, columns]. Every segment length must be a slot length."""
     columns = np.zeros((len(slots), len(patterns.packs)), dtype=np.int32)
     entry_slot = np.searchsorted(slots, patterns.entry_length)
     np.add.at(columns, (entry_slot, patterns.entry_pattern), patterns.entry_copies)
@@ -210,23 +223,24 @@ def columns_of(patterns: Patterns, slots: IntArray) -> IntArray:
 
 
 _ROUNDED_UP = 0.5
-"""Fractions of at least this become one more pack if none of its slots would stay free."""
+"""Smallest fraction of a pack that is rounded up to a pack, if that pack would have no unused slot."""
 
 
 def dive(
     relaxation: Relaxation, demand: FloatArray, make_packs: Callable[[IntArray], Patterns], bound: int, deadline: float
 ) -> tuple[Patterns, bool]:
-    """Return the best packs found on the way from fractions to whole packs.
+    """Round a solution in fractions of packs to whole packs, step by step, and return the best packs found.
 
     Args:
-        relaxation: the solution in fractions.
-        demand: float64 [slots]: documents that need each slot.
-        make_packs: turns whole packs of each column into packs for all documents; packs the rest best-fit.
-        bound: lower bound on packs, at which to stop.
-        deadline: seconds, on the clock of `time.monotonic`.
+        relaxation: solution in fractions of packs.
+        demand: float64 [slots]: number of documents for which this slot is the shortest slot that fits.
+        make_packs: function that turns a number of packs for each column into packs of all documents, best-fit where
+            documents get no slot.
+        bound: lower bound on the number of packs, at which to stop.
+        deadline: time to stop, in seconds on the clock of `time.monotonic`.
 
     Returns:
-        The packs, and whether the dive finished before the deadline.
+        The packs, and whether rounding finished before the deadline.
     """
     columns, packs = relaxation.columns, relaxation.packs
     total, left = np.zeros(columns.shape[1], dtype=np.int64), np.rint(demand).astype(np.int64)
@@ -249,7 +263,13 @@ def dive(
 
 
 def _round_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_one: bool) -> IntArray:
-    """Choose one more pack of each column with a large fraction, if it wastes no slot."""
+    """Choose columns with a large fraction for one more pack each, as long as no slot of these packs is unused.
+
+    With `at_least_one`, the column with the largest fraction is chosen if no other column is.
+
+    Returns:
+        int64 [columns]: 1 for each chosen column, and 0 for all other columns.
+    """
     more = np.zeros(len(fraction), dtype=np.int64)
     left = left.copy()
     order = np.argsort(-fraction, kind="stable")
@@ -263,7 +283,10 @@ def _round_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_
 
 
 def _pass_down(left: IntArray) -> IntArray:
-    """Return the slots still wanted once spare slots (negative numbers) have served shorter documents."""
+    """Return the number of slots of each length that are still needed after spare slots have served shorter documents.
+
+    A negative number in `left` is a number of spare slots.
+    """
     wanted, spare = left.tolist(), 0
     for slot in range(len(wanted) - 1, -1, -1):
         spare -= min(wanted[slot], 0)

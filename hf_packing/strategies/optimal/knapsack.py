@@ -1,4 +1,4 @@
-"""The most valuable packs, for column generation: a knapsack in which a length may be used any number of times."""
+"""Find the most valuable packs for column generation, by a knapsack in which every slot may be used repeatedly."""
 
 from typing import NamedTuple
 
@@ -10,35 +10,35 @@ from hf_packing.planning.lengths import IntArray
 FloatArray = npt.NDArray[np.float64]
 
 LEAST_GAIN = 1e-12
-"""Differences below this are rounding errors."""
+"""Differences in value below this number are rounding errors."""
 
 
 class _ValuablePacks(NamedTuple):
-    """The best pack among all, and the best among those that contain each slot."""
+    """The value of the most valuable pack, and the most valuable pack that contains each slot."""
 
     most: float
-    """The value of the best pack."""
+    """The value of the most valuable pack."""
     columns: IntArray
-    """int32 [slots, slots]: column i is the most valuable pack with slot i in it."""
+    """int32 [slots, slots]: column i is the most valuable pack that contains slot i."""
 
 
 class _Layer(NamedTuple):
-    """The best value for each room with at most some number of slots, and the slot that reached it."""
+    """The most valuable filling of each room, from 0 to the capacity, with a maximum number of slots."""
 
     value: FloatArray
-    """float64 [capacity + 1]."""
+    """float64 [capacity + 1]: value of the filling of each room."""
     slot: IntArray
-    """int64 [capacity + 1]: -1 if the value is that of less room, or of fewer slots."""
+    """int64 [capacity + 1]: last slot of the filling, or -1 if less room or fewer slots have the same value."""
 
 
 def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_documents: int | None) -> _ValuablePacks:
-    """Return the most valuable packs.
+    """Return the value of the most valuable pack, and the most valuable pack that contains each slot.
 
     Args:
-        value: float64 [slots], not negative: what each slot is worth.
-        slots: int64 [slots], ascending, at least 1.
-        capacity: room of a pack, in the unit of the slots.
-        max_documents: most slots in a pack; None for no limit.
+        value: float64 [slots]: value of each slot, at least 0.
+        slots: int64 [slots]: slot lengths, ascending, at least 1.
+        capacity: capacity of a pack, in the unit of the slot lengths.
+        max_documents: maximum number of slots in a pack; None for no limit.
     """
     if max_documents is None:
         layer = fill_rooms(value, slots, capacity)
@@ -48,7 +48,10 @@ def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_d
 
 
 def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
-    """Find the best filling of every room: the best slot, and the best filling of the room that it leaves."""
+    """Return the most valuable filling of every room from 0 to the capacity.
+
+    The best filling of a room is the best slot and the best filling of the room that is left beside that slot.
+    """
     best, slot = np.zeros(capacity + 1), np.full(capacity + 1, -1)
     fitting = np.searchsorted(slots, np.arange(capacity + 1), side="right").tolist()
     for room in range(int(slots[0]), capacity + 1):
@@ -63,7 +66,10 @@ def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
 
 
 def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, max_documents: int) -> list[_Layer]:
-    """Find the best filling of every room with 0, 1, ... up to max_documents slots."""
+    """Return the most valuable filling of every room from 0 to the capacity, for every limit on the number of slots.
+
+    Layer n of the returned list has fillings with at most n slots, for n from 0 to max_documents.
+    """
     layers = [_Layer(np.zeros(capacity + 1), np.full(capacity + 1, -1))]
     for _ in range(max_documents):
         fewer = layers[-1].value
@@ -78,7 +84,11 @@ def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, ma
 
 
 def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
-    """Return for every slot the best filling of the room that it leaves, read back for all of them at once."""
+    """Return the most valuable pack that contains each slot, int32 [slots, slots], as in `_ValuablePacks.columns`.
+
+    A pack is the slot and the best filling of the room that is left beside the slot. All packs are read from the layer
+    at the same time.
+    """
     columns = np.eye(len(slots), dtype=np.int32)
     pack = np.arange(len(slots))
     reached_at = np.maximum.accumulate(np.where(layer.slot >= 0, np.arange(capacity + 1), 0))
@@ -92,7 +102,11 @@ def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
 
 
 def _packs_of_layers(layers: list[_Layer], slots: IntArray, capacity: int) -> IntArray:
-    """Return the same as `_packs_of_layer`, under a limit on slots."""
+    """Return the most valuable pack that contains each slot, under a limit on the number of slots in a pack.
+
+    Each pack starts with the given slot, and each layer adds at most one slot. The result has the same form as the
+    result of `_packs_of_layer`.
+    """
     columns = np.eye(len(slots), dtype=np.int32)
     pack, room = np.arange(len(slots)), capacity - slots
     for layer in reversed(layers):

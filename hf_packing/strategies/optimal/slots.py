@@ -1,4 +1,4 @@
-"""Which slot lengths the optimizer looks at: all lengths or, if there are too many, lengths rounded up to fewer."""
+"""Choose the slot lengths for Optimal: all document lengths, or fewer lengths that documents are rounded up to."""
 
 import numpy as np
 
@@ -7,26 +7,27 @@ from hf_packing.strategies.optimal.column_generation import Problem
 
 _MAX_SLOTS = 1000
 _MAX_UNITS = 1 << 17
-"""A pack of more tokens is measured in units of several tokens, rounded up."""
+"""Largest capacity that is measured in tokens. Larger capacities are measured in units of several tokens."""
 _MAX_WORK = 1 << 28
-"""Slots times room times the limit on documents, which is what one pricing costs."""
+"""Largest product of slots, capacity and limit on documents. Larger problems get fewer slots, for faster pricing."""
 _FEWEST_SLOTS = 50
 _TOO_MUCH = 1 << 30
-"""Room times the limit on documents times slots, above which one pricing takes too long."""
+"""Product of slots, capacity and limit on documents above which one pricing takes too long."""
 _TOO_LARGE = 1 << 25
-"""Room times the limit on documents, above which a pricing needs too much memory, 16 bytes each."""
+"""Product of capacity and limit on documents above which one pricing needs too much memory, 16 bytes per unit."""
 
 
 def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> tuple[IntArray, Problem]:
-    """Formulate the problem in slots.
+    """Choose slot lengths, and return the problem of giving every segment a slot.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length, at least one in all, none empty.
-        capacity: tokens that a pack holds.
-        max_documents: most segments in one pack; None for no limit.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0, and there is at
+            least one segment.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack; None for no limit.
 
     Returns:
-        int64 [slots], the tokens of each slot, and the problem, in units of one or more tokens.
+        int64 [slots]: slot lengths in tokens; and the Problem, whose slot lengths are in units of one or more tokens.
     """
     lengths = np.flatnonzero(counts)
     if max_documents is not None and max_documents >= _most_that_fit(counts, capacity):
@@ -46,7 +47,7 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
 
 
 def _most_that_fit(counts: IntArray, capacity: int) -> int:
-    """Return how many of the documents, the shortest first, fit in one pack."""
+    """Return the number of documents that fit in one pack if the shortest documents are taken first."""
     documents, room = 0, capacity
     for length in np.flatnonzero(counts).tolist():
         fitting = min(int(counts[length]), room // length)
@@ -57,7 +58,7 @@ def _most_that_fit(counts: IntArray, capacity: int) -> int:
 
 
 def too_much_work(problem: Problem) -> bool:
-    """Return whether a limit on documents makes one pricing so slow or large that no time limit could be kept."""
+    """Return whether a limit on documents makes one pricing too slow for any time limit, or too large for memory."""
     if problem.max_documents is None:
         return False
     layers = problem.max_documents * problem.capacity
@@ -65,10 +66,11 @@ def too_much_work(problem: Problem) -> bool:
 
 
 def _spread_slots(counts: IntArray, most: int) -> IntArray:
-    """Return lengths to round up to, so that rounding costs little.
+    """Return about `most` slot lengths, chosen so that rounding document lengths up to slot lengths adds few tokens.
 
-    Rounding up to multiples of a width w costs about w / 2 tokens per document. The total is least if w is proportional
-    to 1 / sqrt(density of documents), that is if every width has the same share of the integral of sqrt(density).
+    If neighboring slot lengths differ by w tokens, rounding up adds about w / 2 tokens per document. The total is
+    smallest if w is proportional to 1 / sqrt(density of documents). Then the integral of sqrt(density) is the same
+    between all neighboring slot lengths.
     """
     lengths = np.flatnonzero(counts)
     window = max(3, 4 * int(lengths[-1] - lengths[0]) // most)

@@ -1,4 +1,4 @@
-"""Optimal: the fewest packs that can be found in a given time, and a proven lower bound."""
+"""The strategy Optimal, which searches for few packs within a time limit and proves a lower bound on the packs."""
 
 import time
 import warnings
@@ -22,37 +22,39 @@ from hf_packing.strategies.optimal.knapsack import LEAST_GAIN, fill_rooms
 from hf_packing.strategies.optimal.slots import slots_wanted, too_much_work
 
 _SHARE_FOR_FRACTIONS = 0.6
-"""Share of the time limit for the solution in fractions; the rest is for turning it into whole packs."""
+"""Share of the time limit for the solution in fractions of packs; the remaining time is for finding whole packs."""
 _FEW_SEGMENTS = 64
-"""Up to this many segments, the problem may also be solved exactly."""
+"""Maximum number of segments for which the problem may also be solved exactly."""
 _MAX_WORK_FOR_BOUND = 1 << 29
-"""Lengths times capacity up to which duals of grouped lengths are priced on all lengths, for a better bound."""
+"""Maximum product of lengths and capacity for which grouped lengths get a better bound from values of all lengths."""
 
 
 @register_strategy
 @dataclass(frozen=True)
 class Optimal(OneCapacity):
-    """The fewest packs that column generation finds, with a proven lower bound.
+    """Pack by column generation, with as few packs as can be found in a time limit, and prove a lower bound on packs.
 
-    Never more packs than BestFit. Worth its time if best fit is far from the bound: with lengths in a narrow range, as
-    in most fine-tuning data. More than 1,000 distinct lengths are rounded up to 1,000 while planning, or to fewer with
-    `max_documents` and long packs; packs of more than 131,072 tokens are measured in units of several tokens. The
-    plan's `note` says what was done, its `metrics().lower_bound` is the bound. The same input gives the same plan
-    unless the time runs out; if several processes need it, let one of them plan. Needs scipy:
-    `pip install "hf-packing[optimal]"`.
+    Optimal never needs more packs than BestFit. Optimal is worth the time if BestFit is far from the bound, which
+    happens with lengths in a narrow range, as in most fine-tuning data. More than 1,000 distinct lengths are rounded up
+    to 1,000 lengths while planning, or to fewer lengths with `max_documents` and long packs. Packs of more than 131,072
+    tokens are measured in units of several tokens. The plan's `note` reports how the plan was found, and
+    `metrics().lower_bound` is the bound. The same input gives the same plan unless the time runs out; if several
+    processes need the plan, let one process plan. Optimal needs scipy: `pip install "hf-packing[optimal]"`.
 
     Args:
-        max_length: tokens that a pack holds, at least 1.
-        overflow: what happens to a longer document: "split", "truncate", "drop" or "error".
-        max_documents: most segments in a pack; None for no limit.
-        time_limit: seconds for planning, 0 or more; if that is too short for a first solution, or max_documents makes
-            it too much work, the plan is that of BestFit, with a warning.
-        seed: of the random order of packs, of the documents in them, and of documents of equal length; None leaves
-            them sorted.
+        max_length: capacity of each pack in tokens, at least 1.
+        overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
+            tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
+            "error" raises PackingError.
+        max_documents: maximum number of segments in a pack; None for no limit.
+        time_limit: seconds for planning, at least 0. If the time is too short for a first solution, or `max_documents`
+            makes planning too much work, the result is the plan of BestFit, with a warning.
+        seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
+            shuffling.
 
     Raises:
-        PackingError: an argument that is not as above.
-        MissingDependencyError: when planning, scipy is not installed.
+        PackingError: an argument does not match its description above.
+        MissingDependencyError: scipy is not installed. The error is raised when planning.
 
     Example:
         >>> import hf_packing as hfp
@@ -73,14 +75,14 @@ class Optimal(OneCapacity):
         ) as bar:
             found = _optimal_packs(counts, self.max_length, self.max_documents, self.time_limit, bar.set_postfix_str)
         if found.gave_up:
-            warnings.warn(f"{self!r} returns {found.note}", stacklevel=2)
+            warnings.warn(f"{self!r} returned the packs of {found.note}", stacklevel=2)
         return found
 
 
 def _check_seconds(name: str, value: Any) -> float:
-    """Return `value` as seconds, at least 0, or raise PackingError."""
+    """Return `value` as a float, or raise PackingError if `value` is not a number of at least 0."""
     if not is_real(value) or not value >= 0:
-        raise PackingError(f"{name}: expected seconds, 0 or more, got {value!r}")
+        raise PackingError(f"{name}: expected a number of seconds, at least 0, got {value!r}")
     return float(value)
 
 
@@ -91,14 +93,14 @@ def _optimal_packs(
     time_limit: float,
     progress: Callable[[str], None],
 ) -> Solution:
-    """Return the fewest packs found within a time limit, never more than best fit needs.
+    """Return the fewest packs found within a time limit, at most as many as best fit needs.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
-        capacity: tokens that a pack holds.
-        max_documents: most segments in one pack; None for no limit.
-        time_limit: seconds.
-        progress: called with a line of text now and then.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack; None for no limit.
+        time_limit: maximum time, in seconds.
+        progress: function that is called with a line of text from time to time.
 
     Raises:
         MissingDependencyError: scipy is not installed.
@@ -113,16 +115,16 @@ def _optimal_packs(
     if best_fit.num_packs <= bound:
         return Solution(best_fit, bound, "best fit, which no plan can beat")
     if time.monotonic() >= deadline:
-        note = f"best fit: a time limit of {time_limit:g} s left no time for more"
+        note = f"best fit, since the time limit of {time_limit:g} s left no time for column generation"
         return Solution(best_fit, bound, note, gave_up=True)
     slots, problem = slots_wanted(counts, capacity, max_documents)
     how = f"column generation on {len(slots)} lengths"
     if problem.grouped:
         how += f", to which {np.count_nonzero(counts)} were rounded up"
     if _least_packs_of_slots(problem) >= best_fit.num_packs:
-        return Solution(best_fit, bound, f"best fit: {how}, cannot find fewer packs")
+        return Solution(best_fit, bound, f"best fit, since no fewer packs are possible by {how}")
     if too_much_work(problem):
-        note = f"best fit: {how}, is too much work with max_documents={max_documents}"
+        note = f"best fit, since max_documents={max_documents} makes too much work of {how}"
         return Solution(best_fit, bound, note, gave_up=True)
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
     grouped_counts[slots] = problem.demand.astype(np.int64)
@@ -131,13 +133,13 @@ def _optimal_packs(
     relaxation, duals = generate_columns(problem, start, until, progress)
     bound = max(bound, _proven_bound(counts, capacity, slots, problem, duals, until))
     if relaxation is None:
-        note = f"best fit: a time limit of {time_limit:g} s was too short for {how}"
+        note = f"best fit, since the time limit of {time_limit:g} s was too short for {how}"
         return Solution(best_fit, bound, note, gave_up=True)
 
     def make_packs(packs: IntArray) -> Patterns:
         return fill_columns(packs, relaxation.columns, slots, counts, capacity, max_documents)
 
-    progress(f"whole packs, at least {bound:,}")
+    progress(f"rounding to whole packs, at least {bound:,}")
     found, to_its_end = dive(relaxation, problem.demand, make_packs, bound, deadline)
     how += f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
     if not (relaxation.finished and to_its_end):
@@ -145,24 +147,27 @@ def _optimal_packs(
     if min(found.num_packs, best_fit.num_packs) > bound and int(counts.sum()) <= _FEW_SEGMENTS:
         exact = fewest_packs_of_few(counts, capacity, max_documents, deadline)
         if exact is not None:
-            return Solution(exact, exact.num_packs, "all ways to fill a pack, solved exactly")
+            return Solution(exact, exact.num_packs, "exact solution over all ways to fill a pack")
     if found.num_packs >= best_fit.num_packs:
-        return Solution(best_fit, bound, f"best fit: {how}, found no fewer packs")
+        return Solution(best_fit, bound, f"best fit, since no fewer packs were found by {how}")
     return Solution(found, bound, how)
 
 
 def _least_packs_of_slots(problem: Problem) -> int:
-    """Return the packs that the slots need by volume: no plan with rounded-up lengths has fewer."""
+    """Return the total length of all needed slots divided by the capacity, rounded up.
+
+    No plan with lengths rounded up to slots has fewer packs.
+    """
     return int(np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING))
 
 
 def _proven_bound(
     counts: IntArray, capacity: int, slots: IntArray, problem: Problem, duals: Duals, deadline: float
 ) -> int:
-    """Return a lower bound on packs, from the values that the duals give to slots.
+    """Return a lower bound on the number of packs, proven by the slot values in `duals`.
 
-    If lengths are grouped, a document is worth at least as much as the next shorter slot. Interpolating
-    between the slots around it gives a better value, but then the most valuable pack has to be found again.
+    If lengths are grouped, a document is worth at least as much as the next shorter slot. Interpolating between the
+    next shorter and the next longer slot gives a higher value, but then the most valuable pack must be found again.
     """
     if not problem.grouped:
         return _whole_packs(duals.bound, problem.capacity)
@@ -178,7 +183,7 @@ def _proven_bound(
 
 
 def _whole_packs(bound: float, rooms: int) -> int:
-    """Return the whole packs that a bound proves, allowing for the rounding errors of a knapsack over `rooms`."""
+    """Return a bound rounded up to whole packs, after allowing for the rounding errors of a knapsack over `rooms`."""
     return int(np.ceil(bound * (1 - LEAST_GAIN * (rooms + 1)) - ROUNDING))
 
 
@@ -186,13 +191,13 @@ _MOST_WAYS = 1 << 14
 
 
 def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | None, deadline: float) -> Patterns | None:
-    """Return the fewest packs possible; None if there are too many ways to fill a pack, or the time runs out.
+    """Return the fewest packs possible, or None if there are more than 2**14 ways to fill a pack or the time runs out.
 
     Args:
-        counts: int64 [longest + 1]: how many segments there are of each length; none is empty.
-        capacity: tokens that a pack holds.
-        max_documents: most segments in one pack; None for no limit.
-        deadline: seconds, on the clock of `time.monotonic`.
+        counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack; None for no limit.
+        deadline: time to stop, in seconds on the clock of `time.monotonic`.
     """
     lengths = np.flatnonzero(counts)
     demand = counts[lengths]
@@ -218,7 +223,7 @@ def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | No
 def _ways_to_fill(
     lengths: list[int], left: list[int], room: int, max_documents: int | None
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the copies of each length, in every way that fits and is not empty."""
+    """Yield every way to fill a pack with at least one document, as the number of documents of each length."""
     limit = sum(left) if max_documents is None else max_documents
 
     def extend(number: int, room: int, limit: int) -> Iterator[tuple[int, ...]]:
