@@ -15,7 +15,7 @@ test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not slow and not survey"
 
 test-all: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -m "not survey"
+	$(VENV)/bin/python -m pytest -m "not survey" --hypothesis-profile=thorough
 
 survey: $(INSTALLED)
 	$(VENV)/bin/python -m tools.survey
