@@ -211,7 +211,8 @@ def _check_observed(method: Method, observed: Observed) -> None:
         raise ModelNotSupportedError("the model never called the attention function that patch_model had set")
     lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
     if method.attention == NAME and lost:
-        raise _LocalMaskError(f"only the attention mask limits attention to {' and '.join(sorted(map(str, lost)))}")
+        lost_masks = " and ".join(sorted(map(str, lost)))
+        raise _LocalMaskError(f"only the attention mask, and not the attention function, has {lost_masks}")
 
 
 def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:

@@ -123,8 +123,8 @@ class PatchedForward(ReplacedForward):
             found = unwrapped(self.model.get_submodule(forward.plan.name))
             if found is not forward.module:
                 raise PackingError(
-                    f"{forward.plan.name}: expected the {forward.plan.kind} that patch_model patched, got a "
-                    f"{type(found).__name__} that replaced the module later; call unpatch_model before you replace a "
+                    f"{forward.plan.name}: expected the {forward.plan.kind} that patch_model patched, got "
+                    f"{type(found).__name__}, which has replaced this module; call unpatch_model before you replace a "
                     "module, and patch_model afterwards"
                 )
         refuse_uneven_gathers(self.model, self.route.by_segment)

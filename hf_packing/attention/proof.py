@@ -160,7 +160,10 @@ def _prove_no_leak(probe: Probe) -> None:
     if probe.training and (buffers := probe.memory()) is not None:
         raise ModelNotSupportedError(f"a document's logits depend on earlier batches{through(buffers)}")
     if not probe.training and not can_detect_leaks(probe):
-        raise ModelNotSupportedError("no leak can be detected even without borders, so isolation cannot be proven")
+        raise ModelNotSupportedError(
+            "isolation cannot be tested, since changing the first half of a document does not change the logits of the "
+            "second half"
+        )
 
 
 def can_detect_leaks(probe: Probe) -> bool:

@@ -53,7 +53,7 @@ class InputFormat:
             row: the packed rows that `read_row` has read from the inputs.
 
         Raises:
-            PackingError: this format does not support the positions, cache, labels or logits_to_keep that were passed.
+            PackingError: an InputFormat like this one cannot pass on the positions, cache, labels or logits_to_keep.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
         if self.one_row:

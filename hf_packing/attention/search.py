@@ -194,7 +194,8 @@ class Search:
     def _run_by_segment_from_now_on(self, call: _Call, finding: _BySegment) -> None:
         """Install the forward that runs a module by segment.
 
-        Inner modules that ran by segment get their own forwards back. The module's projections stay packed if possible.
+        Inner modules that ran by segment get their own forwards back. If possible, the module's projections still run
+        once, on the whole row.
         """
         for name in [name for name in self.found if _is_in(name, call.name)]:
             self.found.pop(name).remove()

@@ -51,8 +51,8 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
     """Return a route for a model. The route is found and proven on a small copy of the model.
 
     Raises:
-        ModelNotSupportedError: no copy can be built, no route of the copy can be proven, or the modules that run by
-            segment in the copy are of other classes in the model.
+        ModelNotSupportedError: no copy can be built, no route of the copy can be proven, or a module that runs by
+            segment in the copy has another class in the model.
     """
     failures: list[str] = []
     for dtype in _COPY_DTYPES:

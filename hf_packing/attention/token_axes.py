@@ -118,7 +118,7 @@ class TokenAxes:
         if isinstance(leaf, Tensor) and leaf.ndim:
             raise PackingError(
                 f"{self.where}: the tensor {_dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
-                "was patched, so the tensor's token axis is not known"
+                "was patched, so it is not known which axis has the tokens; use the arguments of training"
             )
         return ()
 
@@ -194,9 +194,10 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
 
 
 def _grows_along_diagonal(mask: Tensor) -> bool:
-    """Return whether the first and the last block on a mask's diagonal hide the same tokens, and differ by a constant.
+    """Return whether a mask has a bias that grows with the position, as masks with an ALiBi bias have.
 
-    The constant must not be 0. Masks with an ALiBi bias are of this kind.
+    The top left and the bottom right quarter of such a mask hide the same places, and their other values differ by a
+    constant that is not 0.
     """
     size = mask.shape[-1] // 2
     first, last = mask[..., :size, :size], mask[..., -size:, -size:]

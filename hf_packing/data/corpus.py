@@ -180,7 +180,7 @@ def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
         BadRowError: a column does not have one valid integer for each token, or attention_mask marks padding.
     """
     if packed := row.keys() & set(SEGMENT_COLUMNS):
-        raise PackingError(f"DATA: expected documents, got packed rows: only packed rows have {min(packed)}")
+        raise PackingError(f"DATA: expected documents, got packed rows: only packed rows have the column {min(packed)}")
     input_ids = _whole_numbers("input_ids", row["input_ids"])
     per_token = {
         name: _whole_numbers(name, row[name], *limits)

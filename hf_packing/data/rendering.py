@@ -100,7 +100,7 @@ def render(
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             before, after = _messages(prompt), _messages(completion)
             if not after:
-                raise BadRowError("expected a completion with messages, got none")
+                raise BadRowError("expected at least one message in the completion, got an empty list")
             return _render_chat([*before, *after], len(before), template, _settings(row), train_on)
         begins = 0 if train_on.covers(False, False) else len(prompt) + len(separator)
         masked = ((0, begins),) if begins else ()

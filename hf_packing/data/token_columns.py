@@ -176,9 +176,9 @@ def visible_columns(dataset: Any) -> list[str]:
     segment_columns = [name for name in SEGMENT_COLUMNS if name in schema.names]
     if segment_columns and hidden.issuperset(segment_columns):
         raise PackingError(
-            f"column {segment_columns[0]!r}: expected a visible column, but the dataset's format {form['columns']} "
-            "hides where the documents of packed rows begin; show this column, or remove this column if rows are not "
-            "packed"
+            f"column {segment_columns[0]!r}: expected among the columns of the dataset's format, {form['columns']}, "
+            "since this column says where the documents of packed rows begin; add the column with set_format, or "
+            "remove the column if rows are not packed"
         )
     if ATTENTION_MASK in hidden and is_token_type(schema.field(ATTENTION_MASK).type):
         hidden.remove(ATTENTION_MASK)
@@ -244,7 +244,7 @@ def _check_no_padding(mask: TokenColumn) -> None:
             row = int(np.repeat(rows, mask.length[rows])[token])
             hint = "the row seems to be packed already" if values[token] else "tokenize with padding=False"
             raise PackingError(
-                f"column 'attention_mask': expected documents without padding, but row {row} has a {values[token]}; "
+                f"column 'attention_mask': expected documents without padding, got a {values[token]} in row {row}; "
                 f"{hint}"
             )
 

@@ -50,7 +50,9 @@ class PatternTable:
 
     def __post_init__(self) -> None:
         if not np.array_equal(np.trim_zeros(self.patterns.counts(), "b"), np.trim_zeros(self.cuts.counts(), "b")):
-            raise AssertionError("patterns and cuts: expected as many segments as pieces of each length")
+            raise AssertionError(
+                "patterns: expected as many segments of each length as cuts has pieces, got other numbers"
+            )
 
     @property
     def num_documents(self) -> int:

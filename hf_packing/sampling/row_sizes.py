@@ -174,7 +174,7 @@ def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray | N
 
 
 def _sizes_by_reading(dataset: Any) -> RowSizes:
-    """Return the sizes of rows that exist only when they are read, by reading all rows."""
+    """Read all rows, and return their sizes, where rows are made on access, for example by a transform."""
     first: Mapping[str, Any] = {}
     packs, tokens, buckets = [], [], []
     for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):

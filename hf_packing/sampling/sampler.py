@@ -31,7 +31,9 @@ arguments, so that training does not resume from older checkpoints."""
 
 
 class RankBatchSampler:
-    """The micro-batches of one rank in the current epoch, as lists of (row number, whether the row is a masked copy).
+    """The micro-batches of one rank in the current epoch, as lists of (row number, whether it is a copy).
+
+    Copies have masked labels; they fill micro-batches where rows do not divide evenly.
 
     Args:
         batching: TokenBudget, BucketBatches or InOrder.

@@ -135,14 +135,14 @@ def check_arguments(trainer: Trainer, loss: Loss) -> None:
             "batches; start the script with `accelerate launch` or `torchrun`"
         )
     if loss == "sequence":
-        for name, given in (
-            ("label_smoothing_factor", args.label_smoothing_factor != 0),
-            ("compute_loss_func", trainer.compute_loss_func is not None),
-            ("use_liger_kernel", args.use_liger_kernel),
-            ("loss_type", getattr(args, "loss_type", "nll") != "nll"),
+        for name, given, default in (
+            ("label_smoothing_factor", args.label_smoothing_factor, 0),
+            ("compute_loss_func", trainer.compute_loss_func, None),
+            ("use_liger_kernel", args.use_liger_kernel, False),
+            ("loss_type", getattr(args, "loss_type", "nll"), "nll"),
         ):
-            if given:
-                raise PackingError(f"{name}: expected the default, since loss='sequence' allows no other value")
+            if given != default:
+                raise PackingError(f"{name}: expected {default!r} with loss='sequence', got {given!r}")
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

@@ -60,8 +60,8 @@ def prepare_dataloader(
 
     The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. The loss is
     `compute_loss(model, batch)`, which is correct for every split into ranks and accumulated micro-batches. With
-    loss="token", a model that divides by `num_items_in_batch` returns the same loss as `model(**batch).loss`. Batches
-    for other models, or for loss="sequence", have no labels.
+    loss="token" and a model that divides its loss by `num_items_in_batch`, `model(**batch).loss` is the same loss.
+    Otherwise, batches have no labels, and only `compute_loss` returns a loss.
 
     Args:
         accelerator: the Accelerator of the loop; gradient_accumulation_steps decides the size of an optimizer step.

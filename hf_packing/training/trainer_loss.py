@@ -63,7 +63,7 @@ class TrainerLoss:
 
 @dataclass(frozen=True)
 class SettledLoss:
-    """Whether attach or the trainer computes the loss for a model of the trainer."""
+    """The decision whether attach or the trainer computes the loss, made once for each model of a trainer."""
 
     model: Callable[[], PreTrainedModel | None]
     """A function that returns the model, or None if the model no longer exists."""

@@ -270,7 +270,7 @@ def test_a_module_that_was_exchanged():
     model.backbone.layers[0].mixer = torch.nn.Identity()
     with pytest.raises(
         hfp.PackingError,
-        match="backbone.layers.0.mixer: expected the MambaMixer .* got another Identity, which",
+        match="backbone.layers.0.mixer: expected the MambaMixer .* got Identity, which has replaced",
     ):
         packed_logits(model, documents_of([3, 4]))
 

@@ -209,5 +209,5 @@ def test_zero_3_of_what_stays_packed_inside(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     refuse_uneven_gathers(model, steps)
     model.get_submodule(steps[0].name).conv1d.weight.ds_id = 0
-    with pytest.raises(hfp.PackingError, match="DeepSpeed gathers Conv1d"):
+    with pytest.raises(hfp.PackingError, match="DeepSpeed gathers the weights of Conv1d"):
         refuse_uneven_gathers(model, steps)

@@ -205,7 +205,7 @@ def test_no_stream_that_was_cut_short_passes(folder, tmp_path, monkeypatch):
 def test_unpack_of_damaged_files_says_what_to_do(folder):
     cache, packed = pack(folder)
     cut(cache.origin / "packing.json", "half")
-    with pytest.raises(hfp.PackingError, match="packed: expected what pack saved .* pack again"):
+    with pytest.raises(hfp.PackingError, match="packed: expected the files that pack.. saved .* pack again"):
         hfp.unpack(packed)
 
 

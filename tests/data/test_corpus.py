@@ -90,8 +90,8 @@ def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
     [
         ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "expected documents without padding"),
         ({"input_ids": [5, 6], "attention_mask": [1, 2]}, "expected documents without padding, got a 2 in"),
-        ({"input_ids": [5, 6], "seq_idx": [0, 1]}, "got rows with seq_idx, which are packed already"),
-        ({"input_ids": [5, 6], "seq_lengths": [2]}, "got rows with seq_lengths, which are packed already"),
+        ({"input_ids": [5, 6], "seq_idx": [0, 1]}, "got packed rows: only packed rows have the column seq_idx"),
+        ({"input_ids": [5, 6], "seq_lengths": [2]}, "got packed rows: only packed rows have the column seq_lengths"),
         ({"input_ids": [5, 6], "labels": [5]}, "expected labels with one value for each of the 2 input_ids, got 1"),
         ({"input_ids": "abc"}, "expected a list of integers from 0 to 2\\*\\*31 - 1 in input_ids, got abc"),
         ({"input_ids": [1.5]}, "expected a list of integers"),

@@ -94,7 +94,7 @@ def test_a_template_that_rewrites_earlier_turns():
 
     with pytest.raises(PackingError, match="expected a chat template that leaves earlier turns as they are, .* turn 2"):
         render({"prompt": [USER], "completion": [ASSISTANT]}, "prompt", last_only)
-    with pytest.raises(PackingError, match="expected a completion with messages, got none"):
+    with pytest.raises(PackingError, match="expected at least one message in the completion, got an empty list"):
         render({"prompt": [USER], "completion": []}, "prompt", last_only)
 
 

@@ -122,7 +122,7 @@ def test_padding_is_found_block_by_block(monkeypatch, padded):
     masks = [[1, 1], [1], [], [1, 1, 1, 1]]
     masks[padded][-1] = 0
     documents = Dataset.from_dict({"input_ids": masks, "attention_mask": masks})
-    with pytest.raises(hfp.PackingError, match=f"expected documents without padding, but row {padded} has a 0"):
+    with pytest.raises(hfp.PackingError, match=f"expected documents without padding, got a 0 in row {padded}"):
         hfp.pack(documents, STRATEGY)
 
 

@@ -75,7 +75,7 @@ def test_padding_is_found_under_a_hidden_mask():
         lambda: hidden.map(hfp.BestFit(8), batched=True),
         lambda: list(hfp.prepare_dataloader(Accelerator(cpu=True), hidden, hfp.TokenBudget(8))),
     ):
-        with pytest.raises(hfp.PackingError, match="expected documents without padding, but row 0 has a 0"):
+        with pytest.raises(hfp.PackingError, match="expected documents without padding, got a 0 in row 0"):
             call()
 
 
@@ -91,7 +91,9 @@ def test_hidden_borders_of_packed_rows(documents):
             lambda: hfp.pack(hidden, hfp.BestFit(8)),  # noqa: B023
             lambda: hidden.map(hfp.BestFit(8), batched=True),  # noqa: B023
         ):
-            with pytest.raises(hfp.PackingError, match="hides where the documents of packed rows begin"):
+            with pytest.raises(
+                hfp.PackingError, match="since this column says where the documents of packed rows begin"
+            ):
                 call()
 
 

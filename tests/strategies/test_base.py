@@ -166,11 +166,11 @@ def test_a_batch_without_documents():
         ),
         (
             {"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]},
-            "column 'attention_mask': expected documents without padding, but row 1 has a 0",
+            "column 'attention_mask': expected documents without padding, got a 0 in row 1",
         ),
         (
             {"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 2]]},
-            "column 'attention_mask': expected documents without padding, but row 1 has a 2; the row seems",
+            "column 'attention_mask': expected documents without padding, got a 2 in row 1; the row seems",
         ),
         ({"input_ids": [[1, 2]], "seq_idx": [[0, 1]]}, "column 'seq_idx': expected documents that are not packed yet"),
         ({"input_ids": ["ab", "c"]}, "column 'input_ids': expected lists of integers, got string"),

@@ -167,7 +167,7 @@ def test_the_summary_of_the_page_counts_its_rows():
     refused = {kind: sum(section == f"Refused: {TITLES[kind].lower()}" for section, _ in rows) for kind in KINDS}
     both = [cells for kind in KINDS for cells in taken[kind]]
     parts = [f"{len(taken[kind])} of {len(taken[kind]) + refused[kind]} {kind}" for kind in KINDS]
-    assert f"After patching, {parts[0]} and {parts[1]} masked models are exact" in PAGE
+    assert f"After patching, {parts[0]} and {parts[1]} models are exact" in PAGE
     varlen = sum(route == "varlen" for _, route, *_ in both)
     assert f"{varlen} models take only the `varlen` route." in PAGE
     assert f"The other {len(both) - varlen} run a median of " in PAGE

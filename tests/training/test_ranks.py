@@ -17,7 +17,7 @@ from hf_packing.errors import PackingError
 from hf_packing.training import ranks as training_ranks
 
 FACTS = {
-    "shard": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has \d+ rows, \d+ tokens",
+    "shard": r"rank 0 has \d+ rows and \d+ tokens, but rank 1 has \d+ rows and \d+ tokens",
     "shuffle": r"row \d+ has \d+ tokens on rank 0, but \d+ tokens on rank 1",
     "40 against 48": r"rank 0 has 40 rows and 414 tokens, but rank \d has 48 rows and 531 tokens",
     "12 against 64": r"rank 0 has 12 rows and 150 tokens, but rank \d has 64 rows and 789 tokens",
@@ -25,12 +25,12 @@ FACTS = {
     "a row too long": r"rank 0 has 64 rows and 789 tokens, but rank \d has 64 rows and 850 tokens",
     "other tokens": r"row 0 has the same length on rank 0 and on rank \d, but different tokens or labels",
     "other labels": r"row 0 has the same length on rank 0 and on rank \d, but different tokens or labels",
-    "list": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
+    "list": r"rank 0 has \d+ rows and \d+ tokens, but rank 1 has",
     "list of other labels": r"row 0 has the same length on rank 0 and on rank \d, but different tokens or labels",
     "torch dataset": r"has",
     "torch dataset of as many rows": r"row 0 has the same length on rank 0 and on rank 1, but different tokens",
     "random transform": r"row \d+ has \d+ tokens on rank 0, but \d+ tokens on rank 1",
-    "packed": r"rank 0 has \d+ rows, \d+ tokens; rank 1 has",
+    "packed": r"rank 0 has \d+ rows and \d+ tokens, but rank 1 has",
 }
 SETTINGS = {
     "seed": r"batching: .* rank 0 has TokenBudget\(seed=0, .*rank 1 has TokenBudget\(seed=1",

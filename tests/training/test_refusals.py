@@ -84,7 +84,7 @@ def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
     [
         (
             {"label_smoothing_factor": 0.1},
-            "label_smoothing_factor: expected the default, since loss='sequence' allows no other value",
+            "label_smoothing_factor: expected 0 with loss='sequence', got 0.1",
         ),
         ({"kind": "own"}, "loss: expected 'token', since Own has its own compute_loss, got 'sequence'"),
     ],
@@ -167,7 +167,7 @@ def test_context_parallelism(tmp_path):
     try:
         with pytest.raises(
             PackingError,
-            match="cp_size: expected 1, got 2: documents are not isolated in rows that are split across processes",
+            match="cp_size: expected 1, got 2; documents are not isolated in rows that are split across processes",
         ):
             hfp.attach(trainer, hfp.TokenBudget(64))
     finally:
@@ -180,7 +180,7 @@ def test_context_parallelism(tmp_path):
 )
 def test_trainers_with_their_own_batches(tmp_path, method):
     own = type("GroupTrainer", (Trainer,), {method: lambda *_: None})
-    with pytest.raises(PackingError, match=f"GroupTrainer.{method} makes its own"):
+    with pytest.raises(PackingError, match=f"got GroupTrainer, whose own {method} makes the batches"):
         hfp.attach(trainer_of(tmp_path, own), hfp.TokenBudget(64))
 
 

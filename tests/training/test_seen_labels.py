@@ -150,7 +150,7 @@ def test_labels_that_are_chosen_may_repeat_tokens_by_chance():
     # two tokens are too few to tell, but they are counted
     model = patched_bert().train()
     in_training(model, ROW[:2], ROW[:2], [1, 1])
-    with pytest.raises(PackingError, match="got 4 labels that only repeat input_ids"):
+    with pytest.raises(PackingError, match="got 4 successive labels that only repeat input_ids"):
         in_training(model, ROW[:2], ROW[:2], [1, 1])
 
 
@@ -176,7 +176,7 @@ def test_a_corrector_of_spelling_may_meet_rows_without_mistakes():
     in_training(model, ROW, [6, *ROW[1:]], [40])
     for _ in range(4096 // 40):
         in_training(model, ROW, ROW, [40])
-    with pytest.raises(PackingError, match="got 4120 labels"):
+    with pytest.raises(PackingError, match="got 4120 successive labels"):
         in_training(model, ROW, ROW, [40])
 
 
