@@ -333,8 +333,7 @@ def _check_mask(mask: Any, tokens: int, row: int) -> None:
     values = np.asarray(mask)
     if values.shape != (tokens,):
         raise PackingError(
-            f"column 'attention_mask': expected {tokens} ones in row {row}, one for each token, got shape "
-            f"{values.shape}"
+            f"column 'attention_mask': expected shape ({tokens},) in row {row}, a 1 for each token, got {values.shape}"
         )
     if not values.all():
         raise PackingError(f"column 'attention_mask': expected documents without padding, got a 0 in row {row}")

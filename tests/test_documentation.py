@@ -223,7 +223,7 @@ def test_every_picture_is_shown():
 
 def test_every_strategy_has_a_page():
     strategies = [name for name in hfp.__all__ if isinstance(getattr(hfp, name), type) and is_strategy(name)]
-    assert len(strategies) == 9
+    assert len(strategies) >= 9
     for name in strategies:
         file = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
         page = (DOCS / "strategies" / f"{file}.md").read_text()

@@ -82,8 +82,7 @@ def find_and_prove(model: PreTrainedModel) -> None:
 
 
 def _in_two_rows(exam: Exam) -> Exam:
-    """Return an exam with the same documents, packed in a batch of two rows. An exam consists of documents and the
-    outputs that the documents must have."""
+    """Return the same `Exam`, documents and expected outputs, with the documents packed in a batch of two rows."""
     probe = Probe(exam.probe.model, 1, exam.probe.lengths, _pack_in_two_rows)
     probe.rounding = exam.probe.rounding
     return replace(exam, probe=probe, rows=2)
@@ -98,8 +97,10 @@ def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
 
 
 def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Run documents that contain pad tokens, one document at a time, and return an exam with the outputs. Return None
-    if the model has no pad token, or fails on such documents."""
+    """Run documents that contain pad tokens, one at a time; return the documents and their outputs as an `Exam`.
+
+    Return None if the model has no pad token, or fails on such documents.
+    """
     if (token := pad_token_of(model)) is None:
         return None
     probe = Probe(model, 2)
@@ -228,7 +229,7 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Atten
 
 
 def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
-    """Install and prove a route, and return the route. If the proof fails, remove the route and raise an error.
+    """Install a route, verify that it isolates documents, and return it. If that fails, remove the route and raise.
 
     If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`.
     """

@@ -298,6 +298,6 @@ def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
         is_state = 1 in whole.shape
         if whole.shape != joined.shape or (not is_state and outputs_differ(whole, joined)):
             raise PackingError(
-                f"{axes.where}: the module returns a tensor of shape {list(whole.shape)} computed from all tokens of a "
-                "row, without an axis of tokens; the tensors for single segments cannot be joined to such a tensor"
+                f"{axes.where}: the module computes a tensor of shape {list(whole.shape)} from all tokens of a row, "
+                "and the tensor has no token axis, so it cannot be made from the results of single segments"
             )

@@ -83,7 +83,10 @@ class PackedRow:
         return repeated.view(self.rows, -1)
 
     def calls(self, sharing: Sharing) -> list["SharedCall"]:
-        """Return calls that together cover every segment once. The calls are stored, and reused for other modules."""
+        """Divide the segments among calls of a module, so that each segment is in exactly one call.
+
+        The calls are stored, since all modules with the same `sharing` use the same calls.
+        """
         if sharing not in self._calls:
             self._calls[sharing] = self.calls_for(sharing, self.slices)
         return self._calls[sharing]
@@ -93,7 +96,7 @@ class PackedRow:
         return {}
 
     def calls_for(self, sharing: Sharing, slices: Sequence[tuple[int, int]]) -> list["SharedCall"]:
-        """Return calls that together cover every given slice of the row once."""
+        """Divide the given slices of the row among calls of a module, so that each slice is in exactly one call."""
         lengths = [end - start for start, end in slices]
         if sharing == "none":
             groups = [[index] for index in range(len(slices))]

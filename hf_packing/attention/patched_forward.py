@@ -296,23 +296,23 @@ def sees_labels(model: PreTrainedModel) -> bool:
 def refuse_copied_labels(
     model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor, *, is_sample: bool = False
 ) -> None:
-    """Raise PackingError if the labels of training batches only repeat input tokens that the patched model sees.
+    """Raise PackingError if a model would only learn to copy its input.
 
-    Nothing is checked if the model does not see these tokens, or if input_ids and labels are not tensors of the same
-    shape.
+    A masked language model, for example, sees the input token at each label's position (see `sees_labels`), so labels
+    must differ from the input. Nothing is checked for models that predict the next token, or if input_ids and labels
+    are not tensors of the same shape.
 
     Args:
         model: a patched model.
         input_ids: integers [rows, tokens].
         labels: integers [rows, tokens].
         cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
-        is_sample: whether the batch is a sample of a whole dataset. A sample is checked without the labels of earlier
-            batches. If a label in the sample differs from its input token, later batches are refused only after many
-            more labels that repeat input tokens.
+        is_sample: whether the batch is a sample of the whole dataset. A sample is checked by itself. If the sample
+            passes, later batches are refused only after many more labels that repeat input tokens.
 
     Raises:
         PackingError: all labels of this batch, and of enough batches before this batch, repeat the input tokens at
-            their positions.
+            their positions, and every token but the first of a document has a label.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:

@@ -216,7 +216,7 @@ class Search:
             return False
 
     def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
-        """Return the projections of a module that may stay packed.
+        """Return the projections inside a module that can run once, on the whole row, while the module runs by segment.
 
         Returns:
             The projections that are computed from the module's input, and the projection that computes the module's

@@ -112,8 +112,8 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
     for plan in route.by_segment:
         if classes[plan.name] not in own.get(plan.name, ()):
             raise ModelNotSupportedError(
-                f"{type(model).__name__}: a small copy of the model runs {plan.kind} ({plan.name}) by segment, "
-                f"but the model itself has {own.get(plan.name, ['nothing'])[0]} under this name"
+                f"{type(model).__name__}: the route was found on a small copy, in which {plan.name} is a {plan.kind}; "
+                f"in the model itself it is {own.get(plan.name, ['missing'])[0]}, so the route does not apply"
             )
     return replace(route, packed_share=packed_share(model, route.by_segment))
 

@@ -60,7 +60,7 @@ _observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
 
 @contextmanager
 def observe() -> Iterator[Observed]:
-    """Context manager: within the block, note the calls of `packed_varlen` in the `Observed` that the block gets."""
+    """Context manager: yield an `Observed`, which records the calls of `packed_varlen` within the block."""
     observed = Observed()
     token = _observed.set(observed)
     try:

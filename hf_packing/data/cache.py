@@ -155,7 +155,7 @@ class CachedPacks:
         Raises:
             PackingError: the origin is damaged, or belongs to other rows.
         """
-        again = f"in {str(self.origin)!r}; pack again with load_from_cache_file=False"
+        again = "pack again with load_from_cache_file=False"
         try:
             facts, plan = self._facts(), PackingPlan.load(self.origin / _PLAN)
             labels = np.load(self.origin / _FIRST_LABELS, mmap_mode="r") if facts["first_labels"] else None
@@ -163,12 +163,12 @@ class CachedPacks:
                 plan_of_rows = _plan_of(stream.schema)
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             raise PackingError(
-                f"packed: expected the files that pack() saved beside the rows, got the error {error} {again}"
+                f"packed: expected the files that pack() saved in {str(self.origin)!r}, got the error: {error}; {again}"
             ) from error
         if plan.fingerprint != plan_of_rows:
             raise PackingError(
                 f"plan: expected the plan that these rows were packed with, {plan_of_rows}, got {plan.fingerprint} "
-                f"{again}"
+                f"in {str(self.origin)!r}; {again}"
             )
         masks, trained = tuple(facts["loss_masks"]), facts["trained_tokens"]
         return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained)

@@ -18,12 +18,12 @@ class BadRowError(PackingError):
 
 
 class TrainOn(NamedTuple):
-    """Two conditions that a token has to pass to have a loss, as in TRL."""
+    """Which tokens have a loss: those of the assistant, those of completions, or those of both, as in TRL."""
 
     assistant_only: bool = False
-    """Whether, in a chat, only tokens of the assistant's turns pass."""
+    """Whether, in a chat, only tokens of the assistant's turns have a loss."""
     completion_only: bool = True
-    """Whether, in a prompt with a completion, only tokens of the completion pass."""
+    """Whether, in a prompt with a completion, only tokens of the completion have a loss."""
 
     def covers(self, by_assistant: bool, in_completion: bool) -> bool:
         """Return whether a piece of a row is trained on.

@@ -243,7 +243,7 @@ class Assignment:
         return nth, np.repeat(self.cuts.piece_offsets[group], pieces_each) + _count_up(pieces_each)
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
-        """Return the document and the start of every piece, in the order of the pieces' ranks.
+        """Return the document and the start of every piece, with pieces sorted as in `Cuts`, by length.
 
         Returns:
             integers [pieces]: number of the piece's document; int64 [pieces]: index of the piece's first token in the

@@ -26,12 +26,12 @@ class Interval(NamedTuple):
 
 
 class OpenPacks:
-    """The packs that still have room, grouped by room, and a record of the runs that filled all packs.
+    """The packs that still have room, grouped by room, and the filling steps (`Run`) of all packs, open or full.
 
     Packs with the same room are stored as intervals of consecutive packs, and the newest interval is used first. The
-    rooms that occur are the set bits of one big integer. After a right shift by a length, the lowest set bit gives the
-    least room that holds the length. The highest set bit gives the most room. Finding either room takes a fraction of a
-    microsecond and needs no search tree.
+    distinct values of room are the set bits of one big integer. After a right shift by a length, the lowest set bit
+    gives the least room that holds the length. The highest set bit gives the most room. Finding either value takes a
+    fraction of a microsecond and needs no search tree.
     """
 
     def __init__(self, capacity: int, max_documents: int | None) -> None:
@@ -43,7 +43,7 @@ class OpenPacks:
         self._rooms = 0
 
     def least_room(self, length: int) -> int | None:
-        """Return the least room of an open pack that holds `length` tokens, or None if no open pack has enough room."""
+        """Return the room of the fullest open pack that can still take `length` tokens, or None if no open pack can."""
         fitting = self._rooms >> length
         return length + (fitting & -fitting).bit_length() - 1 if fitting else None
 

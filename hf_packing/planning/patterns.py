@@ -101,7 +101,7 @@ def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
 
 
 def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Patterns:
-    """Return the patterns of packs that were filled by runs.
+    """Return the patterns of the packs that result from a sequence of filling steps (`Run`).
 
     Args:
         runs: runs in the order in which packs were filled; each run covers consecutive packs with numbers below

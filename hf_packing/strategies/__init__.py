@@ -12,5 +12,5 @@
 
 A new strategy is a class with `@register_strategy` in a module of this package, a page in docs/strategies, and tests of
 the strategy's own behavior. The command line, the tests of all strategies and the error messages find the class in the
-registry.
+registry. docs/ARCHITECTURE.md has all steps.
 """

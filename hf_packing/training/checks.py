@@ -160,7 +160,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
     if accelerator.dispatch_batches:
         raise PackingError(
             "dispatch_batches: expected False, got True; one process would read and join the batches of all ranks, and "
-            "split the joined batch at different places"
+            "split the joined batch at places other than the planned ones"
         )
     if accelerator.split_batches:
         raise PackingError("split_batches: expected False, got True; planned batches would be split across processes")
@@ -246,7 +246,7 @@ def ignored_masks(trainer: Trainer) -> tuple[str, ...]:
 
 
 def _check_collator(collator: Any) -> None:
-    """Refuse a collator that does more than join rows to a batch, since attach replaces the collator."""
+    """Refuse a collator that does more than join rows into a batch, since attach replaces the collator."""
     if getattr(collator, "mlm", False):
         raise PackingError(
             f"data_collator: expected a collator that does not mask tokens, got {type(collator).__name__} with "

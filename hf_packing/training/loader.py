@@ -212,7 +212,11 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         return self._sampler.accumulation - self.micro_batches_done % self._sampler.accumulation
 
     def _items(self, batches: list[Batch]) -> torch.Tensor:
-        """Return the divisor of summed losses with which accelerate's average is the mean loss of an optimizer step."""
+        """Return the number that each micro-batch's summed loss is divided by.
+
+        Accelerate averages over processes and accumulated micro-batches. With this divisor, the average is the mean
+        loss of the whole optimizer step.
+        """
         here = torch.stack([items_in(batch, self._loss) for batch in batches]).sum()
         everywhere = self._accelerator.reduce(here, reduction="sum").clamp(min=1)
         averaged_over = self._accelerator.num_processes * self._accelerator.gradient_accumulation_steps

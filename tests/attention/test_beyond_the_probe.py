@@ -282,7 +282,7 @@ def test_a_module_that_was_exchanged_for_one_of_its_kind(architecture):
     fresh = copy.deepcopy(model.get_submodule(name))
     del fresh.forward
     model.set_submodule(name, fresh)
-    with pytest.raises(hfp.PackingError, match="that replaced the module later"):
+    with pytest.raises(hfp.PackingError, match="which has replaced this module"):
         packed_logits(model, documents_of([3, 4]))
 
 

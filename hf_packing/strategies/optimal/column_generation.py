@@ -145,8 +145,8 @@ def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[In
     """Return columns for guessed slot values.
 
     The first guesses mix two kinds of slot values: values proportional to slot lengths, and equal values for all slots.
-    These guesses only improve `duals`. The returned columns are the most valuable columns for the best duals with
-    random noise.
+    The columns of these first guesses are not kept; the guesses only improve `duals`, which are the best known slot
+    values. The returned columns are the most valuable columns for noisy copies of these slot values.
     """
     by_length = problem.slots / problem.capacity
     typical = problem.max_documents or max(2, int(problem.demand.sum() / (problem.demand @ by_length)))
@@ -185,7 +185,7 @@ def _without_known(new: IntArray, columns: IntArray) -> IntArray:
 
 
 def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tuple[FloatArray, FloatArray, float] | None:
-    """Find the fewest packs of known columns, in fractions, that give every document a slot that the document fits in.
+    """Find the fewest packs, fractions of packs allowed, that give every document a slot, with known columns only.
 
     Args:
         columns: integers [slots, columns]: number of slots of each length in each column.
@@ -263,9 +263,10 @@ def dive(
 
 
 def _round_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_one: bool) -> IntArray:
-    """Choose columns with a large fraction for one more pack each, as long as no slot of these packs is unused.
+    """Choose the columns that get one more pack each.
 
-    With `at_least_one`, the column with the largest fraction is chosen if no other column is.
+    Columns with a large fraction of a pack come first; a column is chosen if every slot of the added pack is needed. If
+    no column is chosen and `at_least_one` is True, the column with the largest fraction is chosen anyway.
 
     Returns:
         int64 [columns]: 1 for each chosen column, and 0 for all other columns.
