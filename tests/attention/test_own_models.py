@@ -96,7 +96,7 @@ def test_code_that_goes_past_the_forwards_inside_it():
         (lambda made: made.pow(2).mean(), "the module returns a number computed from all tokens"),
         (
             lambda made: made.pow(2).mean((0, 1)),
-            r"returns a tensor of shape \[64\] computed from all tokens of a row",
+            r"computes a tensor of shape \[64\] from all tokens of a row",
         ),
     ],
 )

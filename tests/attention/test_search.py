@@ -308,7 +308,7 @@ class Halves(Routed):
             "inner.0",
             r"PackingError: Noting \(inner.0\): the attribute loss stores a number computed from all tokens",
         ),
-        (Halves, "inner.0.router", r"PackingError: .*: the module returns a tensor of shape \[11\] computed from all"),
+        (Halves, "inner.0.router", r"PackingError: .*: the module computes a tensor of shape \[11\] from all"),
     ],
 )
 def test_what_is_made_of_the_whole_row_is_refused(inner, name, message):
