@@ -115,7 +115,10 @@ def test_columns_that_tell_the_same_segments(kind):
         ),
         ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rise from 0 to 6, the length of row 1, got \[0, 3, 5\]"),
         ({"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}, "expected only ones, got a 2 in row 1"),
-        ({"seq_lengths": [6], "attention_mask": [[1] * 6]}, r"'attention_mask': expected shape \(6,\) in row 1.* got \(1, 6\)"),
+        (
+            {"seq_lengths": [6], "attention_mask": [[1] * 6]},
+            r"'attention_mask': expected shape \(6,\) in row 1.* got \(1, 6\)",
+        ),
     ],
 )
 def test_columns_that_tell_of_other_segments_are_refused(row, message):

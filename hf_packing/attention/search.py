@@ -57,7 +57,7 @@ class _Local:
 
 @dataclass(frozen=True)
 class _Unsliceable:
-    """The finding that a module cannot be called on segments. The module stays packed for now, and the search tries the
+    """The finding that a module cannot be called on segments. The module stays packed, and the search tries the
     outer module next."""
 
     error: str
