@@ -184,10 +184,14 @@ def _unicode(text: str) -> str:
 
 
 def _messages(value: Any) -> Sequence[Mapping[str, Any]]:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(each, Mapping) for each in value):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRowError(f"expected a list of messages, got {type(value).__name__}")
     for message in value:
+        if not isinstance(message, Mapping):
+            raise BadRowError(
+                f"expected a list of messages, each a mapping with role and content, got a list with an item of type "
+                f"{type(message).__name__}"
+            )
         if "role" not in message or not ("content" in message or "tool_calls" in message):
             raise BadRowError(
                 "expected messages with a role, and with content or tool_calls, got a message with "

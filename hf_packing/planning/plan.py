@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.lengths import INT32_MAX, IntArray, smallest_index_type
 from hf_packing.planning.metrics import PackingMetrics, measure_plan
 from hf_packing.planning.permutation import check_seed, shuffle_packs
 from hf_packing.planning.storage import load_arrays, save_arrays
@@ -24,13 +24,13 @@ ARRAYS = ("document_length", "segment_document", "segment_start", "segment_lengt
 class PackingPlan:
     """The assignment of documents to packs. A pack consists of segments, and a segment is a slice of one document.
 
-    Segments are listed pack by pack: the segments of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The arrays are
-    read-only, and the constructor checks all arrays. Two plans are equal if the fingerprints of the two plans are
-    equal.
+    Segments are listed pack by pack: the segments of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The constructor
+    accepts integer arrays and lists, checks all arrays, converts the arrays to the dtypes below, and makes the arrays
+    read-only. Two plans are equal if the fingerprints of the two plans are equal.
 
     Raises:
-        PackingError: a segment is empty or extends beyond its document, two segments share a token, or a pack is
-            overfull.
+        PackingError: a segment is empty or extends beyond its document, two segments share a token, a pack is
+            overfull, or a segment or a capacity is longer than int32 can count.
 
     Example:
         >>> import hf_packing as hfp
@@ -42,11 +42,11 @@ class PackingPlan:
     """
 
     document_length: IntArray
-    """integers [documents]: length of each whole document, in tokens."""
+    """int32 or int64 [documents]: length of each whole document, in tokens; int64 if a length exceeds int32."""
     segment_document: IntArray
-    """integers [segments]: number of the document that the segment is cut from."""
+    """int32 or int64 [segments]: number of the document that the segment is cut from."""
     segment_start: IntArray
-    """integers [segments]: index of the segment's first token in the document."""
+    """int32 or int64 [segments]: index of the segment's first token in the document."""
     segment_length: IntArray
     """int32 [segments]: length of the segment, in tokens."""
     pack_offsets: IntArray
@@ -66,6 +66,10 @@ class PackingPlan:
             array.flags.writeable = False
             object.__setattr__(self, name, array)
         _check_laws(self)
+        for name, dtype in _stored_types(self).items():
+            array = getattr(self, name).astype(dtype, copy=False)
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
 
     @property
     def num_documents(self) -> int:
@@ -273,6 +277,20 @@ def _check_laws(plan: PackingPlan) -> None:
     _check_disjoint(document, start, length, plan.num_documents)
 
 
+def _stored_types(plan: PackingPlan) -> dict[str, Any]:
+    """Return the dtype in which each array of a valid plan is stored."""
+    longest = int(plan.document_length.max(initial=0))
+    tokens = np.int32 if longest <= INT32_MAX else np.int64
+    return {
+        "document_length": tokens,
+        "segment_document": smallest_index_type(plan.num_documents),
+        "segment_start": tokens,
+        "segment_length": np.int32,
+        "pack_offsets": np.int64,
+        "pack_capacity": np.int32,
+    }
+
+
 def _check_shapes(plan: PackingPlan) -> None:
     arrays = plan.arrays()
     for name, array in arrays.items():
@@ -280,6 +298,9 @@ def _check_shapes(plan: PackingPlan) -> None:
             raise PackingError(f"{name}: expected 1-d integers, got an array of {array.dtype} with shape {array.shape}")
     if len(plan.document_length) and plan.document_length.min() < 0:
         raise PackingError(f"document_length: expected no negative length, got {plan.document_length.min()}")
+    for name in ("segment_length", "pack_capacity"):
+        if (largest := arrays[name].max(initial=0)) > INT32_MAX:
+            raise PackingError(f"{name}: expected at most {INT32_MAX} tokens, got {largest}")
     for name in ("segment_start", "segment_length"):
         if len(arrays[name]) != plan.num_segments:
             raise PackingError(

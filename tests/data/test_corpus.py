@@ -116,7 +116,11 @@ def test_many_blocks_are_one_corpus(tmp_path, tokenizer, monkeypatch):
             "expected messages with a role, .* got a message with from, value",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected only text parts in a message"),
-        ({"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]}, "expected a list of messages"),
+        (
+            {"prompt": "one", "completion": [{"role": "assistant", "content": "two"}]},
+            "expected a list of messages, got str",
+        ),
+        ({"messages": ["one", "two"]}, "expected a list of messages, .* got a list with an item of type str"),
     ],
 )
 def test_rows_that_would_be_misread(tmp_path, tokenizer, row, message):

@@ -84,6 +84,28 @@ def test_laws_hold_for_integers_of_any_type(changes, message, dtype):
         make(**in_type | {name: np.array(value, dtype=dtype) for name, value in changes.items()})
 
 
+@pytest.mark.parametrize("kind", [np.int16, np.uint8, np.int64, ">i4", list])
+def test_stored_in_the_same_types_whatever_the_strategy_returns(kind):
+    arrays = {name: array.tolist() if kind is list else array.astype(kind) for name, array in make().arrays().items()}
+    plan = hfp.PackingPlan(**arrays)
+    assert plan == make()
+    types = {name: array.dtype for name, array in plan.arrays().items()}
+    assert types.pop("pack_offsets") == np.int64
+    assert set(types.values()) == {np.dtype(np.int32)}
+
+
+def test_long_documents_are_stored_in_64_bits():
+    plan = make(document_length=[2**31 + 4, 3], segment_start=[0, 0, 2**31])
+    assert plan.document_length.dtype == plan.segment_start.dtype == np.int64
+    assert plan.segment_length.dtype == np.int32
+
+
+@pytest.mark.parametrize("name", ["segment_length", "pack_capacity"])
+def test_a_segment_or_a_pack_that_int32_cannot_count(name):
+    with pytest.raises(hfp.PackingError, match=f"{name}: expected at most 2147483647 tokens, got 2147483648"):
+        make(**{name: [2**31] * len(make().arrays()[name])})
+
+
 def test_read_only():
     with pytest.raises(ValueError, match="read-only"):
         make().segment_length[0] = 1
