@@ -20,12 +20,13 @@ _DENSE_LENGTHS = 1 << 22
 Overflow = Literal["split", "truncate", "drop", "error"]
 
 
-def check_lengths(lengths: Any) -> IntArray:
+def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
     """Return the lengths as an integer array, or raise an error that names the first invalid length.
 
     Args:
         lengths: 1-d integers [documents]: document lengths in tokens, as a list, an array or any other input of
             `numpy.asarray`. A length may be 0.
+        name: name of the caller's argument, for error messages.
 
     Returns:
         int32 [documents], or int64 [documents] if a document has 2**31 tokens or more.
@@ -34,16 +35,16 @@ def check_lengths(lengths: Any) -> IntArray:
         PackingError: the lengths are not one-dimensional, not integers, masked or negative, or all documents together
             have 2**63 tokens or more.
     """
-    array = check_whole_numbers("lengths", lengths)
+    array = check_whole_numbers(name, lengths)
     if not array.size:
         return np.zeros(0, dtype=np.int32)
     if array.dtype.kind == "i" and array.min() < 0:
         first = int(np.argmax(array < 0))
-        raise PackingError(f"lengths: expected no negative length, got {array[first]} at index {first}")
+        raise PackingError(f"{name}: expected no negative length, got {array[first]} at index {first}")
     longest, total = int(array.max()), float(array.sum(dtype=np.float64))
     if total >= _MAX_TOKENS:
         raise PackingError(
-            f"lengths: expected fewer than 2**63 tokens in all documents together, got {total:.3g} tokens; the longest "
+            f"{name}: expected fewer than 2**63 tokens in all documents together, got {total:.3g} tokens; the longest "
             f"document has {longest}"
         )
     return array.astype(np.int32 if longest <= INT32_MAX else np.int64)

@@ -92,7 +92,7 @@ class PatternTable:
             PackingError: an argument is not 1-d non-negative integers, a length was not counted for the table, or the
                 shards have more documents of a length than were counted.
         """
-        lengths, by_length = check_lengths(shard_lengths), self.cuts.by_length()
+        lengths, by_length = check_lengths(shard_lengths, "shard_lengths"), self.cuts.by_length()
         order = sort_by_length(lengths)
         dealt = _check_already_dealt(by_length, already_dealt)
         kind, number = _number_documents(by_length, lengths[order], dealt)
@@ -155,16 +155,18 @@ def _number_documents(
     unknown = kind == len(by_length.length)
     unknown[~unknown] = by_length.length[kind[~unknown]] != lengths[~unknown]
     if unknown.any():
-        raise PackingError(f"lengths: expected only lengths that were counted for the table, got {lengths[unknown][0]}")
+        raise PackingError(
+            f"shard_lengths: expected only lengths that were counted for the table, got {lengths[unknown][0]}"
+        )
     in_shard = np.bincount(kind, minlength=len(by_length.length))
     nth = np.arange(len(kind)) - (np.cumsum(in_shard) - in_shard)[kind]
     number: IntArray = already_dealt[kind] + nth
     if (beyond := number >= by_length.documents[kind]).any():
         first = kind[beyond][0]
         raise PackingError(
-            f"lengths: expected at most the {by_length.documents[first]} documents of length {by_length.length[first]} "
-            f"that were counted for the table, but earlier shards have {already_dealt[first]} such documents and this "
-            f"shard has {in_shard[first]}"
+            f"shard_lengths: expected at most the {by_length.documents[first]} documents of length "
+            f"{by_length.length[first]} that were counted for the table, but earlier shards have "
+            f"{already_dealt[first]} such documents and this shard has {in_shard[first]}"
         )
     return kind, number
 

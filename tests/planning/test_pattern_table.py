@@ -137,8 +137,8 @@ def test_a_strategy_that_needs_the_order_of_documents():
 @pytest.mark.parametrize(
     ("lengths", "already", "message"),
     [
-        ([3], None, "lengths: expected only lengths that were counted for the table, got 3"),
-        ([5, 90], None, "lengths: expected only lengths that were counted for the table, got 90"),
+        ([3], None, "shard_lengths: expected only lengths that were counted for the table, got 3"),
+        ([5, 90], None, "shard_lengths: expected only lengths that were counted for the table, got 90"),
         ([5, 5, 5], None, "expected at most the 2 documents of length 5 .* earlier shards have 0 .* this shard has 3"),
         ([5], [0, 0, 0, 0, 0, 2], "expected at most the 2 documents of length 5 .* earlier shards have 2 "),
         (
@@ -149,7 +149,7 @@ def test_a_strategy_that_needs_the_order_of_documents():
         ([5], [0, 9], "already_dealt: expected no documents of length 1, since the table counts none, got 9"),
         ([5], [0, -1], "already_dealt: expected no negative count, got -1 documents of length 1"),
         ([5], [0.5], "already_dealt: expected integers, got float64"),
-        ([-5], None, "lengths: expected no negative length"),
+        ([-5], None, "shard_lengths: expected no negative length"),
     ],
 )
 def test_shards_that_were_not_counted(lengths, already, message):
