@@ -5,30 +5,11 @@ import re
 import datasets
 import pytest
 import torch
+from plain_dataset import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.row_sizes import sizes_of
-
-DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
-
-
-@pytest.fixture
-def documents():
-    return datasets.Dataset.from_dict({"input_ids": DOCUMENTS, "name": list("abcd")})
-
-
-class Plain(torch.utils.data.Dataset):
-    """Map-style, with nothing but what torch asks for."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 def test_sizes_of_documents(documents):
@@ -56,7 +37,7 @@ def test_sizes_of_packed_rows(documents, strategy, change):
 
 
 def test_other_map_style_datasets_are_read_once(documents):
-    plain = Plain([{"input_ids": row} for row in DOCUMENTS])
+    plain = Plain([{"input_ids": row} for row in documents["input_ids"]])
     assert sizes_of(plain).tokens.tolist() == sizes_of(documents).tokens.tolist()
     transformed = documents.with_transform(lambda rows: {"input_ids": [row * 2 for row in rows["input_ids"]]})
     assert sizes_of(transformed).tokens.tolist() == [6, 2, 0, 10]

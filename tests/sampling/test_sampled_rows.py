@@ -4,32 +4,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from plain_dataset import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
-
-DOCUMENTS = [[5, 6, 7], [8], [], [9, 10, 11, 12, 13]]
-
-
-@pytest.fixture
-def documents():
-    return datasets.Dataset.from_dict({"input_ids": DOCUMENTS, "name": list("abcd")})
-
-
-class Plain(torch.utils.data.Dataset):
-    """Map-style, with nothing but what torch asks for."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 def sampled(dataset, budget, **ranks):
@@ -132,7 +113,7 @@ def test_a_transform_that_returns_other_rows_than_it_is_given(documents, times):
 
 @pytest.mark.parametrize("kind", ["arrow", "plain"])
 def test_pieces_of_long_documents(documents, kind):
-    dataset = documents if kind == "arrow" else Plain([{"input_ids": row, "name": 1} for row in DOCUMENTS])
+    dataset = documents if kind == "arrow" else Plain([{"input_ids": row, "name": 1} for row in documents["input_ids"]])
     rows = sampled(dataset, hfp.TokenBudget(2, overflow="split"))
     pieces = [np.asarray(rows[index]["input_ids"]).tolist() for index in range(len(rows))]
     assert sorted(pieces) == [[5, 6], [7], [8], [9, 10], [11, 12], [13]]

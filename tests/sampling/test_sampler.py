@@ -2,28 +2,15 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_dataset import Plain
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Epoch
 from hf_packing.sampling.row_sizes import sizes_of, sizes_of_documents
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
-
-
-class Plain(torch.utils.data.Dataset):
-    """Map-style, with nothing but what torch asks for."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 def test_the_first_micro_batches_are_skipped_without_being_read():
