@@ -1,6 +1,6 @@
-"""Define `PackingCollator`, which flattens rows into one padding-free batch with segment borders.
+"""`PackingCollator` concatenates rows into one batch without padding, and adds the lengths of the segments.
 
-Several columns can give the segment borders of a row. If a row has several such columns, the borders must be the same.
+A segment is a document, or a part of a document, in a row. All columns that describe a row's segments must agree.
 """
 
 import sys
@@ -37,20 +37,20 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PackingCollator:
-    """Flatten packed rows, or plain documents, into one padding-free batch.
+    """A data collator that concatenates packed rows, or plain documents, into one batch without padding.
 
-    The segments of a row are read from `seq_lengths`, from `position_ids` that restart at 0 at every segment, from
-    `seq_idx` or from `cu_seq_lens_q` (`_k`). A row with several of these columns must have the same segments in all of
-    them. A row with none of these columns is one document. The collator also uses `input_ids`, `labels` and
-    `token_type_ids`, and drops all other columns. Loss masks must already be applied to the labels, as `pack` does.
-    Otherwise a Trainer would train on prompts, since Trainer drops mask columns before the collator runs.
+    A segment is a document, or a part of one, in a row. The segments of a row are read from `seq_lengths`, `seq_idx`,
+    `cu_seq_lens_q`, `cu_seq_lens_k` or from `position_ids`, which restart at 0 at every segment. If a row has several
+    of these columns, all must give the same segments. If a row has none of them, the row is one document. The collator
+    also uses `input_ids`, `labels` and `token_type_ids`, and drops other columns. Loss masks must be applied to the
+    labels, as in the rows that `pack` returns, since Trainer drops mask columns before the collator runs.
 
     Args:
         keep_first_labels: True to keep the label of a segment's first token, for models that predict the token itself
             instead of the next token, such as masked language models.
 
     Returns:
-        A call with rows that have `tokens` tokens in `segments` segments returns a dict with these entries:
+        A call with a list of rows returns a dict. In its shapes, `tokens` and `segments` are totals over all rows.
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
             keep_first_labels is True.
         token_type_ids: int64 [1, tokens], if the rows have this column.
@@ -59,9 +59,9 @@ class PackingCollator:
         seq_idx: int32 [1, tokens], the index of each token's segment.
 
     Raises:
-        PackingError: the rows have no tokens or no input_ids; lengths disagree; two columns give different segments;
-            labels or token_type_ids are in some rows only; an attention_mask has a value other than 1; a loss mask
-            contradicts the labels; or accelerate dispatches the batches.
+        PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
+            different segments; only some rows have labels or token_type_ids; an attention_mask has a value other than
+            1; a loss mask contradicts the labels; or accelerate splits batches between processes (dispatch_batches).
 
     Example:
         >>> import hf_packing as hfp
@@ -89,7 +89,7 @@ class PackingCollator:
         labels = input_ids.copy() if labels is None else labels
         if not self.keep_first_labels:
             labels[begin] = IGNORED_LABEL
-        position_ids = np.arange(len(input_ids), dtype=np.int32)  # packed rows are int32: compared fast
+        position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
         position_ids -= np.repeat(begin, lengths)
         check_positions(rows, tokens, position_ids)
         seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -117,7 +117,7 @@ def _check_rows(rows: Any) -> None:
 
 
 def _check_loss_masks(row: Row, number: int) -> None:
-    """Raise PackingError if a loss mask is not applied to the labels: prompts would then be trained on."""
+    """Raise PackingError if a row's loss mask is not applied to the labels, since prompts would be trained on."""
     if not (names := [name for name in LOSS_MASKS if name in row]):
         return
     if LABELS not in row:
@@ -142,7 +142,7 @@ def _check_loss_masks(row: Row, number: int) -> None:
 
 
 def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArray | None:
-    """Return a column's values in all rows, int64 [tokens of all rows], or None if no row has the column."""
+    """Return the values of a column, int64 [tokens of all rows]; None if no row has the column."""
     if not any(name in row for row in rows):
         return None
     values = [read_integers(name, row, number) for number, row in enumerate(rows)]
@@ -152,10 +152,10 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
 
 
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:
-    """Raise PackingError if accelerate reads batches in one process and sends slices to the others.
+    """Raise PackingError if accelerate makes batches in one process and sends slices of each batch to the others.
 
-    Accelerate does so by default for streams, and would also slice cu_seq_lens. This function does not import
-    accelerate: if accelerate is loaded, the active loader shows whether the collator's batches are dispatched.
+    Accelerate does so by default for an IterableDataset, but cu_seq_lens cannot be sliced. This function does not
+    import accelerate. If accelerate is already imported, its active data loader shows whether it slices batches.
     """
     state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
     if state is None or data_loader is None:
@@ -163,23 +163,23 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
     loader = state.GradientState().active_dataloader
     if isinstance(loader, data_loader.DataLoaderDispatcher) and _collator_of(loader.base_dataloader) is collator:
         raise PackingError(
-            "dispatch_batches: expected False, got True, which is accelerate's default for streams. Accelerate would "
-            "slice cu_seq_lens and other borders of a packed batch as if each row had one value. Pass "
+            "dispatch_batches: expected False, got True, which is accelerate's default for an IterableDataset. With "
+            "True, accelerate sends slices of a batch to the processes, but cu_seq_lens cannot be sliced. Pass "
             "accelerator_config={'dispatch_batches': False} to TrainingArguments, or "
             "dataloader_config=DataLoaderConfiguration(dispatch_batches=False) to your own Accelerator"
         )
 
 
 def _collator_of(loader: Any) -> Any:
-    """Return the collator of a DataLoader, without the wrapper by which Trainer removes columns."""
+    """Return the collator of a DataLoader, without the wrapper that Trainer adds around it to remove columns."""
     return getattr(loader.collate_fn, "data_collator", loader.collate_fn)
 
 
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
-    A row without tokens has no segments; any other row without a segment column is one segment. If a row with
-    position_ids has another segment column, the position_ids are not read here: `check_positions` compares all rows.
+    A row without tokens has no segments; any other row without segment columns is one segment. If a row has
+    position_ids and another segment column, the position_ids are not read here; `check_positions` checks them.
     """
     numbered = enumerate(zip(rows, tokens, strict=True))
     return np.concatenate(
@@ -188,7 +188,7 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
 
 
 def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
-    """Check that the position_ids of the rows match the rows' segments.
+    """Check that the position_ids of every row that has them count from 0 in every segment of the row.
 
     Args:
         rows: packed rows or documents.
@@ -196,7 +196,7 @@ def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_id
         position_ids: int32 [tokens of all rows], the expected positions.
 
     Raises:
-        PackingError: the position_ids of a row do not match; the message names the row.
+        PackingError: the position_ids of a row differ from the expected positions; the message names the row.
     """
     having = [number for number, row in enumerate(rows) if POSITION_IDS in row]
     if len(having) == len(rows):
@@ -230,7 +230,7 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
         values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
     except ValueError as error:
         raise PackingError(
-            f"column {name!r}: expected a list of integers, but NumPy rejects the values of row {number}: {error}"
+            f"column {name!r}: expected a list of integers, but NumPy cannot read the values of row {number}: {error}"
         ) from error
     if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
         raise PackingError(
@@ -240,7 +240,7 @@ def read_integers(name: str, row: Row, number: int) -> IntArray:
 
 
 def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
-    """Convert a list to an array as np.asarray does, but in half the time for a list of integers."""
+    """Return a list as a NumPy array. For integers, this function takes half as long as np.asarray."""
     try:
         return np.frombuffer(array("q", values), dtype=np.int64)
     except (TypeError, ValueError, OverflowError):  # an empty list raises ValueError
@@ -248,7 +248,7 @@ def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
 
 
 def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool) -> IntArray:
-    """Return the lengths of the row's segments, int64 [segments]; refuse a row whose segment columns disagree."""
+    """Return a row's segment lengths, int64 [segments]; raise PackingError if the row's segment columns disagree."""
     found = [name for name in SEGMENT_COLUMNS if name in row]
     if ATTENTION_MASK in row:
         _check_mask(row[ATTENTION_MASK], tokens, number)
@@ -261,8 +261,8 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
             same = _READERS[other](other, read_integers(other, row, number), tokens, number)
             if not np.array_equal(lengths, same):
                 raise PackingError(
-                    f"column {other!r}: expected the same segments as column {first!r} in row {number}, with lengths "
-                    f"{_shown(lengths)}, got lengths {_shown(same)}; remove the wrong column"
+                    f"column {other!r}: expected segments of lengths {_shown(lengths)} in row {number}, as in column "
+                    f"{first!r}, got lengths {_shown(same)}; remove the wrong column"
                 )
     return lengths
 
@@ -280,28 +280,28 @@ def _from_cumulative_lengths(name: str, cu_seq_lens: IntArray, tokens: int, row:
     lengths = np.diff(cu_seq_lens.astype(np.int64))
     if not len(cu_seq_lens) or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != tokens or (lengths < 1).any():
         raise PackingError(
-            f"column {name!r}: expected cumulative lengths that rise from 0 to {tokens}, the length of row {row}, "
+            f"column {name!r}: expected cumulative lengths that rise from 0 to the {tokens} tokens of row {row}, "
             f"got {cu_seq_lens.tolist()}"
         )
     return lengths
 
 
 def _from_segment_numbers(name: str, numbers: IntArray, tokens: int, row: int) -> IntArray:
-    """Return segment lengths; a segment begins wherever the segment number changes."""
+    """Return a row's segment lengths, given each token's segment number. A segment begins where the number changes."""
     _check_length(name, numbers, tokens, row)
     return np.diff(_begins(numbers, step=0), append=tokens)
 
 
 def _from_positions(name: str, positions: IntArray, tokens: int, row: int) -> IntArray:
-    """Return segment lengths; a segment begins wherever a position is not the previous position plus 1."""
+    """Return a row's segment lengths, given all positions. A segment begins where positions do not rise by 1."""
     _check_length(name, positions, tokens, row)
-    begin = _begins(positions.astype(np.int64, copy=False), step=1)  # differences of small integers wrap around
+    begin = _begins(positions.astype(np.int64, copy=False), step=1)  # differences of small dtypes would wrap around
     if (elsewhere := positions[begin] != 0).any():
         token = int(begin[elsewhere.argmax()])
         raise PackingError(
             f"column {name!r}: expected positions that restart at 0 at every segment, got {positions[token]} at token "
-            f"{token} of row {row}. Remove the column: positions are computed from seq_lengths, and a model whose "
-            "positions start at another number adds that number itself"
+            f"{token} of row {row}. Remove the column, and give the length of every segment in the column "
+            "'seq_lengths'; the collator then computes the positions"
         )
     return np.diff(begin, append=tokens)
 
@@ -312,11 +312,11 @@ _READERS: dict[str, Callable[[str, IntArray, int, int], IntArray]] = {
     SEQ_IDX: _from_segment_numbers,
     POSITION_IDS: _from_positions,
 }
-"""For each of SEGMENT_COLUMNS, a function (name, values, tokens of the row, row number) -> segment lengths."""
+"""Functions (name, values, number of tokens in the row, row number) -> segment lengths, by name of the column."""
 
 
 def _begins(values: IntArray, step: int) -> IntArray:
-    """Return index 0 and the index of every value that differs from the preceding value plus `step`."""
+    """Return the indices at which segments begin: 0, and all indices whose value is not the previous value + `step`."""
     inside = np.flatnonzero(np.diff(values) != step) + 1
     return np.concatenate([np.zeros(min(len(values), 1), dtype=np.int64), inside])
 
@@ -329,18 +329,18 @@ def _check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
 
 
 def _check_mask(mask: Any, tokens: int, row: int) -> None:
-    """Refuse a mask with other values than 1: a 0 marks padding, and larger values mark documents of a packed row."""
+    """Raise PackingError unless an attention_mask is all ones. A 0 means padding; larger values number documents."""
     values = np.asarray(mask)
     if values.shape != (tokens,):
         raise PackingError(
-            f"column 'attention_mask': expected shape ({tokens},) in row {row}, a 1 for each token, got {values.shape}"
+            f"column 'attention_mask': expected shape ({tokens},) in row {row}, a 1 per token, got shape {values.shape}"
         )
     if not values.all():
         raise PackingError(f"column 'attention_mask': expected documents without padding, got a 0 in row {row}")
     if (other := values != 1).any():
         raise PackingError(
-            f"column 'attention_mask': expected only ones, got a {values[other.argmax()]} in row {row}, which marks "
-            "several documents; give the lengths of documents in a column 'seq_lengths'"
+            f"column 'attention_mask': expected only ones, got a {values[other.argmax()]} in row {row}; if the values "
+            "number the documents of the row, replace this column by a column 'seq_lengths' with the documents' lengths"
         )
 
 

@@ -1,4 +1,7 @@
-"""Column names of datasets and batches, and functions that apply TRL's loss masks to labels."""
+"""The column names of datasets and batches, and functions that apply TRL's loss masks to labels.
+
+A segment is a document, or a part of a document, in a packed row.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,17 +17,17 @@ ATTENTION_MASK = "attention_mask"
 TOKEN_TYPE_IDS = "token_type_ids"
 
 POSITION_IDS = "position_ids"
-"""The position of each token in its segment, from 0."""
+"""The column with the position of each token in the token's segment, from 0."""
 SEQ_LENGTHS = "seq_lengths"
-"""The number of tokens in each segment; TRL uses the same column name."""
+"""The column with the number of tokens in each segment; TRL uses the same column name."""
 BUCKET = "bucket"
-"""The capacity of the pack in tokens; only strategies with several capacities write this column."""
+"""The column with the capacity of the pack in tokens; only strategies with several capacities write this column."""
 SEQ_IDX = "seq_idx"
-"""The index of the segment that each token belongs to."""
+"""The column with the index of the segment that each token belongs to."""
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
-"""Cumulative segment lengths, starting with 0, which FlashAttention takes for queries and for keys."""
+"""The cumulative segment lengths, starting with 0. FlashAttention takes them separately for queries and for keys."""
 MAX_LENGTHS = ("max_length_q", "max_length_k")
-"""The length of the longest segment in tokens, which FlashAttention takes for queries and for keys."""
+"""The length of the longest segment in tokens. FlashAttention takes it separately for queries and for keys."""
 
 SEGMENT_COLUMNS = (SEQ_LENGTHS, *CU_SEQ_LENS, SEQ_IDX, POSITION_IDS)
 """Columns that give the segment borders of a row; only packed rows have such columns."""
@@ -40,7 +43,7 @@ segment gets this label, since no earlier token can predict the first token."""
 
 
 def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return a copy of the labels with -100 wherever a mask has a 0, as TRL does.
+    """Return a copy of the labels, in which every token with a 0 in any mask has the label -100, as in TRL.
 
     Args:
         labels: integers [tokens].
@@ -59,15 +62,15 @@ def apply_loss_masks(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[A
 
 
 def find_unmasked_label(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArray[Any]]) -> tuple[str, int] | None:
-    """Find a token that a mask excludes from training, although the token's label is not -100.
+    """Find a token that a loss mask excludes from training, although the token's label is not -100.
 
     Args:
         labels: integers [tokens].
         masks: one array [tokens] for each mask, by column name; all values are 0 or 1, as numbers or booleans.
 
     Returns:
-        The name of the first mask that excludes such a token, and the index of the first such token; None if the labels
-        agree with all masks.
+        The name of the mask and the index of the token; None if no such token exists. If several exist, the first
+        token of the first mask is returned.
 
     Raises:
         PackingError: a mask has a value other than 0 and 1.
@@ -80,13 +83,13 @@ def find_unmasked_label(labels: npt.NDArray[Any], masks: Mapping[str, npt.NDArra
 
 
 def _as_booleans(name: str, mask: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return a mask as booleans; raise PackingError unless every value is 0 or 1.
+    """Return a loss mask as a boolean array [tokens]; raise PackingError unless every value is 0 or 1.
 
-    NumPy would also convert None, strings and fractional weights to booleans, so such values are refused first.
+    NumPy would convert None, strings and fractions to booleans too, so these values are checked first.
     """
     if len(mask) and mask.dtype.kind not in "iufb":
-        raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got {mask.tolist()[:8]}")
+        raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got the values {mask.tolist()[:8]}")
     wrong = (mask != 0) & (mask != 1)
     if wrong.any():
-        raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got {mask[wrong.argmax()]}")
+        raise PackingError(f"column {name!r}: expected a 0 or a 1 for each token, got the value {mask[wrong.argmax()]}")
     return mask.astype(bool)

@@ -1,13 +1,13 @@
-"""The exceptions that hf_packing raises on purpose."""
+"""The exception classes of hf_packing."""
 
 
 class PackingError(ValueError):
-    """Raised for an unusable argument, setting or dataset; the message names the value and what is accepted."""
+    """The error for an argument, a setting or a dataset that cannot be used. The message says what is accepted."""
 
 
 class MissingDependencyError(ImportError):
-    """Raised if an optional package is missing; the message has the pip command that installs the package."""
+    """The error for a missing optional package. The message has the pip command that installs the package."""
 
 
 class ModelNotSupportedError(PackingError):
-    """Raised if it cannot be verified that a model keeps packed documents apart; the message gives the reason."""
+    """The error for a model in which packed documents may affect each other. The message gives the reason."""

@@ -92,11 +92,11 @@ def test_columns_that_tell_the_same_segments(kind):
     [
         (
             {"seq_lengths": [4, 2], "position_ids": [0, 1, 0, 1, 2, 3]},
-            r"column 'position_ids': expected the same segments as column 'seq_lengths' in row 1, with lengths "
-            r"\[4, 2\], got lengths \[2, 4\]; remove",
+            r"column 'position_ids': expected segments of lengths \[4, 2\] in row 1, as in column 'seq_lengths', "
+            r"got lengths \[2, 4\]; remove",
         ),
-        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 4, 5]}, r"row 1, with lengths \[4, 2\], got .* \[6\]"),
-        ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"row 1, with lengths \[6\], got .* \[3, 3\]"),
+        ({"seq_lengths": [4, 2], "position_ids": [0, 1, 2, 3, 4, 5]}, r"lengths \[4, 2\] in row 1, .* got .* \[6\]"),
+        ({"seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]}, r"lengths \[6\] in row 1, .* got .* \[3, 3\]"),
         (
             {"seq_lengths": [4, 2], "position_ids": [2, 3, 4, 5, 2, 3]},
             "restart at 0 .* got 2 at token 0 of row 1. Remove",
@@ -107,17 +107,17 @@ def test_columns_that_tell_the_same_segments(kind):
         ({"seq_lengths": [6], "position_ids": [*map(float, range(6))]}, "'position_ids': expected a list of integers"),
         (
             {"seq_lengths": [6], "seq_idx": [0, 0, 0, 1, 1, 1]},
-            r"column 'seq_idx': .* row 1, with lengths \[6\], got .* \[3, 3\]",
+            r"column 'seq_idx': .* lengths \[6\] in row 1, .* got .* \[3, 3\]",
         ),
         (
             {"position_ids": [*range(6)], "cu_seq_lens_k": [0, 3, 6]},
-            r"'cu_seq_lens_k' in row 1, with lengths \[3, 3\], .* \[6\]",
+            r"lengths \[3, 3\] in row 1, as in column 'cu_seq_lens_k', .* \[6\]",
         ),
-        ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rise from 0 to 6, the length of row 1, got \[0, 3, 5\]"),
+        ({"cu_seq_lens_q": [0, 3, 5]}, r"'cu_seq_lens_q': .* rise from 0 to the 6 tokens of row 1, got \[0, 3, 5\]"),
         ({"seq_lengths": [6], "attention_mask": [1, 1, 1, 2, 2, 2]}, "expected only ones, got a 2 in row 1"),
         (
             {"seq_lengths": [6], "attention_mask": [[1] * 6]},
-            r"'attention_mask': expected shape \(6,\) in row 1.* got \(1, 6\)",
+            r"'attention_mask': expected shape \(6,\) in row 1.* got shape \(1, 6\)",
         ),
     ],
 )

@@ -1,34 +1,35 @@
-"""Keep packed documents apart inside a model, and prove on that very model that the documents stay apart.
+"""Keep packed documents apart inside a model, and verify by running the model that no document affects another one.
 
-The rest of the package imports only from this file, never from the other files in this folder. The code rests on ten
-ideas. Each idea builds on the earlier ideas, and the files in parentheses implement the idea:
+The rest of the package imports only from this file, never from the other files in this folder. The list below explains
+the ten ideas behind the code. The names in parentheses are the files that implement the idea.
 
-1. A packed row is a row of tokens with a border between one segment (usually a document) and the next. A patched model
-   reads the borders from its inputs, and stores the current row while the model's forward runs (packed_row).
-2. Attention is computed by segment. The function `packed_varlen` is registered with transformers, and calls a CUDA
-   kernel or exact attention in plain torch (varlen, kernels, exact_attention).
-3. A module is segment-local if its output for a row equals its outputs for the segments, joined. A module that is not
-   segment-local, such as a convolution or a recurrent layer, runs segment by segment: the module's arguments are split
-   along their token axes, and its outputs are joined (by_segment, token_axes).
-4. A search finds the modules that are not segment-local by experiment. The search watches one forward of the model, and
-   runs every module on the whole row and on the row's segments (search, module_checks).
+1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
+   that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
+   and stores the packed row as the current row while the model's forward runs (packed_row).
+2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
+   and calls a CUDA kernel or exact attention in plain torch (varlen, kernels, exact_attention).
+3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
+   module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
+   cut along the axes of tokens, and its outputs are concatenated (by_segment, token_axes).
+4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
+   every module's output for the whole row with the module's outputs for the segments (search, module_checks).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
-   list of modules that run by segment (route).
+   list of modules that run segment by segment (route).
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
    (patched_forward).
 7. A probe runs a model on random documents, packed in a row or one document at a time, and then restores the model
    (probe, snapshot). Two results count as equal if rounding can explain their difference (tolerance).
 8. The proof shows that replacing one document does not change the results of other documents, and that every document
-   has the same logits and gradients in a packed row as in a row of its own (proof). `check_isolation` only tests
+   has the same logits and gradients in a packed row as when it is run alone (proof). `check_isolation` only tests
    whether documents affect each other, in any model, patched or not (isolation).
 9. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
    tiny sizes from tiny_model).
-10. Some models, such as masked language models, see the input token at each label's position. Once patched, such a
-    model refuses labels that only repeat the input (patched_forward).
+10. Some models, such as masked language models, see the input token at each label's position. If such a model is
+    patched, it refuses labels that only repeat the input tokens (patched_forward).
 
-The file inspect_model reads facts from any model: the wrappers around the model, the arguments of the model's forward,
-and the place where the model's weights are stored.
+The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
+place where the model's weights are stored.
 """
 
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument

@@ -1,5 +1,7 @@
-"""Run a module segment by segment: cut the module's inputs into segments, call the module on every segment, and join
-the outputs."""
+"""Run a module separately on every segment (usually a document) of a packed row.
+
+The module's inputs are cut into segments, the module is called on every segment, and the outputs are joined.
+"""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,12 +32,13 @@ _CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _MAX_LENGTHS = ("max_length_q", "max_length_k")
 
 _results_lock = threading.RLock()
-"""Lock that is held while inner modules return stored outputs, since other threads must not get these outputs."""
+"""Lock that a thread holds while inner modules of a model return stored outputs instead of running. Other threads that
+run the same model must not get these outputs."""
 
 
 class ReplacedForward:
-    """A callable object that replaces a module's forward. An object is used instead of a function so that a patched
-    model can be copied and pickled."""
+    """Base class of callable objects that replace a module's forward. Objects are used instead of functions, so that a
+    patched model can be copied and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -43,18 +46,19 @@ class ReplacedForward:
         while isinstance(found, type(self)):
             found = found.before
         self.before: Any = found
-        """A forward that other code, such as a hook of accelerate, had set on the module earlier; usually None."""
+        """The forward that other code, such as a hook of accelerate, had already set on the module object; None if the
+        module only has the forward of its class."""
         self.installed = False
 
     def install(self) -> None:
-        self.module.forward = self  # type: ignore[assignment]  # subclasses can be called
+        self.module.forward = self  # type: ignore[assignment]  # subclasses are callable
         self.installed = True
 
     def remove(self) -> None:
         """Restore the forward that the module had before `install`.
 
-        If other code has wrapped this object in the meantime, this object stays in place, but from now on only calls
-        the module's own forward.
+        If other code has wrapped this object in the meantime, the object cannot be removed. From then on, the object
+        only calls the module's original forward.
         """
         self.installed = False
         if vars(self.module).get("forward") is self:
@@ -63,7 +67,7 @@ class ReplacedForward:
                 self.module.forward = self.before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward."""
+        """Call the original forward, which this object replaces, and return the output."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -71,12 +75,13 @@ class ReplacedForward:
 
 @dataclass(frozen=True)
 class RunAhead:
-    """A segment-local inner module that runs on the whole row, before the outer module runs by segment.
+    """An inner module, such as an input projection, that runs once on the whole packed row. Then the outer module runs
+    segment by segment, and uses the inner module's output.
 
     Args:
         name: the inner module's name, relative to the outer module.
-        source: the origin of the inner module's input: the path of an argument of the outer module, or the name of
-            another inner module that runs before the outer module.
+        source: where the inner module's input comes from. A path stands for an argument of the outer module; a name
+            stands for the output of another inner module that also runs before the outer module.
     """
 
     name: str
@@ -85,12 +90,12 @@ class RunAhead:
 
 @dataclass(frozen=True)
 class RunAfter:
-    """A segment-local inner module that computes the outer module's output, such as an output projection. The inner
-    module runs on the whole row, after the outer module has run by segment.
+    """An inner module that computes the outer module's output, such as an output projection. The inner module runs once
+    on the whole packed row, after the outer module has run segment by segment.
 
     Args:
         name: the inner module's name, relative to the outer module.
-        output: path of the inner module's output among the outputs of the outer module.
+        output: path of the inner module's output in the nested output of the outer module.
     """
 
     name: str
@@ -99,26 +104,27 @@ class RunAfter:
 
 @dataclass
 class ModulePlan:
-    """A plan for running one module by segment: token axes of the module's inputs and outputs, the rule for segments
-    that share a call, and the inner modules that run on the whole row."""
+    """A plan for running one module segment by segment. The plan stores which axes of the module's inputs and outputs
+    are axes of tokens, which segments may share a call, and which inner modules run once on the whole packed row."""
 
     name: str
     """The module's name in the model."""
     kind: str
-    """Name of the module's class."""
+    """The name of the module's class."""
     inputs: TokenAxes
     outputs: TokenAxes
     between: TokenAxes
-    """Token axes of the outputs of the inner modules in `ahead`."""
+    """The token axes of the outputs that the inner modules in `ahead` return."""
     sharing: Sharing = "none"
     is_stateful: bool = False
-    """Whether a call changes the module's state, so that the state has to be restored after every call."""
+    """True if a call changes the module's state. The state is then restored after every call."""
     ahead: list[RunAhead] = field(default_factory=list)
     after: RunAfter | None = None
 
     @classmethod
     def record(cls, name: str, module: nn.Module, row_length: int) -> "ModulePlan":
-        """Return a new plan that is ready to record the module's token axes on a row of `row_length` tokens."""
+        """Return a new plan for a module. The plan records the module's token axes in calls on a row of `row_length`
+        tokens, until `freeze` is called."""
         where = f"{type(module).__name__} ({name})"
         inputs, outputs, between = (TokenAxes(where, row_length) for _ in range(3))
         return cls(name, type(module).__name__, inputs, outputs, between)
@@ -128,21 +134,21 @@ class ModulePlan:
         return self.inputs.is_recording
 
     def freeze(self) -> None:
-        """End the recording of token axes."""
+        """Stop recording token axes. From then on, the plan uses the recorded axes for rows of any length."""
         for axes in (self.inputs, self.outputs, self.between):
             axes.freeze()
 
     def packed_modules(self) -> list[str]:
-        """Return the names of the inner modules that run on the whole row."""
+        """Return the names, relative to the module, of the inner modules that run once on the whole packed row."""
         return [inner.name for inner in self.ahead] + ([self.after.name] if self.after else [])
 
 
 class SegmentedForward(ReplacedForward):
-    """A replacement for a module's forward that runs the module segment by segment.
+    """A replacement for a module's forward. The replacement runs the module segment by segment.
 
     Args:
-        module: a module that is not segment-local, in a patched model, or in a model while a search runs.
-        plan: the plan for running the module by segment.
+        module: a module whose output for a whole packed row differs from its joined outputs for the segments.
+        plan: the plan for running the module segment by segment.
     """
 
     def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
@@ -166,8 +172,8 @@ class SegmentedForward(ReplacedForward):
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(
-                f"{plan.inputs.where} was called outside its model's forward, so the borders between segments are "
-                "not known; call the model that was passed to patch_model"
+                f"{plan.inputs.where} was called outside its model's forward, where the borders between packed "
+                "documents are not known; call the whole model that was passed to patch_model, not this module alone"
             )
         with _results_lock if plan.packed_modules() else nullcontext():
             return self._run(row, args, kwargs)
@@ -189,17 +195,17 @@ class SegmentedForward(ReplacedForward):
     def run_segments(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill | None = None
     ) -> tuple[Any, list[dict[Path, Any]]]:
-        """Call the module on the segments of a row, and return the outputs before they are joined.
+        """Call the module on the segments of a packed row, and return the outputs without joining them.
 
         Args:
             inputs: positional and keyword arguments of the module for the whole row.
             calls: the calls to make, each of which covers one or more segments.
             num_segments: number of segments in all calls together.
-            fill: function that makes the padding for shorter segments in a call; None for zeros.
+            fill: function that makes the padding of shorter segments in a call; None for zeros.
 
         Returns:
-            The output of the last call, which shows how outputs are nested, and a list with a dictionary for every
-            segment. The dictionary maps the path of each value in the nested output to the segment's value.
+            The output of the last call, which shows how outputs are nested; and a list with one dictionary for each
+            segment. The dictionary maps a path in the nested output to the segment's value at that path.
         """
         parts: list[dict[Path, Any]] = [{} for _ in range(num_segments)]
         output = None
@@ -217,8 +223,8 @@ class SegmentedForward(ReplacedForward):
         return output, parts
 
     def join(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
-        """Join the outputs of the segments, and return the result. If `plan.after` names a module, that module runs on
-        the joined outputs."""
+        """Return the module's output for the whole row, joined from the results of `run_segments`. If `plan.after` is
+        set, run that inner module on the joined output."""
         whole = join_outputs(output, self.plan.outputs, parts)
         if (after := self.plan.after) is None:
             return whole
@@ -226,19 +232,20 @@ class SegmentedForward(ReplacedForward):
         return map_leaves(whole, lambda path, leaf: last(leaf) if path == after.output else leaf)
 
     def run_restored(self, args: Any, kwargs: Any) -> Any:
-        """Call the module's own forward, and return the output. A stateful module is restored after the call."""
+        """Call the module's original forward, and return the output. If the module is stateful, restore its state after
+        the call."""
         if not self.plan.is_stateful:
             return self.forward(*args, **kwargs)
         with restored(*self.module.modules()):
             return self.forward(*args, **kwargs)
 
     def _run_ahead(self, inputs: tuple[Any, Any]) -> dict[str, Tensor]:
-        """Run the modules in `plan.ahead` on the whole row, and return a dictionary from module name to output."""
+        """Run the inner modules in `plan.ahead` on the whole row, and return their outputs by module name."""
         made: dict[str, Tensor] = {}
         arguments = dict(leaves(inputs)) if self.plan.ahead else {}
         for inner in self.plan.ahead:
             source = made.get(inner.source) if isinstance(inner.source, str) else arguments.get(inner.source)
-            if isinstance(source, Tensor):  # None if a caller passes embeddings, not tokens
+            if isinstance(source, Tensor):  # None if the caller passed embeddings, not tokens
                 made[inner.name] = self.module.get_submodule(inner.name)(source)
         if self.plan.is_recording:
             self.plan.between.record(made)
@@ -246,10 +253,10 @@ class SegmentedForward(ReplacedForward):
 
     @contextmanager
     def _with_results(self, ahead: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: within the block, the modules named in `ahead` return the outputs stored in `ahead`, and the
-        module in `plan.after` returns its input unchanged.
+        """Context manager: within the block, the inner modules named in `ahead` do not run, and return the outputs that
+        `ahead` contains. The inner module in `plan.after` does not run either, and returns its input.
 
-        The module in `plan.after` runs after the block, once, on the joined outputs of all segments.
+        `join` runs the module in `plan.after` later, once, on the joined outputs of all segments.
         """
         replaced: list[tuple[nn.Module, Any]] = []
 
@@ -272,12 +279,13 @@ class SegmentedForward(ReplacedForward):
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing. This function serves as an empty hook, since nn.TransformerEncoderLayer skips the forwards of its
-    inner modules unless the layer or an inner module has a hook."""
+    """Do nothing. The function is registered as a hook on modules, since nn.TransformerEncoderLayer skips the forwards
+    of its inner modules if neither the layer nor an inner module has a hook."""
 
 
 def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments, with every border argument in `kwargs` replaced by the borders of `row`."""
+    """Return a module's keyword arguments, with cu_seq_lens_q/k and max_length_q/k replaced by the values for `row`.
+    Arguments that are missing or None are not added."""
     borders: dict[str, Any] = {
         name: row.cu_seq_lens.to(kwargs[name].device) for name in _CU_SEQ_LENS if kwargs.get(name) is not None
     }
@@ -286,16 +294,20 @@ def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 _GATHERED_AT_ONCE = "_z3_leaf"
-"""Name of an attribute of modules. DeepSpeed ZeRO-3 sets the attribute on a module if DeepSpeed gathers all parameters
-of the module, including the parameters of inner modules, at once."""
+"""Name of the attribute that DeepSpeed ZeRO-3 sets on a module if DeepSpeed gathers all parameters of the module,
+including the parameters of inner modules, at once."""
 
 
 def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
-    """Raise PackingError if distributed processes would wait for each other forever.
+    """Raise PackingError if processes of a distributed training run would wait for each other forever.
 
-    If a module runs by segment, the number of calls of its inner modules depends on the number of segments, which
-    differs between processes. If the weights of an inner module are gathered at every call, however, all processes have
-    to call the inner module equally often.
+    If a module runs segment by segment, its inner modules are called once or more for each segment, and the number of
+    segments differs between processes. If FSDP or DeepSpeed gathers the weights of an inner module at every call,
+    however, all processes have to make the same number of calls.
+
+    Args:
+        model: the model, wrapped or sharded.
+        plans: plans of the modules that run segment by segment.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -310,14 +322,16 @@ def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None
             where = f"{type(inner).__name__} ({plan.name}.{name})"
             if is_fsdp(inner):
                 raise PackingError(
-                    f"model: expected FSDP to wrap no module inside {plan.kind}, since {plan.kind} runs by segment; "
-                    f"FSDP wraps {where}. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
+                    f"model: expected FSDP to wrap no module inside {plan.kind}, but FSDP wraps {where}. {plan.kind} "
+                    "runs segment by segment, so processes would call the wrapped module a different number of times, "
+                    f"and wait for each other forever. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
                 )
             gathered = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
             if gathered and not _is_gathered_at_once(model, plan.name):
                 raise PackingError(
-                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, since {plan.kind} runs "
-                    f"by segment; DeepSpeed gathers the weights of {where} at every call. Call "
+                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, but DeepSpeed gathers "
+                    f"the weights of {where} at every call. {plan.kind} runs segment by segment, so processes would "
+                    "make a different number of calls, and wait for each other forever. Call "
                     f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
                 )
 

@@ -1,7 +1,7 @@
-"""Compute exact attention by segment in plain torch, on any device, with or without torch.compile.
+"""Compute exact attention within each segment of a packed row, in plain torch, on any device.
 
-torch.compile cannot read segment lengths from a tensor of borders, so compiled code calls a custom op that has its own
-backward pass.
+Code compiled with torch.compile cannot read segment lengths from a tensor. Compiled code therefore calls a custom op,
+which has its own backward pass.
 """
 
 from collections import defaultdict
@@ -36,10 +36,11 @@ def attend_by_segment(
         lengths: number of tokens in each segment; the sum is the number of tokens in the row.
         scale: factor by which attention scores are multiplied.
         is_causal: whether a token attends only to itself and to earlier tokens of its segment.
-        window: number of tokens that a token attends to on each side, including the token itself; None for no limit.
+        window: number of tokens, including itself, that a token attends to on each side (only on the left if is_causal
+            is True); None for no limit.
         softcap: limit of the scores, which become softcap * tanh(scores / softcap); None for unchanged scores.
-        sinks: tensor [heads] with an extra score per head, which takes part in the softmax but belongs to no token;
-            None for no extra scores.
+        sinks: tensor [heads] with one extra score for each head. The score takes part in the softmax, but belongs to no
+            token. None for no extra scores.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -67,12 +68,13 @@ def attend_by_segment(
 
 
 def _cat(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate tensors along an axis. A single tensor is returned without the copy that torch.cat would make."""
+    """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Return a boolean mask [length, length] that is True where a query (row) attends to a key (column)."""
+    """Return a boolean mask [length, length] for attention within a window. An entry is True where the query (row)
+    attends to the key (column)."""
     back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (back < window) & (back >= 0 if is_causal else back > -window)
 
@@ -88,7 +90,13 @@ def _attend_with_scores(
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention with explicit scores, since torch's fused attention supports neither soft caps nor sinks."""
+    """Compute attention for segments of equal length from explicit attention scores.
+
+    Explicit scores are needed since torch's fused attention supports neither soft caps nor sinks.
+
+    Returns:
+        Attention output, [segments, heads, length, value_dim].
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(2, 3) * scale
@@ -119,7 +127,8 @@ def _forward(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return the result of `attend_by_segment`, with segment borders given as a tensor."""
+    """Return the result of `attend_by_segment`. Segment lengths are given as cumulative lengths, `cu_seq_lens`, int32
+    [segments + 1], instead of a list of lengths."""
     lengths = cu_seq_lens.diff().tolist()
     options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
     return attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()
@@ -138,8 +147,14 @@ def _backward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks, computed from the inputs of the forward pass. Without sinks,
-    the last gradient is an empty tensor."""
+    """Return the gradients with respect to query, key, value and sinks. Without sinks, the last gradient is an empty
+    tensor.
+
+    Args:
+        gradient: gradient with respect to the attention output.
+        query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap: arguments of the forward pass, from
+            which attention is computed again.
+    """
     lengths = cu_seq_lens.diff().tolist()
     mask = {length: _visible(length, window, is_causal, query.device) for length in set(lengths)}
     parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
@@ -167,7 +182,10 @@ def _segment_gradients(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks for one segment, computed in float32 or float64."""
+    """Return the gradients with respect to query, key, value and sinks for one segment.
+
+    The gradients are computed in float64 if the query is float64, otherwise in float32.
+    """
     dtype, heads, kv_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1], key.shape[1]
     q, g = query.to(dtype), gradient.to(dtype)
     k, v = (tensor.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
@@ -235,13 +253,20 @@ def attend_by_segment_compiled(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Return the result of `attend_by_segment`, computed as one custom op, with segment borders given as a tensor.
+    """Return the result of `attend_by_segment`, computed by a custom op, so that torch.compile can compile the caller.
+
+    Args:
+        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], in place of the list of lengths. All other
+            arguments are explained in `attend_by_segment`.
 
     Raises:
         PackingError: dropout is not 0. The backward pass recomputes attention, and cannot repeat the dropout of the
             forward pass.
     """
     if dropout:
-        raise PackingError(f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}")
+        raise PackingError(
+            f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}; set the attention "
+            "dropout in the model's configuration to 0, or do not compile the model"
+        )
     output: Tensor = _forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)
     return output

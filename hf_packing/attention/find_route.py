@@ -1,6 +1,6 @@
-"""Find the fastest route that provably keeps packed documents apart in a model, and install that route.
+"""Find the fastest route that is proven to keep packed documents apart in a model, and install that route.
 
-A route consists of an attention function, a format for the model's inputs, and the modules that run by segment.
+A route consists of an attention function, a format for the model's inputs, and the modules that run segment by segment.
 """
 
 from collections.abc import Iterator
@@ -29,32 +29,36 @@ from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed, o
 from hf_packing.errors import ModelNotSupportedError
 
 _SHARING_LENGTHS = (9, 14, 9, 14)
-"""Number of tokens in each document of the second proof. Some documents have equal lengths, since a route may run such
-documents in one call."""
+"""Lengths, in tokens, of the documents in the second and third test batch of a proof. Some lengths are equal, since a
+route may run documents of equal length in one call of a module."""
 
 _Attention = list[tuple[PreTrainedConfig, Any]]
-"""The attention settings of an unpatched model, as returned by `attention_of`."""
+"""The configurations of an unpatched model, each with the name of its attention function, as `attention_of` returns
+them."""
 
 known_routes: dict[Any, Route] = {}
-"""Routes that were already found in this process. The keys are the results of `route_key`."""
+"""Routes that were already found and proven in this process. The keys are results of `route_key`."""
 
 
 class _LocalMaskError(ModelNotSupportedError):
-    """Error for a model that restricts attention to a window or chunk only through its attention mask."""
+    """Raised for a model that limits attention to a window or chunk only in its attention mask, and does not pass the
+    limit to the attention function."""
 
 
 class _SeveralRowsError(ModelNotSupportedError):
-    """Error for documents that are isolated in a single packed row, but not in a batch of several packed rows."""
+    """Raised if the proof of a route succeeds for a single packed row, but fails for a batch of several rows."""
 
 
 def find_and_prove(model: PreTrainedModel) -> None:
-    """Install the fastest route that provably keeps documents apart. If a route was already found for an equal model,
-    that route is tried first.
+    """Install the fastest route that is proven to keep documents apart.
 
-    After an error or an interruption, the model is left unpatched.
+    A route that was already found in this process, for a model with the same `route_key`, is tried first. After an
+    error or an interruption, the model is left unpatched.
 
     Raises:
-        ModelNotSupportedError: no route can be proven. The message contains the reason for every failed attempt.
+        ModelNotSupportedError: no route passes the proof, the model cannot be called with input_ids alone, or the
+            model's own loss compares labels of one document with outputs of another document. The message contains the
+            reason.
     """
     before = attention_of(model)
     try:
@@ -82,24 +86,29 @@ def find_and_prove(model: PreTrainedModel) -> None:
 
 
 def _in_two_rows(exam: Exam) -> Exam:
-    """Return the same `Exam`, documents and expected outputs, with the documents packed in a batch of two rows."""
+    """Return a copy of `exam` with the same documents and expected outputs, but packed in a batch of two rows."""
     probe = Probe(exam.probe.model, 1, exam.probe.lengths, _pack_in_two_rows)
     probe.rounding = exam.probe.rounding
     return replace(exam, probe=probe, rows=2)
 
 
 def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
-    """Return model inputs with the first half of the documents in one packed row, and the second half in another packed
-    row. The halves must have equal numbers of tokens."""
+    """Return model inputs for a batch of two packed rows. The first row contains the first half of the documents, and
+    the second row contains the second half. Both halves must have the same number of tokens."""
     half = len(documents) // 2
     rows = [pack_in_one_row(each) for each in (documents[:half], documents[half:])]
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
 def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Run documents that contain pad tokens, one at a time; return the documents and their outputs as an `Exam`.
+    """Run random documents that contain the model's pad token, one at a time.
 
-    Return None if the model has no pad token, or fails on such documents.
+    Args:
+        model: an unpatched model.
+        rounding: the effect of rounding on a logit, as `Probe.measure_rounding` measured it, or None.
+
+    Returns:
+        The documents and their outputs; None if the model has no pad token, or cannot be called on such documents.
     """
     if (token := pad_token_of(model)) is None:
         return None
@@ -113,10 +122,11 @@ def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam
 
 
 def route_key(model: PreTrainedModel) -> Any:
-    """Return a key made of everything that a route depends on. Models with equal keys can use the same route.
+    """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
+    other models with an equal key.
 
-    The classes of all modules are part of the key. A known route is proven again, but without a new search, and a
-    search makes checks that a proof does not make.
+    The key contains the names and classes of all modules. If a route is known for a key, only the proof runs again, and
+    the search for a route is skipped, although the search checks modules in ways that the proof does not.
     """
     attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
@@ -144,8 +154,12 @@ def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: lis
             return known_routes[key]
         except ModelNotSupportedError as error:
             failure = error
-            failures.append(f"{'with varlen attention' if method.attention else 'by segment'}: {error}")
-    raise ModelNotSupportedError(f"{type(model).__name__}: " + "; ".join(dict.fromkeys(failures)))
+            failures.append(
+                f"{'with varlen attention' if method.attention else 'with the attention of the model'}: {error}"
+            )
+    raise ModelNotSupportedError(
+        f"{type(model).__name__}: patch_model cannot keep packed documents apart; " + "; ".join(dict.fromkeys(failures))
+    )
 
 
 def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
@@ -161,7 +175,7 @@ def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
         borders, positions = method.inputs.borders and takes_borders, method.inputs.positions and takes_positions
         formats = [replace(method.inputs, borders=borders, positions=positions)]
         if method.inputs.mask_of_ones and not takes_positions:
-            # a model without position_ids cannot detect packed rows, so a mask of ones may be unnecessary
+            # a model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones
             formats.insert(0, replace(formats[0], mask_of_ones=False))
         for inputs in formats:
             if (own := Method(method.attention, inputs)) not in tried:
@@ -172,10 +186,19 @@ def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
 def _search_and_prove(
     model: PreTrainedModel, method: Method, before: _Attention, exams: list[Exam], tried: tuple[str, ...]
 ) -> Route:
-    """Find the modules that have to run by segment with this method. Then install, prove and return the route.
+    """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
+    route, prove that the route keeps documents apart, and return the route.
+
+    Args:
+        model: an unpatched model.
+        method: an attention function, and a format of the model's inputs.
+        before: the model's attention settings, which are restored when the route is removed.
+        exams: the test batches of the proof.
+        tried: the reasons why faster methods failed; stored in the route.
 
     Raises:
-        ModelNotSupportedError: the route cannot be proven. The model is left unpatched.
+        ModelNotSupportedError: the model cannot be called on a packed row, or the proof of the route fails. The model
+            is left unpatched.
     """
     install(model, Route(method, (), 1.0), before)
     probe = exams[0].probe
@@ -213,12 +236,15 @@ def _check_observed(method: Method, observed: Observed) -> None:
     lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
     if method.attention == NAME and lost:
         lost_masks = " and ".join(sorted(map(str, lost)))
-        raise _LocalMaskError(f"only the attention mask, and not the attention function, has {lost_masks}")
+        raise _LocalMaskError(
+            f"the model limits attention to {lost_masks} only in its attention mask, and does not pass this limit to "
+            "the attention function"
+        )
 
 
 def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
-    """Install, prove and return a route. If documents are isolated in a single row but not in several rows, the route
-    that is returned lays several rows end to end, as a single row."""
+    """Install a route, prove that it keeps documents apart, and return it. If the proof fails only for a batch of
+    several rows, try a second route, which lays the rows of a batch end to end in a single row."""
     try:
         return _prove(model, route, before, exams)
     except _SeveralRowsError:
@@ -229,9 +255,12 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Atten
 
 
 def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
-    """Install a route, verify that it isolates documents, and return it. If that fails, remove the route and raise.
+    """Install a route, prove that it keeps documents apart, and return it.
 
     If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`.
+
+    Raises:
+        ModelNotSupportedError: the proof failed. The model is left unpatched.
     """
     unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)

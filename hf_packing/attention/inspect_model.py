@@ -1,4 +1,8 @@
-"""Inspect a model: find the model inside its wrappers, the arguments of its forward, and the place of its weights."""
+"""Inspect a model.
+
+The functions in this file find the model inside its wrappers, the arguments of the model's forward, the model's
+embedding, and the place where the weights are stored.
+"""
 
 import inspect
 from collections.abc import Iterator
@@ -13,14 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Attribute names under which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""
+"""The attributes in which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""
 
 Embedded = list[tuple[Tensor, Tensor]]
-"""A list with a pair (tokens, embeddings of the tokens) for every call of an embedding module."""
+"""A list of pairs (token ids, embeddings), with one pair for each call of an embedding module."""
 
 GATHERED = "ds_id"
-"""Name of an attribute of parameters. DeepSpeed ZeRO-3 sets the attribute on every parameter that is sharded, and
-gathered when the parameter's module is called."""
+"""Name of the attribute that DeepSpeed ZeRO-3 sets on a sharded parameter. DeepSpeed gathers such a parameter whenever
+the parameter's module is called."""
 
 
 def inner_model(model: Any) -> PreTrainedModel:
@@ -47,7 +51,8 @@ def _check_peft_method(peft_model: Any) -> None:
     if getattr(config, "is_prompt_learning", False):
         raise PackingError(
             f"model: expected a PEFT method that adds no tokens, got {config.peft_type.value}; "
-            "with this method, a packed row would get a single prompt for all of its documents"
+            "with this method, a packed row would get a single prompt for all of its documents. Use another method, "
+            "such as LoRA"
         )
     for name, config in peft_model.peft_config.items():
         if invocation := getattr(config, "alora_invocation_tokens", None):
@@ -67,7 +72,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
-    """Return every configuration in a model, nested configurations included, without duplicates."""
+    """Return the configurations of a model and of its modules, including nested configurations, without duplicates."""
     waiting = [
         config for module in model.modules() if isinstance(config := getattr(module, "config", None), PreTrainedConfig)
     ]
@@ -91,14 +96,14 @@ class Signature:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         has_buffer = any(name.endswith("token_type_ids") for name, _ in module.named_buffers())
         self.takes_types_from_buffer = has_buffer and self.takes("token_type_ids")
-        """Whether the module, like BERT, reads missing token_type_ids from a buffer. The length of such a buffer is the
-        length of the longest document that the model allows."""
+        """True if the module, like BERT, reads token_type_ids from a buffer when no token_type_ids are passed. Such a
+        buffer may be too short for a packed row, since it is only as long as the model's longest document."""
 
     def takes(self, name: str) -> bool:
         return self._takes_any or name in self.names
 
     def by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the positional and the keyword arguments of a call, all as keyword arguments."""
+        """Return all arguments of a call, positional arguments included, as a dictionary of keyword arguments."""
         if len(args) > len(self.names):
             raise PackingError(
                 f"forward: expected at most {len(self.names)} positional arguments, but {self._where} got {len(args)}"
@@ -107,8 +112,8 @@ class Signature:
 
 
 def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters of a module's forward. If the forward takes *args and overrides a forward without *args,
-    return the parameters of the overridden forward instead."""
+    """Return the parameters in the signature of a module's forward. If the forward takes *args and overrides a forward
+    without *args, return the parameters of the overridden forward instead."""
     inherited = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
     own = list(inspect.signature(module.forward).parameters.values())
     others = (list(inspect.signature(forward).parameters.values())[1:] for forward in inherited)
@@ -116,12 +121,12 @@ def _forward_parameters(module: nn.Module) -> list[inspect.Parameter]:
 
 
 def takes_argument(model: nn.Module, name: str) -> bool:
-    """Return whether a model's forward takes an argument of this name."""
+    """Return whether a model's forward takes an argument of this name. A forward with **kwargs takes every argument."""
     return Signature(model).takes(name)
 
 
 def embedding_of(model: PreTrainedModel) -> Any:
-    """Return the embedding of a model's tokens.
+    """Return the module that embeds the tokens of a model.
 
     Raises:
         ModelNotSupportedError: `get_input_embeddings` does not return a module with a weight.
@@ -130,15 +135,15 @@ def embedding_of(model: PreTrainedModel) -> Any:
         if isinstance(getattr(embedding := model.get_input_embeddings(), "weight", None), Tensor):
             return embedding
     raise ModelNotSupportedError(
-        "model: expected get_input_embeddings() to return the module that embeds input_ids, with a weight; the method "
-        f"of {type(model).__name__} returns no such module. Define get_input_embeddings in the class of the model, as "
-        "the models of transformers do"
+        "model: expected get_input_embeddings() to return the module that embeds input_ids and has a weight, but "
+        f"{type(model).__name__} returns no such module. Define get_input_embeddings in the model's class, as models "
+        "in transformers do"
     )
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device on which a model expects its inputs. This is the device on which the model's embedding runs,
-    even if accelerate has offloaded the embedding's weight."""
+    """Return the device on which a model expects its inputs. The result is the device on which the model's embedding
+    runs, even if accelerate has offloaded the embedding's weight."""
     embedding = embedding_of(model)
     device: torch.device = embedding.weight.device
     hook = getattr(embedding, "_hf_hook", None)
@@ -147,8 +152,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 @contextmanager
 def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
-    """Context manager that yields a list. Within the block, every call of the model's embedding adds a pair (tokens,
-    embeddings) to the list, and gradients stop at the recorded embeddings."""
+    """Context manager that yields a list. Within the block, every call of the model's embedding adds a pair (token ids,
+    embeddings) to the list. The recorded embeddings are leaf tensors, so gradients can be computed for them."""
     embedded: Embedded = []
 
     def record(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -170,7 +175,8 @@ def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is an embedding, and not an output layer that shares the embedding's weight."""
+    """Return whether a module is an embedding, judged by its class. An output layer that shares the embedding's weight
+    is not an embedding."""
     return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
 
 
@@ -183,7 +189,8 @@ class WeightsLocation(Enum):
     """The place where a model's weights are stored."""
 
     MEMORY = "in memory"
-    """This includes weights that accelerate has offloaded, since accelerate loads such weights when they are needed."""
+    """All weights are in memory. Weights that accelerate has offloaded also count as being in memory, since accelerate
+    loads them when they are needed."""
     META = "on the meta device"
     SHARDED = "sharded over processes"
     """The weights are sharded by FSDP or DeepSpeed ZeRO-3."""
@@ -203,8 +210,8 @@ def weights_location(model: nn.Module) -> WeightsLocation:
 
 
 def has_local_weights(model: nn.Module) -> bool:
-    """Return whether this process has all of a model's weights. No weight may be on the meta device or sharded over
-    processes."""
+    """Return whether this process has all weights of a model. The result is False if a weight is on the meta device, or
+    sharded over processes."""
     return weights_location(model) is WeightsLocation.MEMORY
 
 

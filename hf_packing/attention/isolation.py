@@ -1,4 +1,4 @@
-"""Find out whether packed documents affect each other's logits or gradients in a model."""
+"""Check whether packed documents affect each other's logits or gradients in a model."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,22 +20,23 @@ from hf_packing.errors import PackingError
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """The result of `check_isolation`: whether packed documents stayed isolated in a model."""
+    """A report on whether packed documents affect each other in a model. `check_isolation` returns the report."""
 
     isolated: bool
     max_leak: float
-    """Largest change in a document's logits after another document was replaced; nan if the model cannot be called."""
+    """The largest change of a logit in one document after another document was replaced; nan if the model cannot be
+    called on a packed row."""
     reason: str
-    """The observation on which `isolated` is based, in words."""
+    """A text with the observation on which `isolated` is based."""
     max_gradient_leak: float = float("nan")
-    """Largest gradient of a document's logits with respect to another document's embeddings, divided by the largest
-    gradient with respect to the document's own embeddings; nan if no gradients can be computed."""
+    """The largest gradient of one document's logits with respect to another document's embeddings, divided by the
+    largest gradient with respect to the document's own embeddings; nan if gradients cannot be computed."""
     route: Route | None = None
-    """The route by which patch_model keeps documents apart; None for a model that is not patched."""
+    """The route that `patch_model` installed in the model; None for a model that is not patched."""
     modes: tuple[str, ...] = ("evaluation",)
-    """Modes of the model to which the report applies: "evaluation", "training", or "evaluation" and "training"."""
+    """The modes of the model for which `isolated` was found: "evaluation", "training" or both."""
     unproven: str = ""
-    """Reason why training mode could not be checked completely; empty if there is no such reason."""
+    """The reason why isolation could not be fully checked in training mode; otherwise an empty string."""
 
     def __str__(self) -> str:
         lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
@@ -60,13 +61,14 @@ Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
 def check_isolation(
     model: PreTrainedModel, *, collator: Collator | None = None, rows: int = 1, seed: int = 0
 ) -> IsolationReport:
-    """Find out whether packed documents affect each other in a model that is called as in a plain training loop.
+    """Check whether packed documents affect each other in a model. The model is called as in a plain training loop.
 
-    Three random documents are packed in a row, collated and passed to the model, which keeps its own configuration,
-    including use_cache. The check replaces one document at a time and compares the logits of the other documents. The
-    check also tests whether gradients of one document's logits reach the embeddings of other documents. If documents
-    are isolated in evaluation mode, the check is repeated in training mode, with dropout, noise and layer dropping off.
-    Afterwards, the model's modes, the model's buffers and the random state are restored.
+    Three random documents are packed in each row, collated, and passed to the model. The model keeps its own
+    configuration, including use_cache. The check replaces one document at a time, and compares the logits of the other
+    documents before and after. The check also tests whether gradients of one document's logits reach the embeddings of
+    other documents. If documents are isolated in evaluation mode, the check is repeated in training mode, with dropout,
+    noise and layer dropping off. Afterwards, the training or evaluation mode of all modules, the model's buffers and
+    the random state are restored.
 
     Args:
         model: a causal or masked language model of transformers, patched or not, on any device. The model may be
@@ -77,11 +79,13 @@ def check_isolation(
         seed: seed of the random tokens.
 
     Returns:
-        A report with the verdict, the largest leaks and the route of the model.
+        A report that says whether documents are isolated, how large the largest leaks are, and which route a patched
+        model uses.
 
     Raises:
-        PackingError: `model` is not a PreTrainedModel, or has no logits for each token; `rows` is less than 1; the
-            collator fails or cuts documents; or a patched model refuses the batch.
+        PackingError: `model` is not a PreTrainedModel, or does not return logits for each token; the logits are not
+            finite, are nondeterministic, or do not depend on the tokens; `rows` is less than 1; the collator fails or
+            cuts documents; or a patched model refuses the batch.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -98,7 +102,7 @@ def check_isolation(
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
     route = route_of(model)
     probe = _probe(model, collator, rows, seed)
-    with probe.undisturbed(), suppress(Exception):  # if rounding cannot be measured, limits are fixed
+    with probe.undisturbed(), suppress(Exception):  # without measured rounding, fixed limits apply
         probe.measure_rounding(probe.alone())
     report = _check_one_mode(probe, route)
     if not report.isolated:
@@ -139,13 +143,15 @@ def _check_one_mode(probe: Probe, route: Route | None) -> IsolationReport:
             gradient_leak = float("nan")
         leaks, reaches = leak > probe.tolerance.leak * scale, gradient_leak > LARGEST_GRADIENT_LEAK
         if not leaks and not reaches and memory is None:
-            return IsolationReport(True, leak, "changing one document changed no other document", gradient_leak, route)
+            return IsolationReport(
+                True, leak, "changing one document did not change the logits of other documents", gradient_leak, route
+            )
         return IsolationReport(False, leak, _reason(probe, leak, leaks, gradient_leak, memory), gradient_leak, route)
 
 
 def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory: list[str] | None) -> str:
     if leaks:
-        reason = f"changing one document changed the logits of another by up to {leak:.2g}"
+        reason = f"changing one document changed the logits of another document by up to {leak:.2g}"
     elif memory is not None:
         return f"{probe.mode}a document's logits depend on earlier batches{through(memory)}"
     else:
@@ -157,7 +163,7 @@ def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory
         reason += "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
     else:
         reason += f", with attention {probe.model.config._attn_implementation!r}"
-    return f"{probe.mode}{reason}. hf_packing.patch_model(model) keeps documents apart, or raises with the reason"
+    return f"{probe.mode}{reason}. hf_packing.patch_model(model) keeps documents apart, or raises an error"
 
 
 def _leaks_only_with_cache(probe: Probe) -> bool:
@@ -169,8 +175,8 @@ def _leaks_only_with_cache(probe: Probe) -> bool:
 
 
 def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False) -> Probe:
-    """Return a probe with three random documents in each row. All rows have the same document lengths, rotated by one
-    place from row to row."""
+    """Return a probe that runs the model on packed rows of three random documents each. Every row has the same three
+    document lengths, in cyclically shifted order."""
     lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
 
     def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:
@@ -179,7 +185,7 @@ def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: i
             return (collator or PackingCollator())(packed)
         except Exception as error:
             raise PackingError(
-                f"collator: expected a function that takes packed rows, but the collator raised "
+                f"collator: expected a function that makes a batch from a list of packed rows, but the collator raised "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -191,7 +197,7 @@ def _rotated(lengths: list[int], by: int) -> list[int]:
 
 
 def _pack(documents: DocumentTokens) -> dict[str, list[int]]:
-    """Return a packed row with the columns that `hf_packing.pack` makes."""
+    """Return documents packed in a single row, with the columns that `hf_packing.pack` makes."""
     tokens = [token for document in documents for token in document]
     labels = [label for document in documents for label in (IGNORED_LABEL, *document[1:])]
     positions = [position for document in documents for position in range(len(document))]

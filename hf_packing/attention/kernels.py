@@ -15,12 +15,13 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 
 _HEAD_DIM_STEP = 8
-"""All kernels need head dimensions that are multiples of this number, and at most _MAX_HEAD_DIM."""
+"""All kernels require head dimensions that are multiples of this number, and not larger than `_MAX_HEAD_DIM`."""
 
 
 @cache
 def flash_attn_3_varlen() -> Callable[..., Any] | None:
-    """Return `flash_attn_varlen_func` of flash-attn 3, for Hopper GPUs; None if flash-attn 3 is not installed."""
+    """Return `flash_attn_varlen_func` of flash-attn 3, which runs on Hopper GPUs. Return None if flash-attn 3 is not
+    installed."""
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError:
@@ -30,7 +31,7 @@ def flash_attn_3_varlen() -> Callable[..., Any] | None:
 
 @cache
 def flash_attn_varlen() -> Callable[..., Any] | None:
-    """Return `flash_attn_varlen_func` of flash-attn 2; None if flash-attn 2 is not installed."""
+    """Return `flash_attn_varlen_func` of flash-attn 2, or None if flash-attn 2 is not installed."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -40,8 +41,8 @@ def flash_attn_varlen() -> Callable[..., Any] | None:
 
 @cache
 def torch_varlen() -> Callable[..., Any] | None:
-    """Return `torch.nn.attention.varlen.varlen_attn`. Return None if torch lacks the function, or if the function does
-    not take a scale, a window and grouped heads, as in early versions of torch."""
+    """Return `torch.nn.attention.varlen.varlen_attn`. Return None if this version of torch has no such function, or if
+    the function does not take the arguments scale, window_size and enable_gqa."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -97,13 +98,11 @@ def attend_with_kernel(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute the result of `attend_by_segment` in a single kernel, with segment borders given as a tensor.
-
-    The arguments that are not listed here are explained in `attend_by_segment`.
+    """Compute the result of `attend_by_segment` with one call of a CUDA kernel.
 
     Args:
         cu_seq_lens: cumulative segment lengths, int32 [segments + 1], on the query's device.
-        max_length: number of tokens in the longest segment.
+        max_length: number of tokens in the longest segment. All other arguments are explained in `attend_by_segment`.
 
     Returns:
         Attention output, [1, heads, tokens, value_dim].
@@ -128,7 +127,7 @@ def attend_with_kernel(
         flash_3 = flash_attn_3_varlen()
         assert flash_3 is not None
         attended = flash_3(q, k, v, **flash)
-        attended = attended[0] if isinstance(attended, tuple) else attended  # earlier versions return log-sum-exps too
+        attended = attended[0] if isinstance(attended, tuple) else attended  # some versions also return log-sum-exps
     elif (flash_2 := flash_attn_varlen()) is not None:
         attended = flash_2(q, k, v, dropout_p=dropout, **flash)
     else:
@@ -143,6 +142,7 @@ def attend_with_kernel(
 
 
 def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return a tensor whose last axis is padded with zeros to `head_dim`. A tensor that has this size is not copied."""
+    """Return a tensor with its last axis padded with zeros to the size `head_dim`. If the last axis already has this
+    size, return the tensor unchanged."""
     missing = head_dim - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor

@@ -1,5 +1,7 @@
-"""Check whether a module returns the same for a packed row as for the row's segments. The search runs these checks on
-every module of a model."""
+"""Check whether a module's output for a whole packed row equals the module's joined outputs for the row's segments.
+
+`Search` runs these checks on the modules of a model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,45 +17,48 @@ from hf_packing.attention.token_axes import LARGEST_FINITE, Fill, Path, TokenAxe
 from hf_packing.errors import PackingError
 
 _TOLERANCE = 1e-4
-"""Largest difference that rounding may cause in a module's output, as a share of the largest value in the output."""
+"""Largest difference that rounding may cause in a module's float32 or float64 output, as a share of the largest value
+in the output."""
 
 _HALF_TOLERANCE = 0.05
-"""Largest difference that rounding may cause in half precision, as a share of the root mean square of a token's output.
+"""Largest difference that rounding may cause in half precision. For the outputs of a whole row, the limit is a share of
+the root mean square of a token's output. For other outputs, the limit is a share of the largest value.
 
-Rounding may also send a few tokens to another expert. Two outputs therefore count as different only if they differ at
-more than half of the tokens before borders, or at more than half of the tokens after borders.
+In a mixture of experts, rounding may also route a few tokens to other experts. Two outputs of a whole row therefore
+count as different only if the difference exceeds the limit at more than half of the tokens directly before borders, or
+at more than half of the tokens directly after borders.
 """
 
 _LONGEST_TABLE = 8192
-"""Largest size of a table of learned positions that is tested. A test of a larger table would take too long, and most
-tables have only a few hundred or a few thousand positions."""
+"""Largest table of learned positions that is tested, in positions. A test of a larger table would take too long, and
+most tables have only a few hundred or a few thousand positions."""
 
 _FAR = 2**20
-"""A position beyond the training length of every model. At such a position, scaled rotary embeddings use another
-scale."""
+"""A position far beyond the lengths on which models are usually trained. At such a position, scaled rotary embeddings
+use another scale than at short lengths."""
 
 
 def run_one_by_one(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Any:
-    """Call a module once for each segment, and return the joined outputs."""
+    """Call a module once for each segment of a packed row, and return the joined outputs."""
     return forward.join(*forward.run_segments(detached_copy(inputs), row.calls("none"), len(row.lengths)))
 
 
 def _run_whole(forward: SegmentedForward, inputs: Any) -> Any:
-    """Call a module once on the whole row, and return the output."""
+    """Call a module once on the whole packed row, and return the output."""
     return forward.forward(*detached_copy(inputs)[0], **detached_copy(inputs)[1])
 
 
 def outputs_differ(
     left: Any, right: Any, axes: TokenAxes | None = None, slices: Sequence[tuple[int, int]] = ()
 ) -> bool:
-    """Return whether two outputs differ by more than rounding explains.
+    """Return whether two outputs of a module differ by more than rounding explains.
 
     Args:
         left: tensors in nested tuples, lists or dictionaries.
-        right: tensors that are nested in the same way as `left`.
-        axes: token axes of outputs for a whole row. If axes are given, tensors without a token axis are ignored.
-        slices: (start, end) of each segment in the row. If axes are given, half-precision outputs are compared only at
-            the tokens next to borders.
+        right: tensors that are nested in the same way as in `left`.
+        axes: token axes of the outputs, if the outputs are for a whole row. Tensors without a token axis are then
+            ignored, and half-precision tensors are compared only at the tokens next to borders.
+        slices: token indices (start, end) of each segment in the row; used only together with `axes`.
     """
     for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
         if not isinstance(one, Tensor) or (axes is not None and not axes.of(path, one)):
@@ -90,10 +95,13 @@ def _differ_beside_borders(left: Tensor, right: Tensor, axis: int, slices: Seque
 
 
 def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
-    """Return whether a module that is segment-local on the test row is not segment-local on some other row.
+    """Return whether a module has to run segment by segment on long rows, although it does not have to on the test row.
+
+    On the test row, the module's output for the whole row equals the joined outputs for the segments. On a long row,
+    this may change if the module numbers the tokens itself, or has a table of positions that is too short.
 
     Args:
-        forward: the module's forward, run by segment.
+        forward: an object that can run the module on the whole row or segment by segment.
         inputs: the module's positional and keyword arguments on the test row.
         row: the test row.
         embedding: the model's token embedding, which is not a table of positions.
@@ -102,7 +110,7 @@ def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow
 
 
 def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
-    """Return whether a module counts tokens along the row, and returns other values if the count is large.
+    """Return whether a module numbers the tokens of a row with torch.arange, and large numbers change its output.
 
     An example is an attention layer whose temperature grows with the position after the first 8192 tokens.
     """
@@ -112,13 +120,13 @@ def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) ->
         near = _run_whole(forward, inputs)
         with _CountFromAfar(row.tokens):
             far = _run_whole(forward, inputs)
-    except Exception:  # the count is an index, a case that this check does not cover
+    except Exception:  # the numbers may be indices, and too large; this check covers no such modules
         return False
     return outputs_differ(near, far, forward.plan.outputs, row.slices)
 
 
 def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, embedding: nn.Module | None) -> bool:
-    """Return whether a module with a table of learned positions fails on a row with more tokens than positions."""
+    """Return whether a module has a table of learned positions, and fails on a row longer than the table."""
     module = forward.module
     if _is_stack(module):
         return False
@@ -137,16 +145,16 @@ def _fails_on_long_rows(forward: SegmentedForward, inputs: Any, row: PackedRow, 
     args, kwargs = map_leaves(inputs, repeat)
     try:
         forward.forward(*args, **kwargs)
-    except Exception:  # any error means that the row is longer than the table
+    except Exception:  # an error means that the row is too long for the table
         return True
     return False
 
 
 def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
-    """Return whether a far position in one segment changes the module's output for the other segments.
+    """Return whether a very large position in one segment changes the module's output for other segments.
 
-    An example is a rotary embedding whose scale grows with the largest position. Some rotary embeddings also store the
-    largest position.
+    An example is a rotary embedding whose scale depends on the largest position in the row. The result is False for a
+    module that has parameters, or does not get the row's positions as an input.
     """
     if next(forward.module.parameters(), None) is not None:
         return False
@@ -173,8 +181,8 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Packed
 
 
 class _CountFromAfar(TorchFunctionMode):
-    """Context manager: within the block, if torch.arange returns one number per token of the row, the numbers start at
-    a far position."""
+    """Context manager: within the block, if torch.arange returns one number for each token of the row, `_FAR` is added
+    to all numbers."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -186,13 +194,22 @@ class _CountFromAfar(TorchFunctionMode):
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether a module contains a stack of layers. The layers are tested one by one, and the module is not
-    tested as a whole."""
+    """Return whether a module contains an nn.ModuleList, such as a stack of layers. The layers are then checked one by
+    one, and the module itself is not checked on long rows."""
     return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
 
 
 def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Sharing:
-    """Return which segments may share a call to a module, found by experiments on the test row."""
+    """Return which segments of a row may go through a module in one call (see `Sharing`).
+
+    The function calls the module with several segments at once, and compares the outputs with the outputs of separate
+    calls.
+
+    Args:
+        forward: an object that can run the module on the whole row or segment by segment.
+        inputs: the module's positional and keyword arguments on the test row.
+        row: the test row.
+    """
     plan, shortest = forward.plan, min(row.lengths)
     with _NoteRanking(row.tokens) as ranking:
         _run_whole(forward, inputs)
@@ -218,8 +235,8 @@ def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Shar
 
 
 def _noise(scale: float) -> Fill:
-    """Return a function that makes padding of random values. Random padding changes the output of any module that uses
-    tokens after the end of a segment."""
+    """Return a function that makes random padding, with the standard deviation `scale` for floating-point values. Such
+    padding changes the output of any module that reads tokens after the end of a segment."""
 
     def fill(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -234,9 +251,9 @@ _FILLS = (_noise(1.0), _noise(10.0))
 
 
 class _NoteRanking(TorchFunctionMode):
-    """Context manager: within the block, note whether a module ranks the tokens of the row, as topk does.
+    """Context manager: set `seen` to True if a module ranks the tokens of the row within the block, as torch.topk does.
 
-    If several tokens have equal scores, the number of tokens in the row may decide which token ranks first.
+    If several tokens have equal scores, padding may change which of these tokens ranks first.
     """
 
     _NAMES = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue")
@@ -253,8 +270,8 @@ class _NoteRanking(TorchFunctionMode):
 
 
 def scalars_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a dictionary from name to tensor with all attributes of a module and its inner modules that are
-    floating-point tensors with a single number."""
+    """Return the 0-dimensional floating-point tensors that a module and its inner modules store as attributes, in a
+    dictionary by attribute name."""
     return {
         f"{name}.{attribute}".lstrip("."): value
         for name, inner in module.named_modules()
@@ -264,32 +281,33 @@ def scalars_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_changed_scalars(before: dict[str, Tensor], after: dict[str, Tensor], where: str) -> None:
-    """Raise PackingError if a call of a module has stored a new number in an attribute. Such a number, for example the
-    loss of a router, is computed from all tokens of a row.
+    """Raise PackingError if a call of a module has stored a new scalar tensor in an attribute.
+
+    Such a scalar, for example the loss of a router, is computed from all tokens of a row, so calls on single segments
+    would store other values.
 
     Args:
-        before: the attributes before the call, as returned by `scalars_of`.
-        after: the attributes after the call.
-        where: the module's class and name, for the message.
+        before: the scalars before the call, as `scalars_of` returns them.
+        after: the scalars after the call.
+        where: the module's class and name, for the error message.
     """
     for name, number in after.items():
         if number is not before.get(name):
             raise PackingError(
                 f"{where}: the attribute {name} stores a number computed from all tokens of a row, such as the loss of "
-                "a router; the number for a row cannot be computed from the numbers for its segments"
+                "a router. If the module ran segment by segment, the attribute would only have the number of a segment"
             )
 
 
 def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
-    """Raise PackingError if a module returns a tensor that has no axis of tokens but is computed from all tokens of a
-    row, such as the loss of a router.
+    """Raise PackingError if a module returns a tensor that is computed from all tokens of a row, but has no token axis.
 
-    Such a tensor cannot be made by joining the tensors of the segments. A state for the next call, which has an axis of
-    size 1 for the row, is allowed.
+    An example is the loss of a router. Such a tensor cannot be joined from the outputs for single segments. A tensor
+    with an axis of size 1 counts as a state for the next call, and may differ.
 
     Args:
-        output: the module's output for the row.
-        by_segment: the module's joined outputs for the segments of the row.
+        output: the module's output for the whole row.
+        by_segment: the joined outputs of the module for the segments.
         axes: token axes of the output.
     """
     for (path, whole), (_, joined) in zip(leaves(output), leaves(by_segment), strict=True):
@@ -298,6 +316,7 @@ def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
         is_state = 1 in whole.shape
         if whole.shape != joined.shape or (not is_state and outputs_differ(whole, joined)):
             raise PackingError(
-                f"{axes.where}: the module computes a tensor of shape {list(whole.shape)} from all tokens of a row, "
-                "and the tensor has no token axis, so it cannot be made from the results of single segments"
+                f"{axes.where}: the module computes a tensor of shape {list(whole.shape)} from all tokens of a row. "
+                "The tensor has no token axis, so the tensors of single segments cannot be joined into a tensor of the "
+                "row"
             )

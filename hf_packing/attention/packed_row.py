@@ -1,4 +1,4 @@
-"""Represent the packed row that a patched model processes, and read the borders between segments from model inputs."""
+"""Describe the packed rows that a patched model processes, and read the borders between segments from model inputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +14,13 @@ from torch import Tensor
 from hf_packing.errors import PackingError
 
 Sharing = Literal["ragged", "equal", "none"]
-"""Which segments may share a call to a module. "ragged": segments of similar length, padded on the right. "equal":
-segments of equal length. "none": every segment has a call of its own."""
+"""The rule for running several segments in one call of a module. "ragged": a call may contain segments of similar
+length, padded on the right. "equal": a call may contain only segments of equal length. "none": a call contains only one
+segment."""
 
 CALL_OVERHEAD = 8
-"""Fixed cost of a call, expressed as a number of extra segments. A small module spends most of its time on kernel
-launches, and a scan spends most of its time on sequential steps, regardless of the number of segments."""
+"""The fixed cost of a module call, expressed as a number of additional segments. A small module spends most of its time
+on kernel launches, and a scan on sequential steps. Neither time depends on the number of segments in the call."""
 
 MAX_PADDING = 4
 """A segment is padded to at most this many times its own length."""
@@ -27,12 +28,13 @@ MAX_PADDING = 4
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """One or more rows of tokens, and the segments in these rows.
+    """The segment borders of one or more packed rows. The tokens themselves are not stored.
 
     Args:
-        cu_seq_lens: int32 [segments + 1], cumulative segment lengths over all rows, laid end to end.
+        cu_seq_lens: int32 [segments + 1], cumulative segment lengths, starting at 0. Several rows are counted as one
+            long row.
         lengths: number of tokens in each segment.
-        rows: number of rows, all of equal length.
+        rows: number of rows. All rows have the same number of tokens.
     """
 
     cu_seq_lens: Tensor
@@ -46,7 +48,7 @@ class PackedRow:
 
     @cached_property
     def tokens(self) -> int:
-        """Number of tokens in each row."""
+        """The number of tokens in each row."""
         return sum(self.lengths) // self.rows
 
     @cached_property
@@ -59,33 +61,36 @@ class PackedRow:
 
     @cached_property
     def slices(self) -> list[tuple[int, int]]:
-        """Token indices (start, end) of each segment, in the rows laid end to end."""
+        """The token indices (start, end) of each segment, end excluded. Several rows are counted as one long row."""
         return list(pairwise([0, *accumulate(self.lengths)]))
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Positions of the tokens, int64 [rows, tokens], restarting at 0 in every segment."""
+        """The position of each token in its segment, int64 [rows, tokens]. Positions start at 0 in every segment."""
         starts = self._segment_start_of_tokens
         return (torch.arange(self.rows * self.tokens, device=self.cu_seq_lens.device) - starts).view(self.rows, -1)
 
     @cached_property
     def _segment_start_of_tokens(self) -> Tensor:
-        """For each token, the index of the first token in the same segment, int64 [rows * tokens]."""
+        """The index of the first token in each token's segment, int64 [rows * tokens]."""
         return torch.repeat_interleave(
             self.cu_seq_lens[:-1].long(), self.cu_seq_lens.diff(), output_size=self.rows * self.tokens
         )
 
     @cached_property
     def seq_idx(self) -> Tensor:
-        """For each token, the index of the token's segment, int32 [rows, tokens]."""
+        """The index of the segment that contains each token, int32 [rows, tokens]."""
         indices = torch.arange(len(self.lengths), dtype=torch.int32, device=self.cu_seq_lens.device)
         repeated = torch.repeat_interleave(indices, self.cu_seq_lens.diff(), output_size=self.rows * self.tokens)
         return repeated.view(self.rows, -1)
 
     def calls(self, sharing: Sharing) -> list["SharedCall"]:
-        """Divide the segments among calls of a module, so that each segment is in exactly one call.
+        """Return the calls in which a module processes all segments of the row. Each segment is in exactly one call.
 
-        The calls are stored, since all modules with the same `sharing` use the same calls.
+        The calls are cached, since all modules with the same `sharing` rule use the same calls.
+
+        Args:
+            sharing: the rule for running several segments in one call.
         """
         if sharing not in self._calls:
             self._calls[sharing] = self.calls_for(sharing, self.slices)
@@ -96,7 +101,12 @@ class PackedRow:
         return {}
 
     def calls_for(self, sharing: Sharing, slices: Sequence[tuple[int, int]]) -> list["SharedCall"]:
-        """Divide the given slices of the row among calls of a module, so that each slice is in exactly one call."""
+        """Return the calls in which a module processes the given slices. Each slice is in exactly one call.
+
+        Args:
+            sharing: the rule for running several slices in one call.
+            slices: token indices (start, end) of each slice, with end excluded.
+        """
         lengths = [end - start for start, end in slices]
         if sharing == "none":
             groups = [[index] for index in range(len(slices))]
@@ -107,14 +117,14 @@ class PackedRow:
 
 @dataclass(frozen=True, eq=False)
 class SharedCall:
-    """Segments that go through a module in one call. Every segment is a row of the call's batch."""
+    """A module call that processes one or more segments. Each segment is a separate row in the batch of the call."""
 
     segments: list[int]
-    """Indices of the segments."""
+    """The indices of the segments in this call."""
     slices: list[tuple[int, int]]
     lengths: list[int]
     batch: PackedRow
-    """The batch of this call: one row per segment, padded to the length of the longest segment."""
+    """The batch of this call, with one row for each segment, padded to the length of the longest segment."""
 
     @classmethod
     def of(cls, segments: list[int], slices: Sequence[tuple[int, int]], device: torch.device) -> "SharedCall":
@@ -124,8 +134,8 @@ class SharedCall:
 
 
 def group_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of segment indices. All segments of a group have the same length, and the groups are in the order
-    in which their lengths first occur."""
+    """Group segments of equal length, and return the segment indices of each group. The groups are in the order in
+    which the lengths first occur in `lengths`."""
     groups: dict[int, list[int]] = {}
     for segment, length in enumerate(lengths):
         groups.setdefault(length, []).append(segment)
@@ -133,12 +143,11 @@ def group_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def group_similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of segment indices, with segments of similar length in each group. The groups are chosen so that
-    the total cost of one call per group is as low as possible.
+    """Group segments of similar length, and return the segment indices of each group.
 
-    A call with n segments costs longest * (CALL_OVERHEAD + n), where longest is the length of the longest segment in
-    the call, since shorter segments are padded to that length. The segments are sorted by length, and dynamic
-    programming finds the best places to cut the sorted list into calls.
+    Each group is run in one module call, and the groups minimize the total cost of the calls. A call with n segments
+    costs `longest * (CALL_OVERHEAD + n)`, since all segments are padded to the length of the longest segment. The
+    segments are sorted by length, and dynamic programming finds where to cut the sorted list into groups.
     """
     equal = sorted(group_equal_lengths(lengths), key=lambda group: lengths[group[0]])
     least = [0.0] + [float("inf")] * len(equal)
@@ -161,12 +170,12 @@ def group_similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 current_row: ContextVar[PackedRow | None] = ContextVar("current_row", default=None)
-"""The packed row that the running forward processes; None outside of a patched model's forward."""
+"""The packed row that a patched model's forward is processing; None if no such forward is running."""
 
 
 @contextmanager
 def use_row(row: PackedRow | None) -> Iterator[None]:
-    """Context manager: within the block, `row` is the current row."""
+    """Context manager: within the block, the value of `current_row` is `row`."""
     token = current_row.set(row)
     try:
         yield
@@ -175,20 +184,22 @@ def use_row(row: PackedRow | None) -> Iterator[None]:
 
 
 def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, Any], PackedRow]:
-    """Read the packed row from a model's inputs.
+    """Read the segment borders of one or more packed rows from a model's inputs.
+
+    The borders are read from cu_seq_lens_q, position_ids or seq_idx.
 
     Args:
         inputs: keyword arguments of a model's forward, with input_ids or inputs_embeds.
-        training: whether the model is in training mode. In training mode, borders are required; otherwise, a row
-            without borders counts as a single document.
+        training: whether the model is in training mode. In training mode, borders are required. In evaluation mode, a
+            row without borders counts as a single document.
 
     Returns:
-        The inputs without their attention_mask, and a PackedRow, which may contain several rows.
+        The inputs without attention_mask, and a PackedRow with the borders of all rows.
 
     Raises:
-        PackingError: input_ids and inputs_embeds are missing; attention_mask hides tokens; past_key_values is not
-            empty; encoder_hidden_states are given; or borders are missing in training mode, contradict each other, or
-            do not fit the tokens.
+        PackingError: input_ids and inputs_embeds are both missing; attention_mask is not all ones; past_key_values is
+            not empty; encoder_hidden_states are given; or borders are missing in training mode, contradict each other,
+            or do not fit the tokens.
     """
     tensor = inputs.get("input_ids")
     tensor = inputs.get("inputs_embeds") if tensor is None else tensor
@@ -197,23 +208,24 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
     if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
         raise PackingError(
             f"past_key_values: expected no cache on a patched model, got a cache of {cache.get_seq_length()} tokens. "
-            "To generate text, write: with hf_packing.unpatch_model(model): model.generate(...)"
+            "To generate text, use `with hf_packing.unpatch_model(model): model.generate(...)`"
         )
     if inputs.get("attention_mask") is not None:
         _check_mask_of_ones(inputs["attention_mask"], tensor.shape[:2])
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     if inputs.get("encoder_hidden_states") is not None:
         raise PackingError(
-            "encoder_hidden_states: expected None on a patched model, since all documents in a row would attend to the "
-            "same encoder states"
+            "encoder_hidden_states: expected None on a patched model, got encoder states; all documents in a packed "
+            "row would attend to the same encoder states"
         )
     rows, tokens = tensor.shape[:2]
     borders = _find_borders(tensor.shape[:2], inputs)
     if borders is None:
         if training:
             raise PackingError(
-                "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training, got none, so packed "
-                "documents could not be told apart; PackingCollator and SFTConfig(padding_free=True) add position_ids"
+                "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training mode, got none of them, so "
+                "the borders between packed documents are not known. PackingCollator and SFTConfig(padding_free=True) "
+                "add position_ids to every batch"
             )
         return inputs, PackedRow.from_lengths([tokens] * rows, tensor.device, rows)
     known = check_borders(borders, rows, tokens)
@@ -221,7 +233,12 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
 
 
 def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
-    """Return the borders between segments as a list of integers.
+    """Check the segment borders of a batch, and return them as a list of integers.
+
+    Args:
+        borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row.
+        rows: number of rows in the batch.
+        tokens: number of tokens in each row.
 
     Raises:
         PackingError: the borders do not rise from 0 to the number of tokens, or the end of a row is not a border.
@@ -234,20 +251,21 @@ def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
         )
     if rows > 1 and (crossed := set(range(tokens, rows * tokens, tokens)) - set(known)):
         raise PackingError(
-            f"cu_seq_lens_q: expected a border at the end of every row, got no border at {sorted(crossed)}"
+            f"cu_seq_lens_q: expected a segment border at the end of every row of {tokens} tokens, got no border at "
+            f"{sorted(crossed)}"
         )
     return known
 
 
 def borders_from_positions(position_ids: Tensor) -> Tensor:
-    """Return the borders between segments. A new segment starts at the beginning of every row, and wherever a position
-    is not the previous position plus 1.
+    """Find the segment borders from position_ids. A new segment starts at the first token of every row, and at every
+    token whose position is not the position of the previous token plus 1.
 
     Args:
         position_ids: positions of the tokens, integers [rows, tokens].
 
     Returns:
-        Cumulative segment lengths over all rows, int32 [segments + 1].
+        Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
@@ -255,14 +273,14 @@ def borders_from_positions(position_ids: Tensor) -> Tensor:
 
 
 def borders_from_seq_idx(seq_idx: Tensor) -> Tensor:
-    """Return the borders between segments. A new segment starts at the beginning of every row, and wherever the index
-    in `seq_idx` changes.
+    """Find the segment borders from seq_idx. A new segment starts at the first token of every row, and at every token
+    whose index differs from the index of the previous token.
 
     Args:
         seq_idx: index of each token's segment, integers [rows, tokens].
 
     Returns:
-        Cumulative segment lengths over all rows, int32 [segments + 1].
+        Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
     """
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
@@ -275,8 +293,14 @@ def _borders_from_starts(starts: Tensor) -> Tensor:
 
 
 def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
-    """Return the borders between segments, read from cu_seq_lens_q, cu_seq_lens_k, position_ids and seq_idx. Return
-    None if none of these arguments is given.
+    """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, position_ids and seq_idx.
+
+    Args:
+        shape: numbers of rows and tokens in the batch, (rows, tokens).
+        inputs: keyword arguments of a model's forward.
+
+    Returns:
+        Cumulative segment lengths, int32 [segments + 1]; None if `inputs` contains none of these arguments.
 
     Raises:
         PackingError: an argument has a wrong type or shape, or two arguments have different borders.
@@ -293,8 +317,8 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
         given["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))
     elif position_ids is not None and not given:
         raise PackingError(
-            f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; to use position_ids "
-            "of another shape, also pass cu_seq_lens_q"
+            f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; if position_ids must "
+            "have this shape, also pass cu_seq_lens_q"
         )
     if seq_idx is not None:
         given["seq_idx"] = borders_from_seq_idx(seq_idx.expand(rows, -1))
@@ -304,18 +328,19 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     for other in others:
         if not torch.equal(given[first], given[other].to(given[first].device)):
             raise PackingError(
-                f"{other}: expected the same borders as in {first} ({given[first].tolist()}), got "
-                f"{given[other].tolist()}; position_ids must restart in every segment"
+                f"{other}: expected the same segment borders as in {first}, {given[first].tolist()}, got "
+                f"{given[other].tolist()}; position_ids, if given, must restart in every segment"
             )
     return given[first]
 
 
 def _check_mask_of_ones(mask: Any, shape: torch.Size) -> None:
-    """Raise PackingError for an attention mask that is not all ones. A patched model uses borders instead of masks."""
+    """Raise PackingError if an attention mask is not a tensor of ones with the given shape. A patched model uses the
+    borders between segments instead of a mask."""
     if isinstance(mask, Tensor) and mask.shape == shape and bool((mask == 1).all()):
         return
     shown = f"a mask of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
     raise PackingError(
-        f"attention_mask: expected none, or all ones, on a patched model, got {shown}, which may hide tokens; "
+        f"attention_mask: expected None or a mask of ones on a patched model, got {shown}, which may hide tokens; "
         "pass documents without padding, as PackingCollator does, or call unpatch_model first"
     )

@@ -1,4 +1,4 @@
-"""Patch a model so that packed documents provably stay apart, and undo the patch again."""
+"""Patch a model so that packed documents do not affect each other, and remove the patch again."""
 
 import warnings
 from collections.abc import Iterator
@@ -28,34 +28,43 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch_model(model: Model, *, prove: bool = True) -> Model:
-    """Make a model keep packed documents apart, and prove on the model itself that the documents stay apart.
+    """Patch a model so that documents packed in one row do not affect each other, and prove this by running the model.
 
-    The patch installs the fastest route that passes the proof. A route combines up to two methods:
+    A route is a way of keeping packed documents apart. The patch installs the fastest route that passes the proof
+    described below. A route uses one or both of two methods:
 
-    - `varlen`: attention goes through the function `packed_varlen`, which calls a variable-length kernel of flash-attn
-      or torch on CUDA, and computes exact attention segment by segment where no kernel can be used.
-    - `segments`: if a module's output for a whole row differs from its outputs for the segments, the module runs
-      segment by segment. Experiments find such modules. All other modules run on the whole packed row.
+    - `varlen`: the function `packed_varlen` computes attention. On CUDA, the function calls a variable-length kernel of
+      flash-attn or torch. Where no kernel can be used, the function computes exact attention segment by segment. A
+      segment is the part of a packed row that belongs to one document.
+    - `segments`: some modules run segment by segment, and all other modules run on the whole packed row. A module runs
+      by segment if its output for a whole row differs from its outputs for the separate segments. Such modules are
+      found by experiment.
 
-    Most models with recurrent layers or convolutions use `varlen` together with `segments`. The borders between
-    documents are read from the model's arguments cu_seq_lens_q, position_ids or seq_idx, whichever is given.
+    Models that combine attention with recurrent layers or convolutions usually use both methods. The borders between
+    documents are read from the model's arguments cu_seq_lens_q, position_ids and seq_idx; any one of them is enough.
 
-    The proof packs three random documents, then four other documents, and then the same four documents in two rows. In
-    every batch, the proof replaces one document at a time. The patch is kept only if no replacement changes the logits
-    of another document, if no gradient reaches another document, and if all documents have the same logits and
-    gradients as in the unpatched model with a single document per row, up to rounding errors. The proof runs in
-    evaluation mode and in training mode, with dropout, noise and layer dropping off. If isolation cannot be proven in
-    training mode, `check_isolation(model).route.unproven` contains the reason.
+    The proof packs three random documents in one row, then four other documents in one row, and then the same four
+    documents in two rows. In every batch, the proof replaces one document at a time. The patch is kept only if:
 
-    The proof takes about a hundred forwards of at most 46 tokens, and more forwards if modules run by segment. The
-    proof covers only the kernel for the model's current device and dtype, so move the model to the training device and
-    dtype first.
+    - no replacement changes the logits of another document,
+    - no gradient of a document's logits reaches another document, and
+    - every document has the same logits and gradients, up to rounding errors, as in a row of its own on the unpatched
+      model.
+
+    The proof runs in evaluation mode, and with three documents in training mode. Dropout, noise and layer dropping are
+    switched off. If the proof cannot be completed in training mode, for example because the model still draws random
+    numbers, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
+
+    The proof takes about a hundred forwards, usually of at most 46 tokens, and more forwards if modules run by segment.
+    The proof covers only the kernel for the model's current device and dtype, so move the model to the training device
+    and dtype first.
 
     Args:
         model: a causal or masked language model of transformers, on any device, in any dtype. The model may be wrapped
             by PEFT, and is changed in place.
-        prove: False for a model that is on the meta device or already sharded. The route is then proven on a small copy
-            of the model with the same number of layers, and a warning is issued.
+        prove: whether to run the proof on the model itself. Pass False if the weights are on the meta device or sharded
+            over processes. The proof then runs on a small copy of the model with the same number of layers, and a
+            warning is issued.
 
     Returns:
         The same model. A model that is already patched is returned unchanged.
@@ -63,8 +72,8 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     Raises:
         ModelNotSupportedError: isolation cannot be proven. The message contains the reason, and the model is left
             unpatched.
-        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; or the weights
-            are not in memory, and `prove` is True.
+        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; or `prove` is
+            True, and the weights are not in memory.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -82,8 +91,8 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     if not prove:
         install(inner, find_and_prove_on_small_copy(inner), attention_of(inner))
         warnings.warn(
-            f"patch_model proved isolation on a small copy of {type(inner).__name__}, not on the model itself; run "
-            "check_isolation(model) once the weights of the model are in memory",
+            f"patch_model proved isolation on a small copy of {type(inner).__name__}, not on the model itself; call "
+            "check_isolation(model) after the weights of the model are loaded into memory",
             stacklevel=2,
         )
         return model
@@ -106,29 +115,31 @@ def _refuse_shared_configuration(model: PreTrainedModel) -> None:
     setting in the configuration, and therefore changes all models that share the configuration."""
     if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
-            f"model: expected a model with a configuration of its own, but {type(model).__name__} shares a "
-            f"configuration with a patched model, since the attention in the configuration is already {NAME!r}. Build "
-            "each model from copy.deepcopy(config), before any model is patched"
+            "model: expected a model with a configuration of its own, but the attention in the configuration of "
+            f"{type(model).__name__} is already set by patch_model, so a patched model uses the same configuration. "
+            "Build each model from its own copy.deepcopy(config), before any model is patched"
         )
 
 
 _SMALL = 0.1
-"""Standard deviation of the noise added to gates and biases that are all zero."""
+"""Standard deviation of the noise that `random_where_zero` adds to gates and biases that consist of zeros."""
 
 _SHARE_OF_KERNEL = 0.5
-"""Standard deviation of the noise added to a convolution kernel, as a share of the kernel's root mean square."""
+"""Standard deviation of the noise that `random_where_zero` adds to a convolution kernel, as a share of the root mean
+square of the kernel."""
 
 _LONGEST_KERNEL = 16
-"""Largest kernel size, in tokens, of a convolution in a language model. The kernel size is the size of the last axis of
-the convolution's weight."""
+"""Largest kernel size, in tokens, of the convolutions to which `random_where_zero` adds noise. The kernel size is the
+size of the last axis of the convolution's weight."""
 
 
 @contextmanager
 def random_where_zero(model: nn.Module) -> Iterator[None]:
-    """Context manager: within the block, noise is added to weights whose initial values may hide a leak.
+    """Context manager: within the block, noise is added to weights that may hide a leak between documents.
 
-    Two kinds of weights may hide a leak. Some projections and gates are all zero, and some convolution kernels are
-    initialized to the identity. After the block, the original weights are restored.
+    In an untrained model, two kinds of weights may hide a leak. A projection or gate of zeros passes on no information,
+    and a convolution kernel that is the identity passes no information from one token to another. Noise is added to all
+    weights of zeros and to all convolution kernels. After the block, the original weights are restored.
     """
     parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
     zero = [parameter for parameter in parameters if not parameter.any()]
@@ -156,14 +167,14 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
 
 
 def unpatch_model(model: Model) -> AbstractContextManager[Model]:
-    """Undo `patch_model`, and restore the model to its state before the patch.
+    """Remove the patch that `patch_model` has installed, and restore the model to its state before the patch.
 
     Args:
         model: a patched model.
 
     Returns:
-        A context manager for optional use: at the end of `with hfp.unpatch_model(model): model.generate(...)`, the
-        model is patched again.
+        A context manager, which may be ignored. If it is used in a `with` statement, the model is patched again at the
+        end of the block.
 
     Raises:
         PackingError: the model is not patched.
@@ -185,8 +196,8 @@ def unpatch_model(model: Model) -> AbstractContextManager[Model]:
 
 @contextmanager
 def patched(model: Model) -> Iterator[Model]:
-    """Context manager: within the block, the model is patched by `patch_model`. After the block, the model is
-    unpatched, unless the model was already patched before the block.
+    """Context manager: within the block, the model is patched by `patch_model`. After the block, the patch is removed,
+    unless the model was already patched before the block.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -209,7 +220,8 @@ def patched(model: Model) -> Iterator[Model]:
 
 
 class _Unpatched(AbstractContextManager[Any]):
-    """Context manager that installs a removed route again at the end of the block. The route is not proven again."""
+    """The context manager that `unpatch_model` returns. At the end of the block, the model is patched with the same
+    route as before. The route is not proven again."""
 
     def __init__(self, model: nn.Module, route: Route) -> None:
         self.model = model
@@ -227,7 +239,9 @@ class _Unpatched(AbstractContextManager[Any]):
 
 
 def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool = True) -> None:
-    """Patch a model. If the accelerator uses mixed precision, also check isolation in that precision.
+    """Patch a model. If the accelerator uses mixed precision, also check isolation in this precision.
+
+    The additional check is skipped if the weights of the model are not in memory.
 
     Args:
         model: the model to patch, as described in `patch_model`.
@@ -235,7 +249,7 @@ def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool =
         prove: whether to prove isolation on the model itself, as described in `patch_model`.
 
     Raises:
-        ModelNotSupportedError: isolation cannot be verified. A model that was unpatched before the call is left
+        ModelNotSupportedError: isolation cannot be verified. If the model was not patched before the call, it is left
             unpatched.
     """
     with unpatched_on_error(model):
@@ -245,12 +259,14 @@ def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool =
         with accelerator.autocast():
             report = check_isolation(model)
         if not report.isolated:
-            raise ModelNotSupportedError(f"in {accelerator.mixed_precision} mixed precision: {report.reason}")
+            raise ModelNotSupportedError(
+                f"isolation cannot be verified in {accelerator.mixed_precision} mixed precision: {report.reason}"
+            )
 
 
 @contextmanager
 def unpatched_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager: if the block patches the model and then raises an error, the model is unpatched again."""
+    """Context manager: if the block patches the model and then raises an error, the patch is removed."""
     was_patched = is_patched(inner_model(model))
     try:
         yield
@@ -261,7 +277,7 @@ def unpatched_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def check_patched(model: nn.Module) -> None:
-    """Raise PackingError for a model that is not patched."""
+    """Raise PackingError if a model is not patched by `patch_model`."""
     inner = inner_model(model)
     if not is_patched(inner):
         raise PackingError(

@@ -1,7 +1,8 @@
 """Install a route in a model, remove the route, and run the forward of a patched model.
 
-Some models, such as masked language models, see the input token at each label's position. If such a model is patched,
-it refuses labels that only repeat the input tokens.
+A route is a way of keeping packed documents apart in a model (see `Route`). A patched model also checks its labels if
+it sees the input token at each label's position, as a masked language model does: labels that only repeat the input
+tokens are refused.
 """
 
 import inspect
@@ -24,40 +25,41 @@ from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 
 _running: ContextVar[tuple[int, ...]] = ContextVar("_running", default=())
-"""Ids of the patched models whose forward is running. A patch replaces the forwards of a model and of its inner models,
-but only the outermost forward reads the packed row."""
+"""The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
+models, but only the outermost forward reads the packed row."""
 
 _ATTENTION = "_attn_implementation_internal"
-"""Attribute in which a configuration stores the name of its attention function. The patch restores the attribute
-directly, since `set_attn_implementation` rejects names whose package is missing, and also None, which some inner
-configurations have."""
+"""The attribute in which a configuration stores the name of its attention function. The patch restores this attribute
+directly. The method `set_attn_implementation` would reject the value None, which some inner configurations have, and
+would reject an attention function whose package is not installed."""
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes in which modules store an activation-checkpointing function: the first in modules of transformers, the
-second in FSDP's checkpoint wrapper."""
+"""Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
+first attribute, and FSDP's checkpoint wrapper has the second attribute."""
 
 _FEWEST = 3
-"""Fewest trained labels that `LabelCheck` refuses. Masked language models are usually trained on 15 % of the tokens,
-and 10 % of the trained tokens are left unchanged. In correct batches of 3 tokens, all tokens are trained on and left
-unchanged only once in 300,000 batches."""
+"""The number of successive trained labels at which `LabelCheck` raises an error if all of them repeat the input. Masked
+language models are usually trained on 15 % of the tokens, and 10 % of the trained tokens are left unchanged. In only
+one of 300,000 correct batches of 3 tokens, all tokens are trained on and left unchanged."""
 
 _MANY = 4096
-"""Fewest trained labels that `LabelCheck` refuses if labels of an earlier batch differed from the input. The labels are
-counted since the last such batch. The labels of a spelling corrector, for example, repeat the input wherever the text
-has no mistake."""
+"""The number of successive trained labels at which `LabelCheck` raises an error if all of them repeat the input, but an
+earlier batch had labels that differ from the input. The number is large since correct labels may repeat many tokens:
+the labels of a spelling corrector, for example, repeat the input wherever the text has no mistake."""
 
 
 class PatchedForward(ReplacedForward):
-    """The forward of a patched model.
+    """A callable object that replaces the forward of a patched model.
 
-    A call reads the packed row from the arguments, makes this row the current row, builds the inputs, and runs the
-    model.
+    A call reads the borders between packed documents from the arguments, stores them in `current_row` while the forward
+    runs, builds the inputs that the route requires, and runs the model's own forward.
 
     Args:
-        module: the patched model, or an inner model that other libraries, such as PEFT, call directly.
+        module: the module whose forward is replaced: the patched model itself, or an inner model that other libraries,
+            such as PEFT, call directly.
         model: the patched model.
         route: the route of the patched model.
-        segmented: the forwards of the model's modules that run by segment.
+        segmented: the replaced forwards of the modules that run segment by segment.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class PatchedForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _read(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow]:
-        """Check the patch and the caller's arguments, and return the inputs of the forward and the packed rows."""
+        """Check the patch and the arguments of a call. Return the keyword arguments for the model's own forward, and
+        the borders of the packed rows."""
         self._check_patch()
         training = self.module.training
         if training:
@@ -97,19 +100,23 @@ class PatchedForward(ReplacedForward):
         if refused is not None and ids is not None and bool((ids == refused).any()):
             raise PackingError(
                 f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
-                "even inside a document"
+                "even inside a document; remove the pad tokens from the documents before packing"
             )
         if training and self.route.sees_labels:
             refuse_copied_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
         return self.route.method.inputs.build(self.signature, inputs, row), row
 
     def _check_patch(self) -> None:
-        """Raise PackingError if something that the patch relies on has changed since the model was patched."""
+        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work.
+
+        Such a change is another attention function, the replacement of a module that runs by segment, or sharded
+        weights inside such a module.
+        """
         expected, found = self.route.method.attention, self.model.config._attn_implementation
         if expected not in (None, found):
             raise PackingError(
                 f"attention: expected {expected!r} on a patched model, got {found!r}, which was set after the model "
-                "was patched; call unpatch_model before you set another attention"
+                "was patched; call unpatch_model before you set another attention function"
             )
         patch: Patch = getattr(self.model, PATCH)
         for config, attention in patch.attention_during if expected else ():
@@ -117,15 +124,15 @@ class PatchedForward(ReplacedForward):
                 raise PackingError(
                     f"attention: expected {attention!r} in the {type(config).__name__} of a patched model, got "
                     f"{found!r}, which was set after the model was patched; call unpatch_model before you set another "
-                    "attention"
+                    "attention function"
                 )
         for forward in self.segmented:
             found = unwrapped(self.model.get_submodule(forward.plan.name))
             if found is not forward.module:
                 raise PackingError(
-                    f"{forward.plan.name}: expected the {forward.plan.kind} that patch_model patched, got "
-                    f"{type(found).__name__}, which has replaced this module; call unpatch_model before you replace a "
-                    "module, and patch_model afterwards"
+                    f"{forward.plan.name}: expected the same {forward.plan.kind} as when the model was patched, got "
+                    f"another module ({type(found).__name__}); call unpatch_model before you replace a module, and "
+                    "patch_model afterwards"
                 )
         refuse_uneven_gathers(self.model, self.route.by_segment)
 
@@ -136,17 +143,20 @@ class PatchedForward(ReplacedForward):
 
 @dataclass
 class LabelCheck:
-    """Counts labels that repeat the input token at their position, over successive batches."""
+    """A check, over successive batches, for labels that only repeat the input tokens at their positions."""
 
     differed: bool = False
-    """Whether an earlier batch had a label that differs from the input token at its position, or a document in which
+    """True if an earlier batch had a label that differs from the input token at its position, or a document in which
     only some tokens have labels."""
     repeated: int = 0
-    """Number of trained labels since the last batch that set `differed`. All of these labels repeat the input token at
-    their position."""
+    """The number of trained labels since the last batch that set `differed`. All of these labels repeat the input token
+    at their position. A label is trained if it is not -100."""
 
     def add(self, model_name: str, input_ids: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> None:
-        """Count the labels of another batch, and raise if too many labels only repeat the input.
+        """Count the trained labels of one more batch, and raise an error if too many of them only repeat the input.
+
+        The count goes on from batch to batch. It restarts at 0 after a batch in which a label differs from the input
+        token at its position, or in which only some tokens after the first token of a document have labels.
 
         Args:
             model_name: name of the model's class, for the error message.
@@ -155,8 +165,7 @@ class LabelCheck:
             cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
         Raises:
-            PackingError: every label of this batch, and of enough batches before this batch, repeats the input token at
-                the label's position; and no document has labels for only some of the tokens after its first token.
+            PackingError: the count reaches `_FEWEST`, or `_MANY` if the count has restarted before.
         """
         trained = labels != IGNORED_LABEL
         if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
@@ -165,11 +174,11 @@ class LabelCheck:
         self.repeated += int(trained.sum())
         if self.repeated >= (_MANY if self.differed else _FEWEST):
             raise PackingError(
-                f"labels: expected labels that differ from input_ids, since {model_name} sees the input token at "
-                f"each label's position, and would learn to copy this token; got {self.repeated} successive labels "
-                "that only repeat input_ids. "
-                "For a masked language model, mask tokens before packing, with the dataset's map or with_transform, as "
-                "transformers' DataCollatorForLanguageModeling does, and set the labels of all other tokens to -100. "
+                f"labels: expected labels that differ from input_ids, got {self.repeated} successive labels that only "
+                f"repeat input_ids. {model_name} sees the input token at each label's position, and would only learn "
+                "to copy this token. "
+                "For a masked language model, mask tokens before packing, with Dataset.map or Dataset.with_transform, "
+                "and set the labels of all other tokens to -100, as DataCollatorForLanguageModeling does. "
                 "For a causal model that does not shift labels itself, shift the labels by one token"
             )
 
@@ -180,11 +189,11 @@ class Patch:
 
     route: Route
     attention_before: list[tuple[PreTrainedConfig, Any]]
-    """Every configuration of the model, with the name of its attention function before the patch."""
+    """Pairs of a configuration and the name of its attention function before the patch, for all configurations."""
     attention_during: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
-    """Every configuration of the model, with the name of its attention function while the patch is installed."""
+    """Pairs of a configuration and the name of its attention function under the patch; empty if the patch sets none."""
     replaced: list[ReplacedForward] = field(default_factory=list)
-    """All forwards that the patch has installed in place of modules' own forwards, the latest first."""
+    """The replacements that the patch has installed for the forwards of modules, the latest first."""
     label_check: LabelCheck = field(default_factory=LabelCheck)
 
     def replace(self, forward: ReplacedForward) -> None:
@@ -195,13 +204,13 @@ class Patch:
 def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
     """Install a route in a model.
 
-    The function sets the model's attention, and replaces the forwards of the model, of its inner models, and of the
-    modules that run by segment. If an error occurs, the model is left unpatched.
+    The function sets the model's attention function, and replaces the forwards of the model, of its inner models, and
+    of the modules that run by segment. If an error occurs, the model is left unpatched.
 
     Args:
         model: a model that is not patched.
         route: the route to install.
-        before: the model's attention before the patch, as `attention_of` returns it, for `remove` to restore.
+        before: the attention settings that `remove` will restore, as returned by `attention_of`.
     """
     patch = Patch(route, before)
     setattr(model, PATCH, patch)
@@ -234,14 +243,14 @@ def remove(model: PreTrainedModel) -> Route:
 
 
 def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model and the inner models that PEFT and other libraries call directly, without duplicates."""
+    """Return a model and the inner models that PEFT or other libraries may call directly, without duplicates."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     modules = [model, model.base_model, *([decoder] if isinstance(decoder, nn.Module) else [])]
     return list({id(module): module for module in modules}.values())
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
-    """Return every configuration in a model, including nested ones, with the name of its attention function."""
+    """Return pairs of a configuration and the name of its attention function, for all configurations in a model."""
     return [(config, getattr(config, _ATTENTION, None)) for config in configurations(model)]
 
 
@@ -251,8 +260,8 @@ def restore_attention(before: list[tuple[PreTrainedConfig, Any]]) -> None:
 
 
 class KeepRow:
-    """An activation-checkpointing function that keeps the current packed row for the backward pass. The backward pass
-    runs layers a second time, when the row is no longer the current row."""
+    """A wrapper for an activation-checkpointing function. The backward pass runs the checkpointed layers a second time,
+    after the model's forward has ended. The wrapper makes the packed row of that forward the current row again."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -262,7 +271,7 @@ class KeepRow:
 
 
 class _OnRow:
-    """Wraps a function, so that every call of the function has the same packed row as the current row."""
+    """A wrapper for a function. During every call of the function, `row` is the current packed row."""
 
     def __init__(self, function: Callable[..., Any], row: PackedRow | None) -> None:
         self.function = function
@@ -274,7 +283,7 @@ class _OnRow:
 
 
 def _keep_row_when_checkpointing(model: nn.Module) -> None:
-    """Wrap every activation-checkpointing function of a model in `KeepRow`, unless the function is already wrapped."""
+    """Wrap each activation-checkpointing function of a model in `KeepRow`, if the function is not wrapped yet."""
     for module, name, checkpoint in _checkpointing_functions(model):
         if not isinstance(checkpoint, KeepRow):
             setattr(module, name, KeepRow(checkpoint))
@@ -288,7 +297,10 @@ def _checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str,
 
 
 def sees_labels(model: PreTrainedModel) -> bool:
-    """Return whether a patched model sees the input token at each label's position, as masked language models do."""
+    """Return whether a patched model sees the input token at each label's position, as masked language models do.
+
+    Return False for a model that is not patched.
+    """
     route = route_of(model)
     return route is not None and route.sees_labels
 
@@ -298,21 +310,20 @@ def refuse_copied_labels(
 ) -> None:
     """Raise PackingError if a model would only learn to copy its input.
 
-    A masked language model, for example, sees the input token at each label's position (see `sees_labels`), so labels
-    must differ from the input. Nothing is checked for models that predict the next token, or if input_ids and labels
-    are not tensors of the same shape.
+    The check is made for models that see the input token at each label's position, such as masked language models.
+    Nothing is checked for models that predict the next token, or if input_ids and labels are not tensors of the same
+    shape.
 
     Args:
         model: a patched model.
         input_ids: integers [rows, tokens].
         labels: integers [rows, tokens].
         cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
-        is_sample: whether the batch is a sample of the whole dataset. A sample is checked by itself. If the sample
-            passes, later batches are refused only after many more labels that repeat input tokens.
+        is_sample: whether the batch is a sample of the whole dataset. A sample is checked separately from the training
+            batches. If labels of the sample differ from the input, the training batches may have many repeated labels.
 
     Raises:
-        PackingError: all labels of this batch, and of enough batches before this batch, repeat the input tokens at
-            their positions, and every token but the first of a document has a label.
+        PackingError: too many successive labels only repeat the input tokens; see `LabelCheck.add`.
     """
     both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
     if not sees_labels(model) or not both or input_ids.shape != labels.shape:
@@ -325,7 +336,12 @@ def refuse_copied_labels(
 
 
 def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:
-    """Return whether, in any segment, some tokens are trained on and some tokens after the first token are not."""
+    """Return whether any segment has tokens with labels, and also tokens without labels after its first token.
+
+    Args:
+        trained: bool [rows, tokens], True for tokens with labels.
+        cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
+    """
     each, starts = trained.flatten().cpu().numpy(), cu_seq_lens[:-1].cpu().numpy()
     left_out = ~each
     left_out[starts] = False

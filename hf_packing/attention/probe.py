@@ -1,4 +1,4 @@
-"""Run a model on a few random documents, packed together or alone, and replace one document at a time."""
+"""Run a model on a few random documents, packed in one batch or one at a time, and measure leaks between them."""
 
 import threading
 from collections import Counter
@@ -40,8 +40,8 @@ DocumentTokens = list[list[int]]
 """The token ids of every document."""
 
 _LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
-"""Candidates for the lengths of three documents, in tokens. The lengths in a triple differ, and exceed the kernel sizes
-of convolutions. The sum of a triple is a prime, since primes are seldom the size of an axis."""
+"""Candidates for the lengths of three documents, in tokens. The lengths in a triple differ, and exceed the usual kernel
+sizes of convolutions. The sum of a triple is a prime number, since axes of tensors seldom have prime sizes."""
 
 _random_state_lock = threading.RLock()
 """Lock that a thread holds while it changes the random state, which all threads share."""
@@ -50,8 +50,8 @@ _random_state_lock = threading.RLock()
 def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[DocumentTokens, DocumentTokens]:
     """Return random documents, and a replacement for every document.
 
-    Two documents share no token except the mask token, and a document and its replacement differ at every position
-    except where both have the mask token.
+    Different documents share no token except the mask token. A document and its replacement have different tokens at
+    every position, except where both have the mask token.
 
     Args:
         model: the model whose vocabulary is used.
@@ -63,7 +63,7 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
     """
     embedding = embedding_of(model)
     known_size = getattr(model.config.get_text_config(), "vocab_size", len(embedding.weight))
-    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # the weight may also hold prompts
+    vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # the weight may have prompt rows
     settings = vars(model.config) | vars(model.config.get_text_config())
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
     known = np.array([token for token in range(1, vocabulary) if token not in special])
@@ -84,14 +84,14 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
 
 
 def distinctive_lengths(model: nn.Module) -> list[int]:
-    """Return three document lengths. Their sum is no size of a parameter or buffer, and no integer in the settings."""
+    """Return three document lengths. Their sum differs from every axis size and every integer setting of the model."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
     for lengths in _LENGTHS:
         if sum(lengths) not in sizes:
             return list(lengths)
     sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected at least one of {sums} to be no size in the model, but all are sizes")
+    raise PackingError(f"model: expected one of {sums} to differ from all axis sizes and settings, but none does")
 
 
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
@@ -109,22 +109,22 @@ def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
 
 
 def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
-    """Return each document's slice in a batch whose rows are laid end to end."""
+    """Return a slice for each document: the indices of its tokens in `input_ids`, flattened to one axis."""
     ids = input_ids.flatten()
     places = []
     for tokens in documents:
         starts = (ids.unfold(0, len(tokens), 1) == torch.tensor(tokens, device=ids.device)).all(1).nonzero()
         if len(starts) != 1:
             raise PackingError(
-                "collator: expected a batch with every document whole and exactly once, got a document of "
-                f"{len(tokens)} tokens {len(starts)} times"
+                "collator: expected a batch that contains every document whole and exactly once, but a document of "
+                f"{len(tokens)} tokens occurs {len(starts)} times"
             )
         places.append(slice(int(starts[0, 0]), int(starts[0, 0]) + len(tokens)))
     return places
 
 
 class Probe:
-    """Runs a model on the random documents that `random_documents` returns.
+    """A test setup that runs a model on the random documents of `random_documents`, packed in one batch or alone.
 
     Args:
         model: a model of transformers, on any device, in any dtype.
@@ -154,7 +154,7 @@ class Probe:
         self._matmuls = MatmulDtype()
         self._matmuls_are_known = False
         self._seed = 0
-        """Seed that is set before a run, so that remaining random draws are equal for inputs of equal shapes."""
+        """The random seed of each run, so that runs on inputs of equal shapes draw the same random numbers."""
 
     @property
     def row(self) -> PackedRow:
@@ -171,7 +171,7 @@ class Probe:
         return Tolerance(dtype, has_experts(self.model), self.rounding)
 
     def measure_rounding(self, alone: list[Tensor], **options: Any) -> None:
-        """Set `rounding` to the measured effect of rounding on `alone`, the logits of the documents run alone."""
+        """Measure the effect of rounding on `alone`, the logits of each document run alone, and set `rounding`."""
         if not self.tolerance.is_measured:
             return
         self.rounding = measure_rounding(
@@ -180,8 +180,8 @@ class Probe:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Context manager: within the block, no gradients are recorded and nothing is random. Afterwards, the modules'
-        modes, the weights and the random state are restored."""
+        """Context manager: within the block, the model runs in the probe's mode, without dropout and gradients. After
+        the block, the modules' modes, the weights and the random state are restored."""
         try:
             with _random_state_lock, restored_random_state(self.device), restored_modes(self.model), torch.no_grad():
                 self.model.train(self.training)
@@ -192,24 +192,24 @@ class Probe:
                 self._weights.restore()
 
     def logits(self, **inputs: Any) -> Tensor:
-        """Run a forward, undo its changes to the model, and return float32 or float64 logits [tokens, vocabulary]."""
-        watched = nullcontext() if self._matmuls_are_known else self._matmuls  # watching slows down every call of torch
+        """Run a forward, restore the model, and return float32 or float64 logits [rows * tokens, vocabulary]."""
+        watched = nullcontext() if self._matmuls_are_known else self._matmuls  # slow, so only for the first forward
         with restored(*self.model.modules()), self._restorable_weights(), watched:
             logits = self._run(inputs)
         self._matmuls_are_known = True
         return logits
 
     def loss(self, **inputs: Any) -> Tensor:
-        """Run a forward, undo its changes to the model, and return the loss that the model itself computes."""
+        """Run a forward with labels, restore the model, and return the loss that the model itself computes."""
         with restored(*self.model.modules()), self._restorable_weights():
             seed_all(self._seed)
             loss: Tensor = self.model(**inputs).loss
         return loss
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the logits as `logits` does, but keep the forward's changes to the model."""
+        """Run a forward and return the logits, as `logits` does, but do not restore the model."""
         given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # even if the model does not take them
+        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # not all are in the signature
         given = {name: value for name, value in given.items() if name in read_by_patch or self.signature.takes(name)}
         if not self.training:
             return logits_of(self.model, self.model(**given)).flatten(0, 1)
@@ -220,8 +220,8 @@ class Probe:
         return logits if wanted else logits.detach()
 
     def _restorable_weights(self) -> AbstractContextManager[Any]:
-        """Return a context manager for a forward. Changed weights are restored before the next forward, and not right
-        after the forward, since the backward pass needs the changed weights."""
+        """Return a context manager for a forward that may change weights. The weights are restored before the next
+        forward, not right after this forward, since a backward pass needs the changed weights."""
         if self._weights is None:
             self._weights = WeightSnapshot(self.model)
             return self._weights
@@ -229,7 +229,8 @@ class Probe:
         return nullcontext()
 
     def packed(self, documents: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Run the documents in one batch, as tokens or as embeddings, and return the logits of every document."""
+        """Run the documents packed in one batch, and return the logits of each document. If `embedded`, the model gets
+        embeddings instead of tokens."""
         batch = self._batch(documents)
         places = _find_documents(documents, batch["input_ids"])
         if embedded:
@@ -241,14 +242,14 @@ class Probe:
         return {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
 
     def alone(self, **options: Any) -> list[Tensor]:
-        """Run every document as a batch of its own, from input_ids only, and return the logits of every document."""
+        """Run each document in a separate batch, without position_ids or borders, and return each document's logits."""
         return [self.logits(input_ids=torch.tensor([tokens]), **options) for tokens in self.documents]
 
     def largest_leak(self, **options: Any) -> tuple[float, float]:
         """Replace one packed document at a time, and measure how the logits of the other documents change.
 
         Returns:
-            The largest change of a logit in another document, and the standard deviation of the logits.
+            The largest change of a logit in a document that was not replaced, and the standard deviation of all logits.
 
         Raises:
             PackingError: the logits are not finite, are not deterministic, or do not depend on the tokens.
@@ -261,7 +262,7 @@ class Probe:
             if not largest_difference(before[changed], after[changed]) > 0:
                 raise PackingError(
                     "model: expected logits that depend on input_ids, but the logits of "
-                    f"{type(self.model).__name__} do not"
+                    f"{type(self.model).__name__} stay the same if all tokens of a document are replaced"
                 )
             leak = max(leak, *(largest_difference(before[i], after[i]) for i in range(len(before)) if i != changed))
         return leak, spread(torch.cat(before))
@@ -269,7 +270,7 @@ class Probe:
     def _check_logits(self, logits: list[Tensor], again: list[Tensor]) -> None:
         name = type(self.model).__name__
         if not all(comparable(each).any() for each in logits):
-            raise PackingError(f"model: expected finite logits, but {name} has none")
+            raise PackingError(f"model: expected finite logits, but {name} returns no finite logits for a document")
         if self._vary(logits, again):
             raise PackingError(
                 f"model: expected the same logits for the same tokens, but {name} is nondeterministic with dropout off"
@@ -280,10 +281,8 @@ class Probe:
         return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
 
     def memory(self, **options: Any) -> list[str] | None:
-        """Return the names of the buffers through which a forward affects the logits of the next forward.
-
-        Return None if the next forward is not affected, and an empty list if it is affected in another way.
-        """
+        """Return the names of the buffers through which a forward affects the logits of the next forward. Return None
+        if the next forward is not affected, and an empty list if it is affected in another way."""
         fresh = self.logits(**self._batch(self.documents), **options)
         with restored(*self.model.modules()), self._restorable_weights():
             self._run({**self._batch(self.others), **options})
@@ -295,7 +294,7 @@ class Probe:
         return [name for name, buffer in self.model.named_buffers() if id(buffer) in written]
 
     def is_random(self, run: Callable[[], list[Tensor]]) -> bool | None:
-        """Return whether the logits that `run` returns depend on the seed; None if they vary even for the same seed."""
+        """Return whether the logits returned by `run` depend on the seed; None if they vary even for the same seed."""
         seed_all(self._seed)
         before = random_state(self.device)
         logits = run()
@@ -313,14 +312,15 @@ class Probe:
         return not max(map(largest_difference, logits, again)) <= limit
 
     def packed_gradients(self, **options: Any) -> list[list[Tensor]]:
-        """Return, for each packed document, the gradients of its logits with respect to each document's embeddings."""
+        """Return the gradients of packed documents. Entry [i][j] contains the gradients of document i's logits with
+        respect to document j's embeddings."""
         with record_embeddings(self.model) as embedded:
             logits = self.packed(self.documents, **options)
             last = len(logits) - 1
             return [self._gradients(each, number, embedded, number < last) for number, each in enumerate(logits)]
 
     def gradients_alone(self, **options: Any) -> list[Tensor]:
-        """Return, for each document run alone, the gradients of its logits with respect to its embeddings."""
+        """Run each document alone, and return the gradients of its logits with respect to its embeddings."""
         own = []
         for number, tokens in enumerate(self.documents):
             with record_embeddings(self.model) as embedded:
@@ -329,8 +329,8 @@ class Probe:
         return own
 
     def _gradients(self, logits: Tensor, number: int, embedded: Embedded, keep: bool = False) -> list[Tensor]:
-        """Return, for each document, the gradients of a randomly weighted sum of logits, summed by token: float
-        [distinct tokens that no other document has, embedding size]."""
+        """Return the gradients of a randomly weighted sum of `logits` with respect to the embeddings of each document:
+        float [distinct tokens, embedding size]. Tokens that several documents have are left out."""
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(logits.shape, generator=generator).to(logits)
         score = torch.where(comparable(logits), logits, 0).mul(weights).sum()
@@ -339,7 +339,8 @@ class Probe:
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
 
     def gradient_by_token(self, score: Tensor, embedded: Embedded, keep: bool = False) -> Tensor:
-        """Return a score's gradient with respect to embeddings, summed by token: float [token ids, embedding size]."""
+        """Return the gradient of `score` with respect to the embedding of each token id, summed over all positions of
+        the token: float [token ids, embedding size]."""
         outputs = [output for _, output in embedded]
         found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
         tokens = torch.cat([ids.flatten() for ids, _ in embedded])

@@ -1,6 +1,6 @@
-"""Prove that packed documents do not affect each other in a patched model, and have the same outputs as alone.
+"""Prove that packed documents do not affect each other, and have the same outputs as documents run alone.
 
-The module also measures whether a model sees the input token at each label's position.
+The module also finds out whether a model sees the input token at each label's position.
 """
 
 from contextlib import suppress
@@ -17,26 +17,26 @@ from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError
 
 LARGEST_GRADIENT_LEAK = 1e-6
-"""Largest allowed gradient with respect to another document, as a share of the largest gradient with respect to the
-document itself. If no path leads from one document to another document, the gradient is 0 in any precision."""
+"""Largest allowed gradient of a document's logits with respect to another document, as a share of the largest gradient
+with respect to the document itself. Without a leak, the gradient is exactly 0 in any precision."""
 
 _GRADIENT_LENIENCE = 10
-"""Factor by which gradients may differ more than logits, since rounding also affects the backward pass."""
+"""Factor from the tolerance for logits to the tolerance for gradients. Rounding also affects the backward pass."""
 
 _REFERENCE = "eager"
-"""The attention with which documents are run alone, in addition to the model's own attention. Eager attention is
-written out in the model's file. Other attention functions have had bugs: in transformers 5.17, "sdpa" ignores Gemma 2's
-soft cap."""
+"""The attention function with which documents are run alone, in addition to the model's own attention function. Eager
+attention is plain PyTorch code in the model's file. Other attention functions have had bugs: in transformers 5.17,
+"sdpa" ignores Gemma 2's soft cap."""
 
 STOCK_ATTENTIONS = ("eager", "sdpa", "flex_attention")
 
-RANDOM = "the model draws random numbers in training mode that cannot be switched off"
-VARYING = "the model's logits for the same tokens vary from run to run in training mode"
+RANDOM = "the model draws random numbers in training mode even with dropout switched off"
+VARYING = "the model's logits for the same tokens vary from run to run in training mode even with the same random seed"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The outputs of documents that were run alone, with one attention function, on the unpatched model."""
+    """The outputs of the unpatched model, with one attention function, for documents that were run one at a time."""
 
     logits: list[Tensor]
     gradients: list[Tensor] | None
@@ -44,25 +44,25 @@ class Reference:
 
 @dataclass(frozen=True)
 class Exam:
-    """Test documents, and the outputs that the documents must have when they are packed."""
+    """A test of isolation: a probe with test documents, and the outputs that the packed documents must have."""
 
     probe: Probe
     references: list[Reference]
-    """The outputs of the unpatched model, with one or several attention functions; empty if the outputs cannot be
+    """The outputs of the unpatched model, one `Reference` for each attention function; empty if the outputs cannot be
     compared."""
     unproven: str = ""
-    """The reason why isolation cannot be fully proven in training mode; otherwise an empty string."""
+    """The reason why isolation cannot be fully proven in training mode; empty if there is no such reason."""
     can_be_run: bool = True
-    """Whether the model runs in the probe's mode, and returns the same logits for the same tokens."""
+    """True if the model runs in the probe's mode, and returns the same logits for the same tokens."""
     rows: int = 1
-    """Number of packed rows in a batch."""
+    """The number of packed rows in a batch."""
 
 
 def run_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> Exam:
-    """Run each document alone on an unpatched model, and return the documents' outputs.
+    """Run each document alone on an unpatched model, and return an `Exam` with the documents' outputs.
 
-    The documents are run with the model's own attention. They are also run with eager attention, unless the model's
-    attention function is custom or cannot be changed.
+    The documents are run with the model's own attention function and, if this function is not custom and can be
+    changed, also with eager attention.
 
     Raises:
         ModelNotSupportedError: the model cannot be called with input_ids alone.
@@ -83,9 +83,9 @@ def run_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> E
 
 
 def run_alone_in_training(model: PreTrainedModel, rounding: float | None) -> Exam:
-    """Run each document alone in training mode, on an unpatched model, and return the documents' outputs.
+    """Run each document alone on an unpatched model in training mode, and return an `Exam` with the documents' outputs.
 
-    If outputs cannot be compared in training mode, the exam has the reason in `unproven`.
+    If some outputs cannot be compared, the field `unproven` of the `Exam` contains the reason.
     """
     probe = Probe(model, training=True)
     probe.rounding = rounding
@@ -125,7 +125,7 @@ def _run_alone_with(attention: str, model: PreTrainedModel, probe: Probe, gradie
 
 
 def _gradients_alone(probe: Probe) -> list[Tensor] | None:
-    """Return the gradients of each document run alone, or None if the model has no gradients in the probe's mode."""
+    """Return the gradients of each document's logits, run alone; None if the model cannot compute gradients."""
     try:
         return probe.gradients_alone(use_cache=False)
     except (RuntimeError, AssertionError):
@@ -133,11 +133,11 @@ def _gradients_alone(probe: Probe) -> list[Tensor] | None:
 
 
 def prove_isolation(exam: Exam) -> None:
-    """Prove that packed documents do not affect each other, and that their outputs equal those of a reference.
+    """Prove that packed documents do not affect each other, and have the same outputs as the documents run alone.
 
     Raises:
-        ModelNotSupportedError: packed documents affect each other, or their outputs differ from all references; or the
-            proof cannot detect such faults in this model.
+        ModelNotSupportedError: packed documents affect each other, or have other outputs than the documents run alone;
+            or a leak in this model could not be detected.
     """
     if not exam.can_be_run:
         return
@@ -161,26 +161,27 @@ def _prove_no_leak(probe: Probe) -> None:
         raise ModelNotSupportedError(f"a document's logits depend on earlier batches{through(buffers)}")
     if not probe.training and not can_detect_leaks(probe):
         raise ModelNotSupportedError(
-            "isolation cannot be tested, since changing the first half of a document does not change the logits of the "
-            "second half"
+            "isolation cannot be tested, since changing the first tokens of a document does not change the logits of "
+            "the following tokens"
         )
 
 
 def can_detect_leaks(probe: Probe) -> bool:
-    """Return whether a change of one document changes the next document's logits in a row without borders."""
+    """Return whether a leak would be detected. The test joins all documents into one document without borders, in which
+    a change of the first document must change the logits of the second document."""
     before = _second_of_one_document(probe, probe.documents)
     after = _second_of_one_document(probe, probe.with_other(0))
     return largest_difference(before, after) > probe.tolerance.leak * spread(before)
 
 
 def _second_of_one_document(probe: Probe, documents: DocumentTokens) -> Tensor:
-    """Return the logits of the second document's tokens when all tokens are given as a single document."""
+    """Return the logits of the second document's tokens if the model gets all documents as one long document."""
     logits = probe.logits(**pack_in_one_row([[token for tokens in documents for token in tokens]]))
     return torch.split(logits, probe.lengths)[1]
 
 
 def through(buffers: list[str]) -> str:
-    """Return the end of an error message, which names up to three buffers; an empty string if there are no buffers."""
+    """Return the end of an error message with the names of up to three buffers; empty if `buffers` is empty."""
     return f", through {', '.join(buffers[:3])}" if buffers else ""
 
 
@@ -204,7 +205,7 @@ def _prove_equal(exam: Exam) -> None:
 
 
 def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
-    """Return the gradients of each document's logits with respect to the document's own embeddings.
+    """Check that gradients do not leak, and return each document's gradients with respect to its own embeddings.
 
     Raises:
         ModelNotSupportedError: gradients of a packed document reach another document.
@@ -220,7 +221,7 @@ def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
 
 
 def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
-    """Return the largest gradient with respect to another document, relative to the document's own largest gradient.
+    """Return the largest gradient that reaches another document, as a share of the largest gradient in the document.
 
     Args:
         gradients: `gradients[i][j]` has the gradients of document i's logits with respect to document j's embeddings.
@@ -234,12 +235,12 @@ def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
 
 
 def treats_pad_as_padding(exam: Exam) -> bool:
-    """Return whether a model treats pad tokens in a document as padding.
+    """Return whether a patched model treats pad tokens in a document as padding.
 
-    Documents that contain pad tokens then have different logits in a packed row and in a row of their own.
+    If so, documents that contain pad tokens have different logits in a packed row and in a row of their own.
 
     Args:
-        exam: an exam whose documents contain pad tokens.
+        exam: test documents that contain pad tokens, and their outputs on the unpatched model.
     """
     try:
         with exam.probe.undisturbed():
@@ -250,7 +251,7 @@ def treats_pad_as_padding(exam: Exam) -> bool:
 
 
 _MIDDLE = 1
-"""Index of the middle document of three documents."""
+"""Index of the middle one of three documents."""
 
 _REACHES = 1e-4
 """Largest allowed gradient of one document's loss with respect to another document, as a share of the largest gradient
@@ -262,7 +263,7 @@ exceeds this share of the largest gradient with respect to any token. In a causa
 
 
 def refuse_loss_across_borders(probe: Probe, width: int) -> None:
-    """Raise an error if a model's own loss compares labels of one document with outputs of another document.
+    """Raise an error if a model's own loss compares labels of one packed document with outputs of another document.
 
     A head that predicts the token after the next token has such a loss, since the collator masks only the first label
     of a document, and not the second label.
@@ -272,27 +273,27 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
         width: number of logits for each token.
 
     Raises:
-        ModelNotSupportedError: the loss on one document's labels has gradients with respect to another document.
+        ModelNotSupportedError: the loss on one document's labels has a gradient with respect to another document.
     """
     if (reached := _loss_gradient_in_others(probe, width)) > _REACHES:
         raise ModelNotSupportedError(
             f"{type(probe.model).__name__}: {probe.mode}the model's own loss compares labels of a packed document with "
-            "outputs of another document, as the loss of a head that predicts the token after the next token does "
-            f"(the largest gradient in the other document is {reached:.2g} times the largest gradient in the document "
-            "itself); pass no labels, and compute the loss of each document yourself"
+            f"outputs of another document: the largest gradient of the loss in the other document is {reached:.2g} "
+            "times the largest gradient in the document itself. A head that predicts the token after the next token, "
+            "for example, has such a loss. Pass no labels, and compute the loss of each document yourself"
         )
 
 
 def _loss_gradient_in_others(probe: Probe, width: int) -> float:
-    """Return how far the loss on the middle document's labels depends on the other documents.
+    """Measure how much the loss on the middle document's labels depends on the other documents.
 
-    The result is the largest gradient of this loss with respect to the other documents, divided by the largest gradient
-    with respect to the middle document; 0 if the model computes no loss, or has no gradients.
+    Return the largest gradient of this loss with respect to the other documents, divided by the largest gradient with
+    respect to the middle document. Return 0 if the model computes no loss or no gradients.
     """
     if not probe.signature.takes("labels"):
         return 0.0
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
-        # both losses are of the same tokens, so losses of routers cancel out in the difference
+        # both losses have the same input tokens, so auxiliary losses of routers cancel out in the difference
         own, other = (_loss_of_middle(probe, each[_MIDDLE], width) for each in (probe.documents, probe.others))
         by_token = probe.gradient_by_token(own - other, embedded)
         inside = set(probe.documents[_MIDDLE])
@@ -316,9 +317,8 @@ def _loss_of_middle(probe: Probe, labels: list[int], width: int) -> Tensor:
 def model_sees_labels(probe: Probe, width: int) -> bool:
     """Return whether the input token at a label's position affects the logits that the label is compared with.
 
-    The input token has this effect in masked language models, and in bidirectional models with a causal loss. The
-    result is computed from the gradients of the model's own loss; the result is False if the model computes no loss, or
-    has no gradients.
+    This is so in masked language models, and in bidirectional models with a causal loss. The result is computed from
+    the gradients of the model's own loss. If the model computes no loss or no gradients, the result is False.
 
     Args:
         probe: a probe of a model that is not patched.
@@ -329,13 +329,13 @@ def model_sees_labels(probe: Probe, width: int) -> bool:
 
 def _loss_gradient_at_label(probe: Probe, width: int) -> float:
     """Return the gradient of one label's loss with respect to the input token at the label's position, divided by the
-    largest gradient with respect to any token; 0 if there are no such gradients."""
+    largest gradient with respect to any token. Return 0 if the model computes no loss or no gradients."""
     tokens, others = probe.documents[0], probe.others[0]
     place = next((place for place in range(1, len(tokens)) if tokens.count(tokens[place]) == 1), None)
     if place is None or not probe.signature.takes("labels"):
         return 0.0
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
-        # both losses are of the same tokens, with another label, so losses of routers cancel out in the difference
+        # both losses have the same input tokens, so auxiliary losses of routers cancel out in the difference
         labels = tokens[place] % width, others[place] % width
         losses = [_loss_of_one_label(probe, tokens, place, label) for label in labels]
         of_token = probe.gradient_by_token(losses[0] - losses[1], embedded).abs().amax(1)

@@ -1,4 +1,7 @@
-"""The route of a patched model: its attention function, its inputs, and the modules that run by segment."""
+"""The route of a patched model, which is the way in which the model keeps packed documents apart.
+
+A route consists of an attention function, a format for the model's inputs, and the modules that run segment by segment.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ Other arguments are never dropped."""
 
 @dataclass(frozen=True)
 class InputFormat:
-    """The arguments that a patched model gets in addition to its tokens.
+    """The format of a patched model's inputs: the arguments that its own forward gets in addition to the tokens.
 
     Args:
         positions: whether the model gets position_ids that restart at every segment; otherwise, the model computes
@@ -36,7 +39,7 @@ class InputFormat:
         borders: whether the model gets cu_seq_lens_q/k, max_length_q/k and seq_idx.
         mask_of_ones: whether the model gets an attention_mask that hides nothing, so that the model does not look for
             packed documents itself.
-        one_row: whether several packed rows are laid end to end, and caches are refused.
+        one_row: whether several packed rows are laid end to end to form a single row. If so, caches are refused.
     """
 
     positions: bool = True
@@ -45,15 +48,15 @@ class InputFormat:
     one_row: bool = False
 
     def build(self, signature: Signature, inputs: dict[str, Any], row: PackedRow) -> dict[str, Any]:
-        """Return the keyword arguments for a forward.
+        """Return the keyword arguments for a patched model's own forward.
 
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed, without an attention_mask.
-            row: the packed rows that `read_row` has read from the inputs.
+            row: the borders of the packed rows, as `read_row` has read them from the inputs.
 
         Raises:
-            PackingError: an InputFormat like this one cannot pass on the positions, cache, labels or logits_to_keep.
+            PackingError: this format does not support the caller's position_ids, cache, labels or logits_to_keep.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
         if self.one_row:
@@ -67,7 +70,7 @@ class InputFormat:
         elif given is not None and not torch.equal(_positions_of_rows(given, row), row.position_ids):
             raise PackingError(
                 "position_ids: expected positions that restart at 0 in every segment, since this model computes its "
-                f"positions itself; got {given.flatten().tolist()[:8]}..."
+                f"positions itself; got positions that begin with {given.flatten().tolist()[:8]}"
             )
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
@@ -79,15 +82,16 @@ class InputFormat:
         if self.one_row and row.rows > 1 and not row.is_one_segment_per_row:
             if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
                 raise PackingError(
-                    "logits_to_keep: expected none with several packed rows, since this model gets the rows laid end "
-                    f"to end; got {keep}"
+                    "logits_to_keep: expected None or 0 for several packed rows, since this model gets the rows as a "
+                    f"single row; got {keep}"
                 )
             inputs = {name: _lay_end_to_end(name, value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
 def _positions_of_rows(position_ids: Tensor | None, row: PackedRow) -> Tensor:
-    """Return the given positions for every row; if no positions are given, return positions that restart at borders."""
+    """Return `position_ids` expanded to all rows. If `position_ids` is None, return positions that restart at 0 in
+    every segment."""
     if position_ids is None:
         return row.position_ids
     return position_ids.expand(row.rows, -1) if position_ids.ndim == 2 else position_ids
@@ -97,31 +101,38 @@ def _refuse_caches(inputs: dict[str, Any]) -> None:
     for name, value in inputs.items():
         if (name == "use_cache" and value) or not isinstance(value, (Tensor, int, float, str, type(None))):
             raise PackingError(
-                f"{name}: expected no cache on a model that runs modules by segment, got "
+                f"{name}: expected no cache on this patched model, got "
                 f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use "
                 "`with hf_packing.unpatch_model(model): model.generate(...)`"
             )
 
 
 def _lay_end_to_end(name: str, value: Any, row: PackedRow) -> Any:
-    """Return an argument, reshaped from [rows, tokens, ...] to [1, rows * tokens, ...] if the argument has tokens.
+    """Reshape a tensor from [rows, tokens, ...] to [1, rows * tokens, ...], and return it. Any other argument is
+    returned unchanged.
+
+    Args:
+        name: name of the argument.
+        value: value of the argument.
+        row: the borders of the packed rows.
 
     Raises:
-        PackingError: the first token of a row has a label, which a causal model would predict from the end of the
-            previous row.
+        PackingError: `value` contains labels, and the first token of a row, except the first row, has a label. A causal
+            model would predict this token from the end of the previous row.
     """
     if not isinstance(value, Tensor) or value.shape[:2] != (row.rows, row.tokens):
         return value
     if name == "labels" and bool((value[1:, 0] != IGNORED_LABEL).any()):
         raise PackingError(
-            f"labels: expected {IGNORED_LABEL} at the first token of every packed row, or a single row, since this "
-            "model gets the rows laid end to end, and would predict this token from the end of the previous row"
+            f"labels: expected {IGNORED_LABEL} at the first token of every packed row, got another label; this model "
+            "gets several rows as a single row, and would predict the first token of a row from the previous row. Set "
+            f"this label to {IGNORED_LABEL}, or pass one row at a time"
         )
     return value.reshape(1, row.rows * row.tokens, *value.shape[2:])
 
 
 def fold_into_rows(value: Any, row: PackedRow) -> Any:
-    """Return a model's outputs, with every tensor of [1, rows * tokens, ...] reshaped to [rows, tokens, ...]."""
+    """Return a model's outputs, with every tensor of shape [1, rows * tokens, ...] reshaped to [rows, tokens, ...]."""
 
     def fold(_: Any, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, row.rows * row.tokens):
@@ -133,10 +144,11 @@ def fold_into_rows(value: Any, row: PackedRow) -> Any:
 
 @dataclass(frozen=True)
 class Method:
-    """An attention function, and the inputs that a model with this attention function gets.
+    """An attention function and an input format. A route consists of a method and the modules that run by segment.
 
     Args:
-        attention: name of the attention function to set; None keeps the model's own attention, and runs it by segment.
+        attention: name of the attention function that the patch sets in the model. If None, the model keeps its own
+            attention function, and attention modules run segment by segment.
         inputs: format of the model's inputs.
     """
 
@@ -153,46 +165,48 @@ METHODS = (
     Method(None, InputFormat(borders=False, mask_of_ones=True)),
     Method(None, InputFormat(borders=False, mask_of_ones=True, positions=False)),
 )
-"""The methods, from the fastest to the most general. A model that keeps its own attention gets a mask of ones, since
-without a mask the model would detect packed rows by their positions. Such detection may work on short test documents
-and fail on long documents: an index that selects the best 2048 tokens selects all tokens of a short document."""
+"""The methods, from the fastest to the most general. A model that keeps its own attention function gets a mask of ones,
+since without a mask the model would detect packed rows by their positions. Such detection may work on short test
+documents and fail on long documents. An example is a model that attends only to the best 2048 tokens, and therefore to
+all tokens of a short document."""
 
 
 @dataclass(frozen=True, repr=False)
 class Route:
-    """How a patched model keeps packed documents apart. `describe` returns more details than the one-line repr."""
+    """The way in which a patched model keeps packed documents apart. The method `describe` returns the details."""
 
     method: Method
     by_segment: tuple[ModulePlan, ...]
     """Modules that run segment by segment."""
     packed_share: float
-    """Share of the model's parameters that see a whole packed row at once."""
+    """The share of the model's parameters, from 0 to 1, in modules that run on a whole packed row at once."""
     tried: tuple[str, ...] = ()
     """The reasons why faster methods failed."""
     refused_token: int | None = None
-    """A pad token that the model treats as padding even inside a document, or None. The patched model raises an error
-    if a document contains this token."""
+    """The id of a pad token that the model treats as padding even inside a document, or None. The patched model raises
+    an error if a document contains this token."""
     sees_labels: bool = False
-    """Whether the model sees the input token at each label's position, as masked language models do."""
+    """True if the model sees the input token at each label's position, as masked language models do."""
     unproven: str = ""
     """The reason why this route was not fully proven in training mode; an empty string if the route was proven."""
 
     @property
     def name(self) -> str:
-        """Name of the route: `varlen`, `segments` or `varlen + segments`."""
+        """The name of the route: `varlen`, `segments` or `varlen + segments`."""
         parts = ["varlen"] if self.method.attention else []
         return " + ".join(parts + (["segments"] if self.by_segment or not parts else []))
 
     @property
     def modules(self) -> dict[str, int]:
-        """Number of modules that run by segment, by the modules' class name."""
+        """A dictionary from class names of modules that run by segment to the number of such modules."""
         return dict(Counter(plan.kind for plan in self.by_segment))
 
     def describe(self) -> str:
-        """Return a description of a few lines.
+        """Return a description of the route in a few lines.
 
-        The lines give the name of the route, the share of the parameters that stay packed, the modules that run by
-        segment, and the reason if training mode was not fully proven.
+        The description contains the name of the route, the share of the parameters in modules that run on a whole
+        packed row, and the modules that run by segment. If the proof was not completed in training mode, the
+        description also contains the reason.
         """
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
         lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
@@ -203,7 +217,12 @@ class Route:
 
 
 def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
-    """Return the share of a model's parameters that see a whole packed row at once."""
+    """Return the share of a model's parameters, from 0 to 1, in modules that run on a whole packed row at once.
+
+    Args:
+        model: the model.
+        plans: plans of the modules that run segment by segment.
+    """
     by_segment: dict[int, int] = {}
     for plan in plans:
         module = model.get_submodule(plan.name)
@@ -214,7 +233,7 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
 
 
 def is_patched(model: PreTrainedModel) -> bool:
-    """Return whether `patch_model` has patched a transformers model. The model must be passed without wrappers."""
+    """Return whether a model is patched by `patch_model`. The model must be passed without wrappers, such as PEFT's."""
     return hasattr(model, PATCH)
 
 

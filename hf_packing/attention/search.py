@@ -1,8 +1,10 @@
-"""Find, by experiment, the modules of a model that are not segment-local, and plan how to run them segment by segment.
+"""Find the modules of a model that have to run segment by segment. To find them, run every module on a packed row and
+on the row's segments, and compare the outputs.
 
-A module is segment-local if its output for a row equals its outputs for the row's segments, joined. Examples are linear
-layers, norms, experts, and rotary embeddings with restarting positions. Other modules either let documents leak into
-each other (attention without borders, recurrent states, convolutions) or count tokens along the row (positions).
+A segment is one document, or a part of one document, in a packed row. A module is segment-local if its output for the
+row equals the joined outputs for the row's segments. Linear layers, norms, experts, and rotary embeddings of restarting
+positions are segment-local. A module that is not segment-local has to run segment by segment. Some of these modules let
+documents affect each other, as attention, recurrent layers and convolutions do. Others count tokens along the row.
 """
 
 from collections import Counter
@@ -32,57 +34,60 @@ from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
 
 _OTHER_CALLS = ({"embedded": True}, {"output_hidden_states": True})
-"""Options for further forwards of the model. With these options, modules get other arguments or return other outputs,
-and the token axes of these arguments and outputs must also be recorded."""
+"""Options for further forwards of the model. With these options, modules get other arguments or return other outputs.
+The search also has to record which axes of these arguments and outputs run along the tokens."""
 
 
 @dataclass
 class _Call:
-    """A call of a module during the forward that the search watches."""
+    """One call of a module, recorded during the model's forward."""
 
     inputs: tuple[Any, Any]
     """args and kwargs of the call."""
     inputs_copy: tuple[Any, Any]
-    """A copy of `inputs`, since a module may change its arguments in place."""
+    """A copy of `inputs`, made before the call, since a module may change its arguments in place. If no tensor in
+    `inputs` has tokens, `inputs` itself."""
     inner: list["_Call"] = field(default_factory=list)
-    """Calls of inner modules during this call, in order."""
+    """Calls of inner modules that happened during this call, in order."""
     name: str = ""
     output: Any = None
 
 
 @dataclass(frozen=True)
 class _Local:
-    """The finding that a module stays packed: the module is segment-local, or its input or output has no tokens."""
+    """The finding that a module can run on the whole packed row. Either the module is segment-local, or its input or
+    its output has no tokens."""
 
 
 @dataclass(frozen=True)
 class _Unsliceable:
-    """The finding that a module cannot be called on segments. The module stays packed, and the search tries the
-    outer module next."""
+    """The finding that a module cannot be called on single segments. The module itself is left unchanged, but a module
+    that contains it may still run segment by segment."""
 
     error: str
 
 
 @dataclass(frozen=True)
 class _BySegment:
-    """The finding that a module has to run by segment."""
+    """The finding that a module has to run segment by segment."""
 
     forward: SegmentedForward
     output: Any
-    """The output of the module when the module runs by segment."""
+    """The joined outputs of the module for the segments of the row."""
 
 
 class Search:
-    """Watches one forward of a model on a packed row, and finds the modules that have to run by segment.
+    """A search for the modules of a model that have to run segment by segment.
 
-    Every module is classified as soon as its call returns, so inner modules are classified before outer modules. A
-    module that has to run by segment does so from then on. Its output in the watched forward is also replaced, so that
-    later modules get the right input. If an outer module has to run by segment, too, the inner module gets its own
-    forward back.
+    The search watches one forward of the model on a packed row. Every module is classified as soon as its call returns,
+    so inner modules are classified before outer modules. A module that has to run segment by segment does so from then
+    on. Its output in the watched forward is also replaced, so that later modules get the right input. If an outer
+    module has to run segment by segment, too, the inner module gets its original forward back.
 
     Args:
         model: a model of transformers.
-        row: a packed row whose length is no size in the model.
+        row: a packed row. Its number of tokens must differ from every size in the model, since the search recognizes
+            token axes by this number.
     """
 
     def __init__(self, model: PreTrainedModel, row: PackedRow) -> None:
@@ -90,22 +95,23 @@ class Search:
         self.row = row
         self.embedding = model.get_input_embeddings()
         self.found: dict[str, SegmentedForward] = {}
-        """The forwards of the modules that run by segment, by module name."""
+        """Maps the name of each module that runs segment by segment to the module's new forward."""
         self.unsliceable: dict[str, str] = {}
-        """Error messages of the modules that could not be called on segments, by module name."""
+        """Maps the name of each module that could not be called on single segments to the error message."""
         self._is_classifying = False
         self._open_calls: list[_Call] = []
 
     def run(self, forward: Callable[..., Any]) -> list[ModulePlan]:
-        """Search, and return the plans of the modules that have to run by segment.
+        """Run the search, and return a plan for every module that has to run segment by segment.
 
         Args:
-            forward: function that runs the model on the packed row, and also takes the options in `_OTHER_CALLS`.
+            forward: function that runs the model on the packed row. The function is called without arguments, and with
+                the keyword arguments in `_OTHER_CALLS`.
         """
         try:
             with self._watching():
                 forward()
-            # the second forward records the arguments of modules that were found only at their second call
+            # if a module was found only at its second call, this forward also records the arguments of its first call
             forward()
             for options in _OTHER_CALLS if self.found else ():
                 with suppress(Exception):  # not every model supports these options
@@ -123,7 +129,7 @@ class Search:
         hooks = []
         for name, module in self.model.named_modules():
             if module is not self.model:
-                # these hooks are the innermost, so that they see the inputs and outputs of the forward itself
+                # no other hook runs between these hooks and the forward, so they see the forward's inputs and outputs
                 hooks.append(module.register_forward_pre_hook(self._before_call, with_kwargs=True))
                 hooks.append(module.register_forward_hook(self._after_call(name), prepend=True))
         try:
@@ -163,7 +169,10 @@ class Search:
         return classify_and_apply
 
     def _classify(self, call: _Call, module: nn.Module) -> _Local | _Unsliceable | _BySegment:
-        """Classify a module from one of its calls, and return the finding. The module itself is not changed."""
+        """Decide from one call of a module whether the module has to run segment by segment, and return the finding.
+
+        The module is left unchanged.
+        """
         inputs, row = call.inputs_copy, self.row
         plan = ModulePlan.record(call.name, module, row.tokens)
         plan.inputs.record(inputs)
@@ -181,7 +190,7 @@ class Search:
                 plan.is_stateful = True
                 output = run_one_by_one(forward, inputs, row)
             refuse_row_outputs(call.output, output, plan.outputs)
-        except Exception as error:  # a module that was not made for segments may raise anything
+        except Exception as error:  # a module may raise anything when it gets a single segment
             return _Unsliceable(f"{type(error).__name__}: {error}")
         if (
             depends_on_others
@@ -192,10 +201,11 @@ class Search:
         return _Local()
 
     def _run_by_segment_from_now_on(self, call: _Call, finding: _BySegment) -> None:
-        """Install the forward that runs a module by segment.
+        """Replace the module's forward by the forward in `finding`, which runs the module segment by segment.
 
-        Inner modules that ran by segment get their own forwards back. If possible, the module's projections still run
-        once, on the whole row.
+        Inner modules that ran segment by segment get their original forwards back. The module's projections, such as
+        the query and key projections of an attention layer, still run once on the whole row if this does not change the
+        module's output.
         """
         for name in [name for name in self.found if _is_in(name, call.name)]:
             self.found.pop(name).remove()
@@ -208,19 +218,26 @@ class Search:
         self.found[call.name] = forward
 
     def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
-        """Return whether a module still returns the expected output if its projections stay packed."""
+        """Return whether a module that runs segment by segment returns the expected output with the projections in its
+        plan. These projections run once, on the whole row."""
         try:
             output = run_one_by_one(forward, call.inputs_copy, self.row)
             return not outputs_differ(expected, output, forward.plan.outputs, self.row.slices)
-        except Exception:  # the module cannot use the projections' outputs segment by segment
+        except Exception:  # the module cannot use segments of the projections' outputs
             return False
 
     def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
-        """Return the projections inside a module that can run once, on the whole row, while the module runs by segment.
+        """Find the projections inside a module that may run once on the whole row.
+
+        The module itself runs segment by segment.
+
+        Args:
+            call: a recorded call of the module.
+            plan: the plan for running the module, in which the outputs of the projections are recorded.
 
         Returns:
-            The projections that are computed from the module's input, and the projection that computes the module's
-            output, or None.
+            First, the projections that run before the module, on the module's input or on the output of another such
+            projection. Second, the projection that computes the module's output, or None.
         """
         known: dict[int, Path | str] = {
             id(leaf): path
@@ -249,9 +266,10 @@ class Search:
         return ahead, RunAfter(last.name.removeprefix(f"{call.name}."), path)
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
-        """Return whether a call is the call of a projection inside the module `outer`.
+        """Return whether a recorded call is a call of a projection inside the module named `outer`.
 
-        A projection is a segment-local module with weights that is called on a single tensor of tokens.
+        A projection is a segment-local module that has weights, takes a single tensor, and returns a tensor with one
+        token axis.
         """
         args, kwargs = call.inputs
         if not call.name.startswith(f"{outer}.") or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
@@ -265,14 +283,15 @@ class Search:
 
 
 def _is_in(name: str, outer: str) -> bool:
-    """Return whether the module `name` is the module `outer`, or a module inside `outer`."""
+    """Return whether the module named `name` is the module named `outer`, or is inside that module."""
     return name == outer or name.startswith(f"{outer}.")
 
 
 class _CopyingDropout(TorchFunctionMode):
-    """Context manager: within the block, `F.dropout` returns a copy, so that every module's output is a new tensor.
+    """Context manager: within the block, `F.dropout` always returns a new tensor.
 
-    Outside the block, dropout that is off returns its input.
+    If dropout is off, `F.dropout` normally returns its input itself. The search tells tensors apart by object identity,
+    so every module has to return a new tensor.
     """
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:

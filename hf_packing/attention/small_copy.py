@@ -1,6 +1,8 @@
-"""Find and prove the route of a model on a small copy, which has the same class and the same kinds of layers.
+"""Build a small copy of a model, and use the copy to find the route of the model itself.
 
-A small copy is used if the model's weights are not in memory, or if the model works differently on long documents.
+A route is a way to keep packed documents apart in a model. A small copy has the same class and the same kinds of layers
+as the model. A copy is used if the model's weights are not in memory, or if some modules of the model work differently
+on long documents.
 """
 
 from dataclasses import replace
@@ -22,37 +24,42 @@ _DEPTHS = (
     *("encoder_layers", "num_encoder_layers", "moe_layer_start_index", "moe_layer_end_index"),
     *("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"),
 )
-"""Settings that stay the same, so that the modules of the copy have the same names as the modules of the model."""
+"""Names of settings that are not made smaller in the copy, so that the copy's modules have the same names as the
+model's modules."""
 
 _KEPT_EQUAL = (
     *(("num_key_value_heads", heads) for heads in ("num_attention_heads", "num_heads", "n_heads")),
     *(("num_kv_heads", heads) for heads in ("num_attention_heads", "n_head")),
     ("head_dim", "qk_rope_head_dim"),
 )
-"""Pairs of settings that are equal in the copy if they are equal in the model."""
+"""Pairs of settings. If the two settings are equal in the model, they also have to be equal in the copy."""
 
 _STATE_HEADS = (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand"))
-"""Names of settings (heads, head size, expansion) for which heads = hidden size * expansion / head size."""
+"""Names of settings of Mamba layers: number of heads, head size, expansion. The number of heads has to be hidden size *
+expansion / head size."""
 
 _LARGEST_TOKEN = 7
 
 _MOST_PER_KIND = 8
-"""Largest integer in the copy's settings that map kinds of layers to integers, such as windows."""
+"""Upper limit for integers in settings that are dictionaries, such as DeepSeek V4's compression rate for each kind of
+layer."""
 
 _COPY_DTYPES = (torch.float64, torch.float32)
-"""Dtypes of the copy, tried in this order. With large random weights, rounding errors grow from layer to layer, which
-float64 avoids; but some kernels do not support float64."""
+"""Dtypes of the copy, tried in this order. The copy has large random weights, with which rounding errors grow from
+layer to layer. In float64, the errors stay small, but some kernels do not support float64."""
 
 _EXPERTS = "eager"
-"""Implementation of the experts in a copy, since grouped kernels do not support float64."""
+"""The copy's `experts_implementation`. Other implementations use grouped kernels, which do not support float64."""
 
 
 def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
-    """Return a route for a model. The route is found and proven on a small copy of the model.
+    """Find and prove a route on a small copy of a model, and return it as a route for the model itself.
+
+    A route is a way to keep packed documents apart. The model itself is not run.
 
     Raises:
-        ModelNotSupportedError: no copy can be built, no route of the copy can be proven, or a module that runs by
-            segment in the copy has another class in the model.
+        ModelNotSupportedError: no copy can be built; or no route can be proven on the copy; or a module that runs
+            segment by segment in the copy has another class in the model.
     """
     failures: list[str] = []
     for dtype in _COPY_DTYPES:
@@ -60,9 +67,9 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
             copy = small_copy_of(model, dtype)
         except Exception as error:  # a configuration may be rejected for many reasons
             raise ModelNotSupportedError(
-                f"{type(model).__name__}: with prove=False, the route is found on a small copy of the model, but no "
-                f"copy can be built: {error}. Load the model on a machine where the model fits in memory, and patch "
-                "the model before it is sharded"
+                f"{type(model).__name__}: prove=False needs a small copy of the model, but no copy can be built: "
+                f"{error}. Load the weights on a machine with enough memory, and call patch_model with prove=True "
+                "before the model is sharded"
             ) from error
         try:
             find_and_prove(copy)
@@ -75,11 +82,12 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
 
 
 def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
-    """Replace the route of a model whose modules work differently on documents that are longer than the test documents.
+    """Replace the route of a patched model by a route that also works for long documents.
 
-    An example is a module that selects the best 2048 tokens, and so selects all tokens of a short document. The new
-    route is found on a small copy, in which such thresholds are small, and then proven on the model. If no route can be
-    found on a small copy, the model keeps its route.
+    Some modules work differently on documents that are longer than a threshold. For example, a module that selects the
+    best 2048 tokens selects all tokens of a shorter document. The test documents are shorter than such thresholds, so
+    this function looks for a route on a small copy of the model, in which the thresholds are small. The new route is
+    then proven on the model itself. If no route is found on the copy, the model keeps its route.
 
     Args:
         model: a patched model.
@@ -94,16 +102,17 @@ def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
 
 
 def changes_with_length(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration has a threshold, such as a window, that is larger than in a small copy."""
+    """Return whether a configuration has a threshold, such as a sliding window, that a small copy has to reduce."""
     settings = vars(config.get_text_config())
     return any(isinstance(settings.get(name), int) and settings[name] > short for name, short in THRESHOLDS.items())
 
 
 def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
-    """Return the copy's route as the route of the model.
+    """Return the route that was found on a small copy as a route for the model itself.
 
     Raises:
-        ModelNotSupportedError: a module that runs by segment in the copy is of another class in the model.
+        ModelNotSupportedError: a module that runs segment by segment in the copy has another class in the model, or is
+            missing there.
     """
     route = route_of(copy)
     assert route is not None
@@ -112,8 +121,9 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
     for plan in route.by_segment:
         if classes[plan.name] not in own.get(plan.name, ()):
             raise ModelNotSupportedError(
-                f"{type(model).__name__}: the route was found on a small copy, in which {plan.name} is a {plan.kind}; "
-                f"in the model itself it is {own.get(plan.name, ['missing'])[0]}, so the route does not apply"
+                f"{type(model).__name__}: patch_model found a route on a small copy of the model, but the route does "
+                f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
+                f"{own.get(plan.name, ['no such module'])[0]}"
             )
     return replace(route, packed_share=packed_share(model, route.by_segment))
 
@@ -121,10 +131,12 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
 def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a small copy of a model on the CPU, with random weights.
 
-    The copy has the same class as the model, and as many layers of the same kinds.
+    The copy has the same class as the model, and the same numbers and kinds of layers, but small sizes. It is in
+    evaluation mode.
 
     Raises:
-        Exception: the class rejects the small configuration; the type of the error depends on the class.
+        Exception: the model's class, or its configuration class, rejects the small sizes. The type of the error depends
+            on the class.
     """
     small = type(model.config).from_dict(_shrink(model.config))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -138,7 +150,7 @@ def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) ->
 
 
 def _shrink(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the settings of a configuration, with sizes replaced by small sizes."""
+    """Return the settings of a configuration as a dictionary, in which large sizes are replaced by small sizes."""
     settings: dict[str, Any] = config.to_dict()
     before = dict(settings)
     for name, value in before.items():

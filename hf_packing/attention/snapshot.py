@@ -1,4 +1,4 @@
-"""Restore modules, weights, modes and random states after a run of a model, and switch off randomness."""
+"""Restore the state of a model and of random generators after a run of the model, and switch off randomness."""
 
 import random
 from collections import deque
@@ -20,24 +20,27 @@ _CHANGED_IN_PLACE = (
     *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
-"""Dictionaries in a module that a forward may change. For example, transformers adds hooks when hidden states are
-requested."""
+"""Names of module attributes that are dictionaries, and that a forward may change in place. For example, transformers
+adds hooks when a caller requests hidden states."""
 
 _NOT_RESTORED = ("forward", "training")
-"""Attributes that other code may set on purpose while a forward runs."""
+"""Names of module attributes that `restored` leaves alone, since code within the block may set them on purpose."""
 
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
 def restored(*modules: nn.Module) -> Iterator[list[str]]:
-    """Context manager: at the end of the block, restore the state that the block has changed in these modules.
+    """Context manager: at the end of the block, undo the changes that the block has made to these modules.
 
-    Attributes, buffers, hooks, inner modules, and the items of lists, dictionaries and sets are restored. Values that
-    were written into tensors are not restored; see `WeightSnapshot`.
+    Replaced attributes, buffers, hooks and inner modules are restored, and so are the items of attributes that are
+    lists, dictionaries or sets. New values in existing tensors are not undone; `WeightSnapshot` undoes such changes.
+
+    Args:
+        *modules: the modules to restore. Inner modules are restored only if they are passed, too.
 
     Yields:
-        A list that is filled, at the end of the block, with the names of the attributes and items that have changed.
+        An empty list. At the end of the block, the names of the changed attributes and items are added to this list.
     """
     before = [
         (module, dict(vars(module)), [dict(vars(module)[name]) for name in _CHANGED_IN_PLACE]) for module in modules
@@ -65,7 +68,7 @@ def _collections(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of a list, set or deque; for a dictionary, return all keys, then all values."""
+    """Return the items of a list, set or deque. For a dictionary, return all keys, followed by all values."""
     return [*value, *(value.values() if isinstance(value, dict) else ())]
 
 
@@ -81,7 +84,10 @@ def _refill(value: Any, items: list[Any]) -> None:
 
 
 def _restore_items(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] = ()) -> list[str]:
-    """Restore a dictionary, except for the names in `kept`, and return the names of the items that had changed."""
+    """Make the dictionary `now` equal to `before`, and return the names of the items that had changed.
+
+    Items whose names are in `kept` are left as they are.
+    """
     added = now.keys() - before.keys() - set(kept)
     others = [name for name in before if name not in kept and (name not in now or now[name] is not before[name])]
     for name in added:
@@ -91,25 +97,26 @@ def _restore_items(now: dict[str, Any], before: dict[str, Any], kept: tuple[str,
 
 
 _SMALL_BUFFER = 2**20
-"""Largest number of entries in a buffer that `WeightSnapshot` always copies. Kernels, such as the kernel of BatchNorm,
-write to such buffers without a function call that `WeightSnapshot` could see. Larger buffers are tables, or the weights
-of quantized models."""
+"""`WeightSnapshot` copies a buffer in advance if the buffer has at most this number of entries. Some kernels, such as
+BatchNorm's, write to small buffers without a call that `WeightSnapshot` could intercept. Larger buffers are tables, or
+the weights of quantized models, and such kernels do not write to them."""
 
 
 class WeightSnapshot(TorchFunctionMode):
-    """Context manager: within the block, copy each parameter and buffer before the tensor is written to.
+    """Context manager: within the block, copy a parameter or buffer just before a function writes to it in place.
 
-    `restore` then restores the tensors that have changed. Two examples: RWKV rescales its weights at its first
-    evaluation, and BatchNorm updates its moving averages.
+    `restore` writes the old values back. Two examples of models that write to such tensors: RWKV rescales its weights
+    when it first runs in evaluation mode, and BatchNorm updates its moving averages. Small buffers are copied when the
+    object is created.
 
     Args:
-        model: the model whose parameters and buffers are kept.
+        model: the model whose parameters and buffers are copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._not_copied: dict[int, list[Tensor]] = {}
-        """Tensors that are not copied yet, by the address of their storage. Several tensors may share a storage."""
+        """Maps the address of a storage to the tensors in this storage that have not been copied yet."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         for parameter in model.parameters():
             if type(parameter) is nn.Parameter and parameter.numel() and not parameter.is_meta:
@@ -129,7 +136,7 @@ class WeightSnapshot(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def changed(self) -> list[Tensor]:
-        """Return the tensors whose values have changed."""
+        """Return the parameters and buffers of the model whose values have changed."""
         return [tensor for tensor, before in self._copies if not torch.equal(tensor, before)]
 
     def restore(self) -> None:
@@ -140,13 +147,14 @@ class WeightSnapshot(TorchFunctionMode):
 
 
 def writes(function: str) -> bool:
-    """Return whether a function with this name changes its first argument, as `div_` and `__setitem__` do."""
+    """Return whether a torch function with this name changes its first argument in place, as `div_` and `__setitem__`
+    do."""
     return function.endswith("_") and (not function.endswith("__") or function.startswith(("__i", "__set")))
 
 
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Context manager: at the end of the block, restore the training or evaluation mode of every module."""
+    """Context manager: at the end of the block, restore the training or evaluation mode of every module in a model."""
     before = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -157,7 +165,10 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_random_state(device: torch.device) -> Iterator[None]:
-    """Context manager: at the end of the block, restore the random states of torch, NumPy and Python."""
+    """Context manager: at the end of the block, restore the random states of torch, NumPy and Python.
+
+    If `device` is a CUDA device, the random states of all GPUs are restored, too.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
     try:
@@ -169,14 +180,17 @@ def restored_random_state(device: torch.device) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch, Python and NumPy."""
+    """Seed the global random generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
 def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the random states of torch, NumPy and Python. The result changes whenever a random number is drawn."""
+    """Return the random states of torch, NumPy and Python. Two results differ if a random number was drawn in between.
+
+    If `device` is a CUDA device, the random state of this device is included.
+    """
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     _, keys, place, *_ = np.random.get_state(legacy=True)
     numpy = np.asarray(keys).tobytes(), int(place)
@@ -184,8 +198,8 @@ def random_state(device: torch.device) -> tuple[Any, ...]:
 
 
 _RANDOM_SETTINGS = ("drop", "jitter", "noise")
-"""Parts of the names of settings that are probabilities or noise scales, such as attention_dropout, layerdrop,
-router_jitter_noise and neftune_noise_alpha."""
+"""Words in the names of settings. A setting whose name contains one of these words is a probability or a noise scale.
+Examples are attention_dropout, layerdrop, router_jitter_noise and neftune_noise_alpha."""
 
 _DROPOUTS = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -195,7 +209,10 @@ _DROPOUTS = (
 
 @contextmanager
 def without_randomness(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: within the block, switch off dropout, layer dropping and noise, but not training mode."""
+    """Context manager: within the block, switch off a model's dropout, layer dropping and noise.
+
+    Training mode is not changed.
+    """
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_zero_settings(module, ("p",) if isinstance(module, _DropoutNd) else ()))
@@ -207,7 +224,7 @@ def without_randomness(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _zero_settings(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
-    """Context manager: within the block, set to 0 the attributes of an object that are probabilities or noise scales.
+    """Context manager: within the block, set attributes of an object to 0 if they are probabilities or noise scales.
 
     Args:
         owner: a module or a configuration.
@@ -226,7 +243,8 @@ def _zero_settings(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Context manager: within the block, dropout functions return their input, and attention runs without dropout."""
+    """Context manager: within the block, torch's dropout functions return their input, and torch's
+    scaled_dot_product_attention runs without dropout."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""Build tiny random models of any architecture of transformers, from the configuration class of the architecture.
+"""Build tiny language models with random weights, for any model type of transformers.
 
 The functions come first, and the tables of small settings follow.
 """
@@ -15,11 +15,12 @@ _MAX_PARAMETERS = 10_000_000
 """The largest number of parameters that a tiny model may have."""
 
 _KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
-"""Parts of the names of parameters that keep their initial values, since modules rely on these values."""
+"""Words in the names of parameters. A parameter whose name contains one of these words keeps its initial values, since
+the parameter's module relies on them."""
 
 
 def architectures(kind: str) -> list[str]:
-    """Return the model types in the installed transformers that have a language-model head of this kind.
+    """Return the names of all model types, such as "llama", for which transformers has this kind of language model.
 
     Args:
         kind: "causal" or "masked".
@@ -32,23 +33,27 @@ def architectures(kind: str) -> list[str]:
 
 
 def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """Build a tiny random model in evaluation mode, in which every part has a large effect on the outputs.
+    """Build a tiny model with random weights, in evaluation mode.
+
+    The weights are large enough for every part of the model to have a large effect on the outputs.
 
     Args:
-        model_type: a model type of transformers.
+        model_type: a model type of transformers, such as "llama".
         kind: kind of the language-model head, "causal" or "masked".
         dtype: dtype of the parameters.
-        **changes: settings of the configuration, which replace the small settings.
+        **changes: settings for the configuration, which take precedence over the small settings.
 
     Raises:
-        ValueError: the model is too large even with small settings.
+        ValueError: the model has more than 10,000,000 parameters even with small settings.
     """
     config = tiny_config(model_type, kind, **changes)
     heads = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in heads[kind].from_config(config).parameters())
     if size > _MAX_PARAMETERS:
-        raise ValueError(f"{model_type} has {size:,} parameters even when its sizes are made small")
+        raise ValueError(
+            f"{model_type} has {size:,} parameters even with small settings, expected at most {_MAX_PARAMETERS:,}"
+        )
     torch.manual_seed(0)
     model: PreTrainedModel = heads[kind].from_config(config)
     randomize(model)
@@ -56,13 +61,19 @@ def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, *
 
 
 def tiny_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig:
-    """Build a configuration with small sizes and no dropout. Small sizes that its class rejects are left out."""
+    """Build a configuration with small sizes and no dropout. If the configuration class rejects a small size, the
+    default value is used.
+
+    The arguments have the same meaning as in `tiny_model`.
+    """
     return _small_config(CONFIG_MAPPING[model_type], kind, changes)
 
 
 def randomize(model: nn.Module) -> None:
-    """Draw new weights, large enough for every part of the model to affect the outputs. Initial weights are often too
-    small for this purpose."""
+    """Replace the weights of a model by random weights that are large enough for every part to affect the outputs.
+
+    Initial weights are often too small for this purpose.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,7 +89,12 @@ def randomize(model: nn.Module) -> None:
 
 
 def _scale_of(name: str, parameter: nn.Parameter) -> float:
-    """Return the standard deviation of the random entries of a weight."""
+    """Return the standard deviation with which `randomize` draws the entries of a parameter.
+
+    Args:
+        name: name of the parameter, in lower case.
+        parameter: a parameter with two or more dimensions.
+    """
     if any(part in name for part in ("embed", "wte", "wpe")):
         return 0.7
     if "conv1d" in name and parameter.dim() == 3:
@@ -107,9 +123,9 @@ def _small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any
 
 
 def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Return the classes of the nested configurations, by name.
+    """Return a dictionary from the name of each nested configuration in `cls` to the class of the nested configuration.
 
-    If any class is allowed for a nested configuration, return the class of the default value.
+    If `cls` allows any class for a nested configuration, the dictionary contains the class of the default value.
     """
     found = dict(cls.sub_configs)
     if AutoConfig in found.values():
@@ -118,9 +134,10 @@ def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConf
 
 
 def _accepted(cls: type[PreTrainedConfig], small: dict[str, Any], fixed: dict[str, Any]) -> PreTrainedConfig:
-    """Build a configuration. Small sizes that its class rejects are dropped one by one.
+    """Build a configuration, without the small sizes that the configuration class rejects.
 
-    A rejected size is found by its name in the error message of the class.
+    If the class raises an error whose message contains the name of a small size, that size is dropped, and the
+    configuration is built again.
 
     Args:
         cls: class of the configuration.
@@ -129,7 +146,7 @@ def _accepted(cls: type[PreTrainedConfig], small: dict[str, Any], fixed: dict[st
     """
     try:
         return cls(**(small | fixed))
-    except Exception as error:  # every class raises errors of its own
+    except Exception as error:  # the type of the error depends on the configuration class
         rejected = next((name for name in small if name not in fixed and name in str(error)), None)
         if rejected is None:
             raise
@@ -145,9 +162,9 @@ THRESHOLDS = dict.fromkeys(
     ),
     8,
 ) | {"block_size": 2}
-"""Small values of settings that matter only for documents longer than the setting's value. Most documents of the probe
-are longer than these values. `block_size` has a smaller value than the other settings, since BigBird attends to all
-tokens in documents of up to eleven blocks."""
+"""Small values for thresholds, such as windows: settings that affect only documents with more tokens than the setting's
+value. Most test documents have more tokens than these values. `block_size` is smaller than the other settings, since
+BigBird's block size affects only documents of more than eleven blocks."""
 
 _NAMES_BY_SIZE = {
     64: (
@@ -216,7 +233,7 @@ _NAMES_BY_SIZE = {
     ),
     0: ("pad_token_id", "num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_layers"),
 }
-"""Names of settings, grouped by the small value that the settings get."""
+"""Names of settings of transformers' configurations, grouped by the small value that tiny models use for them."""
 
 SETTINGS: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names} | dict.fromkeys(
     (
@@ -224,7 +241,7 @@ SETTINGS: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items()
         *("mtp_layers_block_type",),
     )
 )
-"""Small values of settings, by the names of the settings in transformers."""
+"""Maps the name of each setting in transformers' configurations to the value that tiny models use."""
 
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
@@ -321,5 +338,5 @@ _SETTINGS_OF_TYPE: dict[str, dict[str, Any]] = {
     | {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_headdim": 16}
     | {"use_shared_attention_adapter": False},
 }
-"""Settings that a model type needs in addition to small sizes, so that a model can be built and has all kinds of layers
-of its type."""
+"""Maps a model type to settings that a tiny model of this type needs in addition to small sizes. Without these
+settings, the model could not be built, or would lack some kinds of layers."""

@@ -1,4 +1,5 @@
-"""Find the token axes of a module's nested arguments, cut segments out of the arguments, and join segments again."""
+"""Find the axes of a module's arguments and outputs that run along the tokens of a row (the token axes), cut segments
+out of the arguments, and join the outputs of the segments."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,21 +11,23 @@ from torch import Tensor
 from hf_packing.errors import PackingError
 
 Path = tuple[str | int, ...]
-"""Place of a leaf in nested tuples, lists and dictionaries: the indices and keys that lead to the leaf."""
+"""The indices and keys that lead to a leaf in nested tuples, lists and dictionaries. A leaf is any other value."""
 
 Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""Function that returns padding, given the tensor to pad and the shape of the padding."""
+"""A function that returns padding. Its arguments are the tensor to pad and the shape of the padding."""
 
 LARGEST_FINITE = 1e30
-"""Values of larger magnitude count as infinite, since masks are filled with the most negative float."""
+"""Values of larger magnitude count as infinite, since masks contain the most negative float in place of minus
+infinity."""
 
 _LINE_TOLERANCE = 0.01
-"""Largest distance of a bias from a straight line, as a share of the last value of the bias. Biases in half precision
-are not exact."""
+"""An attention bias counts as linear if its distance from a straight line is at most this share of its largest value.
+Biases in half precision are not exact."""
 
 
 def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return nested tuples, lists and dictionaries with every leaf replaced by change(path, leaf)."""
+    """Return nested tuples, lists and dictionaries with every leaf (any other value) replaced by change(path, leaf).
+    Values of dictionaries that are None are not replaced."""
     if isinstance(value, tuple):
         items = [map_leaves(item, change, (*path, number)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -37,7 +40,7 @@ def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) for every leaf of nested tuples, lists and dictionaries."""
+    """Yield (path, leaf) for every leaf (any other value) in nested tuples, lists and dictionaries."""
     if isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
             yield from leaves(item, (*path, number))
@@ -65,14 +68,14 @@ def _is_integer(leaf: Any) -> bool:
 
 
 class TokenAxes:
-    """Stores which axes of a module's arguments, or of its outputs, run along the tokens of a row.
+    """A record of the axes that run along the tokens of a row, in the arguments or in the outputs of a module.
 
-    Token axes are recorded on a row whose length is no other size in the model, so every axis of this size is a token
-    axis. After `freeze`, the token axes of a tensor are looked up by the tensor's path and number of dimensions, not by
-    the tensor's sizes.
+    The record is made on a row whose number of tokens differs from every other size in the model. Every axis of this
+    size is therefore a token axis. After `freeze`, the record is complete: the token axes of a tensor are looked up by
+    the tensor's path and number of dimensions.
 
     Args:
-        where: name of the module, for error messages.
+        where: the module's class and name, for error messages.
         row_length: number of tokens in the row on which token axes are recorded.
     """
 
@@ -80,11 +83,11 @@ class TokenAxes:
         self.where = where
         self._row_length: int | None = row_length
         self._known: dict[tuple[Path, int], tuple[int, ...]] = {}
-        """Token axes by path and number of dimensions. An integer has -1 dimensions; the token axes of an integer that
-        counts tokens are (0,)."""
+        """Maps (path, number of dimensions) of a tensor to the token axes. An integer is stored with -1 dimensions; its
+        token axes are (0,) if it is the number of tokens, otherwise ()."""
         self._counting: set[Path] = set()
-        """Paths of tensors that count tokens along the row. A segment gets the first values of such a tensor, and not
-        the values at the segment's place in the row."""
+        """Paths of tensors that count the tokens of the row, such as positions. The count restarts in every segment: a
+        segment gets the first values of such a tensor, wherever the segment is in the row."""
 
     @property
     def is_recording(self) -> bool:
@@ -95,7 +98,7 @@ class TokenAxes:
         self._row_length = None
 
     def record(self, value: Any) -> None:
-        """Record the token axes of every leaf whose path and number of dimensions are new."""
+        """Record the token axes of every leaf in `value` whose path and number of dimensions are not recorded yet."""
         for path, leaf in leaves(value):
             if (key := _key(path, leaf)) is None or key in self._known:
                 continue
@@ -104,10 +107,10 @@ class TokenAxes:
                 self._counting.add(path)
 
     def of(self, path: Path, leaf: Any) -> tuple[int, ...]:
-        """Return the token axes of a leaf: (0,) for an integer that counts tokens, () for a leaf without tokens.
+        """Return the token axes of a leaf: (0,) for an integer that is the number of tokens, () if there are none.
 
         Raises:
-            PackingError: the leaf is a tensor that did not occur when token axes were recorded.
+            PackingError: no tensor with the leaf's path and number of dimensions was recorded before `freeze`.
         """
         if (key := _key(path, leaf)) is None:
             return ()
@@ -118,7 +121,8 @@ class TokenAxes:
         if isinstance(leaf, Tensor) and leaf.ndim:
             raise PackingError(
                 f"{self.where}: the tensor {_dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
-                "was patched, so it is not known which axis has the tokens; use the arguments of training"
+                "was patched, so its token axis is unknown; call the model with the usual inputs of training, such as "
+                "input_ids and labels"
             )
         return ()
 
@@ -127,27 +131,28 @@ class TokenAxes:
         return tuple(axis for axis, size in enumerate(sizes) if size == self._row_length)
 
     def any_in(self, value: Any) -> bool:
-        """Return whether any leaf has a token axis."""
+        """Return whether any leaf of the nested `value` has a token axis."""
         return any(self.of(path, leaf) for path, leaf in leaves(value))
 
     def most_in_one_tensor(self, value: Any) -> int:
-        """Return the largest number of token axes in a single tensor."""
+        """Return the largest number of token axes that a single tensor in `value` has; 0 if `value` has no tensors."""
         return max((len(self.of(path, leaf)) for path, leaf in leaves(value) if isinstance(leaf, Tensor)), default=0)
 
     def has_count(self, value: Any) -> bool:
-        """Return whether any leaf is an integer that counts tokens."""
+        """Return whether any leaf of the nested `value` is an integer that stands for the number of tokens."""
         return any(_is_integer(leaf) and self.of(path, leaf) for path, leaf in leaves(value))
 
     def is_counting(self, path: Path) -> bool:
         return path in self._counting
 
     def check(self, value: Any) -> None:
-        """Raise PackingError if a tensor did not occur when token axes were recorded."""
+        """Raise PackingError if `value` contains a tensor whose token axes were not recorded before `freeze`."""
         for path, leaf in leaves(value):
             self.of(path, leaf)
 
     def check_row(self, value: Any, tokens: int) -> None:
-        """Raise PackingError if a token axis does not have this size, or if a tensor no longer counts tokens."""
+        """Raise PackingError if a token axis in `value` does not have the size `tokens`, or if a tensor that was
+        recorded as counting the tokens of the row, such as positions, does not count them in `value`."""
         for path, leaf in leaves(value):
             if not isinstance(leaf, Tensor):
                 continue
@@ -155,28 +160,30 @@ class TokenAxes:
             for axis in axes:
                 if leaf.shape[axis] != tokens:
                     raise PackingError(
-                        f"{self.where}: expected {tokens} tokens along axis {axis} of {_dotted(path)}, "
+                        f"{self.where}: expected {tokens} tokens along axis {axis} of the tensor {_dotted(path)}, "
                         f"got shape {list(leaf.shape)}"
                     )
             is_float = leaf.is_floating_point()  # in half precision, large values rise in uneven steps
             if path in self._counting and not is_float and not counts_along(leaf, axes):
                 raise PackingError(
-                    f"{self.where}: expected {_dotted(path)} to rise by 1 from token to token, got other steps; a "
-                    "padding token in a document may be the cause"
+                    f"{self.where}: expected the values of {_dotted(path)} to rise by 1 from token to token, got other "
+                    "steps; a padding token in a document may be the cause, since some models do not count padding"
                 )
 
 
 def _key(path: Path, leaf: Any) -> tuple[Path, int] | None:
-    """Return the key under which the token axes of a leaf are stored; None for a leaf that cannot have tokens."""
+    """Return the key (path, number of dimensions) under which `TokenAxes` stores a leaf's token axes. An integer has -1
+    dimensions. Return None for a leaf that is neither a tensor nor an integer."""
     if isinstance(leaf, Tensor):
         return path, leaf.ndim
     return (path, -1) if _is_integer(leaf) else None
 
 
 def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
-    """Return whether values change in equal steps from token to token, as positions and ALiBi biases do.
+    """Return whether a tensor's values change in equal steps from token to token, as positions and ALiBi biases do.
 
-    Positions change by 1 for every token. A bias has to start at 0.
+    Integers have to rise by 1 from token to token. Floating-point values have to lie on a straight line that starts at
+    0. A floating-point mask, with two token axes, has to change in equal steps along its diagonal.
     """
     if leaf.dtype == torch.bool or not axes or leaf.shape[axes[0]] < 2:
         return False
@@ -194,10 +201,10 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
 
 
 def _grows_along_diagonal(mask: Tensor) -> bool:
-    """Return whether a mask has a bias that grows with the position, as masks with an ALiBi bias have.
+    """Return whether a mask [..., tokens, tokens] has a bias that grows with the position, as some ALiBi masks have.
 
-    The top left and the bottom right quarter of such a mask hide the same places, and their other values differ by a
-    constant that is not 0.
+    In such a mask, the top left and the bottom right quarter hide the same entries. The visible entries of the two
+    quarters differ by a constant that is not 0.
     """
     size = mask.shape[-1] // 2
     first, last = mask[..., :size, :size], mask[..., -size:, -size:]
@@ -212,16 +219,18 @@ def _grows_along_diagonal(mask: Tensor) -> bool:
 
 
 def cut_inputs(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:
-    """Cut slices out of a row's arguments, and stack the slices as the rows of a batch, padded on the right.
+    """Cut slices out of a module's arguments for a row, and return arguments for a batch with one row per slice.
+
+    Shorter slices are padded on the right to the length of the longest slice.
 
     Args:
-        value: nested arguments for the row.
+        value: nested arguments of the module for the whole row.
         axes: token axes of the arguments.
-        slices: (start, end) of each slice.
+        slices: (start, end) of each slice, in tokens.
         fill: function that returns the padding; by default, the padding is zeros.
 
     Raises:
-        PackingError: several slices are cut out of a tensor that has no axis for rows before its token axis.
+        PackingError: a tensor's first axis is a token axis, so that several slices cannot be stacked as rows.
     """
     longest = max(end - start for start, end in slices)
 
@@ -254,23 +263,27 @@ def _pad(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
 
 
 def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
-    """Split the output of a call on several slices into one output for each slice.
+    """Split a module's output for a batch with one row per slice into one output for each slice.
 
     Returns:
-        For each slice, the leaves of the slice's output by path, without padding.
+        For each slice, a dictionary from the path of a leaf to the slice's part of this leaf, without padding. A leaf
+        without token axes is not split: every slice gets the whole leaf.
     """
     parts: list[dict[Path, Any]] = [{} for _ in lengths]
     for path, leaf in leaves(value):
         along = axes.of(path, leaf)
         if not along:
             each: Sequence[Any] = [leaf] * len(lengths)
-        elif not isinstance(leaf, Tensor):  # a count of tokens
+        elif not isinstance(leaf, Tensor):  # an integer that is the number of tokens
             each = lengths
         elif len(lengths) == 1:
             each = [leaf]
         else:
             if along[0] == 0 or leaf.shape[0] % len(lengths):
-                raise PackingError(f"{axes.where}: the module returns a tensor without an axis for rows")
+                raise PackingError(
+                    f"{axes.where}: the module returns a tensor without an axis for rows; expected a first axis that "
+                    f"can be split into {len(lengths)} rows, got shape {list(leaf.shape)}"
+                )
             each = leaf.chunk(len(lengths))
         for part, piece, length in zip(parts, each, lengths, strict=True):
             shortened = piece
@@ -281,15 +294,16 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
 
 
 def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
-    """Return the output for a row, joined from the outputs of the row's segments and nested like `value`.
+    """Join a module's outputs for the segments of a row, and return the output for the whole row.
 
-    A tensor with two token axes, such as attention weights, is 0 where its two tokens are in different segments. A leaf
-    without tokens, such as a last state, is taken from the last segment. Single numbers must be equal in all segments.
+    In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
+    A leaf without tokens, such as a final state, is taken from the last segment. A single floating-point number must be
+    equal in all segments.
 
     Args:
-        value: output of one call of the module.
+        value: output of one call of the module. The result is nested in the same way.
         axes: token axes of the module's outputs.
-        parts: for each segment, the leaves of the segment's output by path.
+        parts: for each segment, a dictionary from path to leaf, as returned by `split_outputs`.
     """
 
     def join_leaf(path: Path, _: Any) -> Any:
@@ -310,11 +324,12 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
 
 
 def _check_equal_numbers(each: Sequence[Tensor], where: str) -> None:
-    """Raise PackingError if a single number differs between segments, since the number for the row is then unknown."""
+    """Raise PackingError if `each`, which has a module's output for every segment, holds single floating-point numbers
+    that are not equal. The number for the whole row would then be unknown."""
     if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
         raise PackingError(
-            f"{where}: the module returns a number computed from all tokens, such as the loss of a router; the number "
-            "for a row cannot be computed from the numbers for the row's segments"
+            f"{where}: the module returns a number computed from all tokens of a row, such as the loss of a router; "
+            "the number for a row cannot be computed from the numbers for the row's segments"
         )
 
 

@@ -1,4 +1,4 @@
-"""Compare the logits of a model, and distinguish differences that rounding explains from larger differences."""
+"""Compare logits of a model, and decide whether rounding explains the differences between them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +16,19 @@ from hf_packing.errors import ModelNotSupportedError
 
 
 class NoLanguageModelError(ModelNotSupportedError):
-    """Raised for a model that does not return logits for each token."""
+    """Error for a model that does not return logits for each token."""
 
     SUPPORTED = (
         "causal and masked language models are supported, as loaded by AutoModelForCausalLM or AutoModelForMaskedLM; "
         "train other models, such as classifiers and reward models, on padded batches without hf_packing"
     )
-    """The end of an error message about a model that is not supported."""
+    """Text for the end of an error message, which says which models are supported."""
 
 
 def what_is_missing(model: PreTrainedModel) -> str:
-    """Return the end of an error message about a model that cannot be called with input_ids alone.
+    """Return the reason why a model cannot be called with input_ids alone, as text for the end of an error message.
 
-    The text says why the model is not supported. If no reason is known, the text is empty.
+    Return an empty string if the reason is unknown.
     """
     if model.config.is_encoder_decoder:
         return (
@@ -60,12 +60,19 @@ def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
 
 
 def comparable(logits: Tensor) -> Tensor:
-    """Return a boolean mask that is True for finite logits, except for large values that stand for infinity."""
+    """Return a boolean tensor that is True for every logit with a magnitude below `LARGEST_FINITE`.
+
+    Larger values stand for infinity, and cannot be compared.
+    """
     return logits.abs() < LARGEST_FINITE
 
 
 def largest_difference(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference of comparable logits; infinity if a logit is comparable in only one tensor."""
+    """Return the largest absolute difference between the logits in two tensors of equal shape.
+
+    Infinite logits, for which `comparable` is False, are ignored if they are infinite in both tensors. Return infinity
+    if a logit is infinite in only one tensor.
+    """
     both = comparable(left) & comparable(right)
     if not torch.equal(comparable(left), comparable(right)):
         return math.inf
@@ -73,65 +80,69 @@ def largest_difference(left: Tensor, right: Tensor) -> float:
 
 
 def spread(logits: Tensor) -> float:
-    """Return the standard deviation of the comparable logits."""
+    """Return the standard deviation of logits, without the infinite logits, for which `comparable` is False."""
     return float(logits[comparable(logits)].std())
 
 
 ROUNDING_FACTOR = 4
-"""Factor on the measured effect of rounding. The product is the allowed difference between the logits of a packed
-document and of the same document alone. On 210 tiny architectures, and on small copies of large models, logits differed
-by up to twice the effect of rounding."""
+"""The logits of a packed document and of the same document alone may differ by this number times the measured effect of
+rounding. On 210 tiny architectures, and on small copies of large models, the logits differed by up to twice the effect
+of rounding."""
 
 ALWAYS_ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Always allowed difference between the logits of a packed document and of the same document alone, in standard
-deviations of the logits. Packed documents give tensors of other shapes to kernels, and parts of most models compute in
-float32 whatever the model's dtype is."""
+"""A difference between the logits of a packed document and of the same document alone that is always allowed, by dtype,
+in standard deviations of the logits. There are two reasons for the difference: kernels get tensors of other shapes if
+documents are packed, and most models compute some parts in float32, whatever their dtype is."""
 
 NEVER_ALLOWED = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Largest difference that is ever allowed, however large the effect of rounding is. A larger difference could also be
-caused by a fault in attention."""
+"""Upper limit of the allowed difference between the logits of a packed document and of the same document alone, by
+dtype, in standard deviations of the logits. The limit also applies if the effect of rounding is larger, since faults in
+attention can cause such differences, too."""
 
 _LEAST_LEAK = 1e-6
-"""Change of a document's logits that is always allowed when another document is replaced. All shapes stay the same, so
-the logits of dense models do not change at all. Experts, however, get other numbers of tokens, and so other shapes."""
+"""A document's logits may always change by up to this number of standard deviations when another document is replaced.
+All shapes stay the same, so the logits of dense models do not change at all. Experts, however, get other numbers of
+tokens, and so tensors of other shapes."""
 
 _HALF_LEAK, _HALF_LEAK_WITH_EXPERTS = 1e-3, 2e-2
-"""Change of a document's logits, in half precision, that is allowed when another document is replaced: the first number
-for models without experts, the second for models with experts."""
+"""In half precision, a document's logits may change by this number of standard deviations when another document is
+replaced. The first number is for models without experts, and the second number is for models with experts."""
 
 _HALF_MAX, _HALF_RMS, _HALF_MEDIAN_WITH_EXPERTS = 0.2, 0.05, 0.05
-"""Limits in half precision for the largest, the root mean square and the median difference. The largest or the root
-mean square difference must be within its limit. In models with experts, a median within its limit is enough, since
-rounding sends single tokens to other experts. On tiny bfloat16 models of 2 to 12 layers, rounding caused differences of
-0 to 0.25, 0 to 0.04 and 0 to 0.05; a lost window, scale or sink caused differences of at least 0.4, 0.07 and 0.07."""
+"""Limits, in half precision, for differences between the logits of a packed document and of the same document alone, in
+standard deviations of the logits. Rounding explains the differences if the largest difference or the root mean square
+is within its limit. In models with experts, it is enough if the median is within its limit, since rounding may send
+single tokens to other experts. On tiny bfloat16 models of 2 to 12 layers, rounding caused a largest difference of
+up to 0.25, a root mean square of up to 0.04, and a median of up to 0.05. When attention ignored a window, a scale or an
+attention sink by mistake, these values were at least 0.4, 0.07 and 0.07."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest differences that rounding explains, in standard deviations of a model's logits."""
+    """The limits up to which rounding explains differences between logits, in standard deviations of the logits."""
 
     dtype: torch.dtype
     """Dtype in which the model computes."""
     has_experts: bool
     rounding: float | None = None
-    """Measured effect of rounding on a logit; None if the effect could not be measured."""
+    """The effect of rounding on the logits, as returned by `measure_rounding`; None if it was not measured."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether limits follow from the measured effect of rounding. In half precision, rounding has as large an
-        effect as some faults, so limits are fixed."""
+        """True if the limits depend on the measured effect of rounding. In half precision, the limits are fixed, since
+        the effect of rounding is as large as the effect of some faults."""
         return self.dtype in ALWAYS_ALLOWED
 
     @property
     def difference(self) -> float:
-        """Largest allowed difference, in single or double precision, between the logits of a packed document and of the
-        same document alone."""
+        """The largest allowed difference between the logits of a packed document and of the same document alone. Only
+        float32 and float64 have this limit."""
         least, most = ALWAYS_ALLOWED[self.dtype], NEVER_ALLOWED[self.dtype]
         return min(max(least, ROUNDING_FACTOR * (self.rounding or 0.0)), most)
 
     @property
     def leak(self) -> float:
-        """Largest allowed change of a document's logits when another document is replaced."""
+        """The largest allowed change of a document's logits when another document in the row is replaced."""
         if not self.is_measured:
             return _HALF_LEAK_WITH_EXPERTS if self.has_experts else _HALF_LEAK
         if self.rounding is None:
@@ -140,22 +151,29 @@ class Tolerance:
         return min(max(_LEAST_LEAK, ROUNDING_FACTOR * self.rounding), most)
 
     def note(self) -> str:
-        """Return the end of an error message about a difference. The text is empty if rounding cannot be the cause."""
+        """Return text for the end of an error message about a difference between logits.
+
+        The text says that rounding may be the cause, if the measured effect of rounding is too large for the limits.
+        Otherwise, the text is empty.
+        """
         if not self.is_measured or not self.rounding or ROUNDING_FACTOR * self.rounding <= NEVER_ALLOWED[self.dtype]:
             return ""
         return (
-            f"; rounding alone changes the logits by {self.rounding:.2g} standard deviations in {self.dtype}, so the "
-            "cause may be a fault or rounding; load the model in float64, and patch the model again"
+            f"; rounding alone changes the logits by {self.rounding:.2g} standard deviations in {self.dtype}, so "
+            "rounding may be the cause of the difference; load the model in float64, and patch the model again"
         )
 
     def unexplained(self, packed: Sequence[Tensor], alone: Sequence[Tensor], lenience: float = 1) -> float:
-        """Return the largest difference between packed documents and the same documents alone, or 0 if rounding
-        explains the difference.
+        """Return the largest difference between the logits of packed documents and of the same documents run alone.
+
+        Differences in documents for which rounding explains the differences are ignored. If rounding explains the
+        differences in all documents, return 0.
 
         Args:
             packed: logits of each packed document, [tokens, vocabulary], float32 or float64.
             alone: logits of each document run alone, [tokens, vocabulary], float32 or float64.
-            lenience: factor on the allowed difference.
+            lenience: factor by which limits are raised; in half precision, the limit of the largest difference is not
+                raised.
         """
         return max(
             0.0, *(self._unexplained_in_one(left, right, lenience) for left, right in zip(packed, alone, strict=True))
@@ -179,21 +197,22 @@ def measure_rounding(
     documents: Sequence[Sequence[int]],
     alone: Sequence[Tensor],
 ) -> float | None:
-    """Measure the effect of rounding on a logit.
+    """Measure the effect of rounding on the logits of a model.
 
-    Each document is run again, in a batch of two copies, with every entry of its embeddings changed by one rounding
-    error. The perturbation shows how rounding errors grow through the model, and the batch shows how much the results
-    of kernels differ for other shapes. The tokens stay the same.
+    Each document is run again, in a batch of two copies, with every entry of its embeddings changed by a rounding
+    error. The perturbation shows how rounding errors grow from layer to layer. The batch shows how much the results of
+    kernels depend on the shapes of tensors.
 
     Args:
         model: a model of transformers.
         logits: function that maps tokens [rows, tokens], with one document in each row, to logits
             [rows * tokens, vocabulary].
-        documents: tokens of each document.
+        documents: token ids of each document.
         alone: logits of each document run alone, [tokens, vocabulary].
 
     Returns:
-        The largest difference, in standard deviations of the logits; None if the model cannot run such a batch.
+        The largest difference between the new logits and `alone`, in standard deviations of the logits; None if the
+        model cannot run such a batch, or if the difference is not finite.
     """
     found = 0.0
     try:
@@ -208,8 +227,10 @@ def measure_rounding(
 
 @contextmanager
 def _perturbed_embeddings(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: within the block, change every entry of the embeddings by one rounding error, up or down at
-    random."""
+    """Context manager: within the block, change every entry of the model's token embeddings by a rounding error.
+
+    Every entry is multiplied by 1 + eps or 1 - eps at random, where eps is the machine epsilon of the model's dtype.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def move(_: nn.Module, __: Any, output: Any) -> Any:
@@ -227,14 +248,15 @@ def _perturbed_embeddings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def computation_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
-    """Return the dtype of autocast if autocast is on; otherwise, return the dtype of the model."""
+    """Return the dtype of autocast if autocast is on for this device; otherwise, return the dtype of the model."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
 
 
 class MatmulDtype(TorchFunctionMode):
-    """Context manager: within the block, note in `half` the dtype of matrix products in half precision.
+    """Context manager: within the block, detect matrix products in half precision, and store their dtype in `half`.
 
-    Quantized layers compute in half precision, whatever the dtypes of their inputs and outputs are.
+    If there are no such products, `half` is None. Quantized layers compute matrix products in half precision, whatever
+    the dtypes of the layers' inputs and outputs are.
     """
 
     _NAMES = ("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm")

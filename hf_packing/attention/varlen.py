@@ -1,4 +1,7 @@
-"""`packed_varlen`, the attention function that transformers calls in every layer of a patched model."""
+"""The attention function `packed_varlen`, which transformers calls in the attention layers of a patched model.
+
+The function computes attention within each segment of a packed row. A segment is a document, or a part of a document.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,25 +23,25 @@ from hf_packing.errors import PackingError
 NAME = "packed_varlen"
 
 NAME_WITH_LOCAL_MASKS = "packed_varlen_local"
-"""Name of `packed_varlen` for models that put windows or chunks only in their mask. With this name, `packed_varlen`
-gets a `LocalMask`."""
+"""Second name under which `packed_varlen` is registered, for models that express a sliding window or chunks only in the
+attention mask. Under this name, `packed_varlen` gets a `LocalMask` as its attention_mask."""
 
 _HARMLESS = frozenset(
     ["cache_position", "deterministic", "ignore_index", "labels", "num_items_in_batch", "output_attentions"]
     + ["output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "return_dict"]
     + ["seq_idx", "shift_labels", "use_cache"]
 )
-"""Arguments that some models pass to their attention function, and that have no effect on the attention."""
+"""Names of arguments that some models pass to their attention function, although attention does not depend on them."""
 
 
 @dataclass(frozen=True)
 class LocalMask:
-    """A mask that hides all tokens outside a window or a chunk, in addition to future tokens."""
+    """A description of an attention mask in which every token attends only to tokens in a window or in a chunk."""
 
     window: int | None = None
-    """Number of tokens that a token attends to on each side, the token itself included."""
+    """Size of the window: a token attends only to tokens at a distance of less than this number."""
     chunk: int | None = None
-    """Number of tokens in each chunk of a document; a token attends only to tokens in its own chunk."""
+    """Number of tokens in each chunk of a document. A token attends only to tokens in the same chunk."""
 
     def __str__(self) -> str:
         return f"a chunk of {self.chunk} tokens" if self.chunk else f"a window of {self.window} tokens"
@@ -46,13 +49,13 @@ class LocalMask:
 
 @dataclass
 class Observed:
-    """The number of observed calls of `packed_varlen`, and the windows and local masks that the model requested."""
+    """A record of the calls of `packed_varlen`, with the windows and local masks that a model requested."""
 
     calls: int = 0
     windows: set[int] = field(default_factory=set)
-    """Windows that layers passed to the attention function."""
+    """Values of `sliding_window` that layers passed to `packed_varlen`."""
     local_masks: set[LocalMask] = field(default_factory=set)
-    """Local masks that the model requested."""
+    """Masks with a window or chunks that the model requested from its mask function."""
 
 
 _observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
@@ -70,7 +73,7 @@ def observe() -> Iterator[Observed]:
 
 
 def _observer() -> Observed | None:
-    """Return the current `Observed`, or None if calls are not observed.
+    """Return the `Observed` of the current `observe` block, or None outside such a block.
 
     While torch.compile traces, also return None, since reading a context variable would break the graph in every layer.
     """
@@ -99,21 +102,23 @@ def packed_varlen(
     """Compute attention within each segment, with the signature that transformers' AttentionInterface requires.
 
     Args:
+        module: the attention layer. If `is_causal` is None, the layer's attribute `is_causal` is used.
         query: [rows, heads, tokens, head_dim].
         key: [rows, kv_heads, tokens, head_dim].
         value: [rows, kv_heads, tokens, value_dim].
         attention_mask: None, since the borders of segments replace a mask; or a `LocalMask`.
-        sliding_window: number of tokens that a token attends to on each side, the token itself included.
+        sliding_window: size of the window: a token attends only to tokens at a distance of less than this number.
         s_aux: [heads], attention sinks.
-        position_ids: integers [rows, tokens]; if cu_seq_lens_q is missing, borders are read from the positions.
-        cu_seq_lens_q: int32 [segments + 1], borders of the segments in the rows laid end to end.
+        position_ids: integers [rows, tokens], which restart in every segment. The borders are read from the positions
+            if no other argument has the borders.
+        cu_seq_lens_q: int32 [segments + 1], cumulative segment lengths over all rows, starting with 0.
 
     Returns:
         The attention output, a contiguous tensor [rows, tokens, heads, value_dim], and None in place of attention
         weights.
 
     Raises:
-        PackingError: an argument cannot be honored, or borders are missing or do not fit the tokens.
+        PackingError: an argument is not supported, or the borders are missing or do not fit the tokens.
     """
     rows, heads, tokens, _ = query.shape
     _check_arguments(module, query, key, attention_mask, others)
@@ -167,40 +172,45 @@ def _check_arguments(
             "cross-attention"
         )
     if others.get("output_attentions"):
-        raise PackingError(f"output_attentions: {NAME} keeps no attention weights, which {where} requests")
+        raise PackingError(f"output_attentions: {NAME} returns no attention weights, but {where} requests them")
     for name, value in others.items():
         if value is not None and value is not False and name not in _HARMLESS:
-            raise PackingError(f"{name}: {NAME} cannot honor this argument of {where}")
+            raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
 
 
 def _borders_and_lengths(
     module: torch.nn.Module, rows: int, tokens: int, cu_seq_lens_q: Tensor | None, position_ids: Tensor | None
 ) -> tuple[Tensor, list[int] | None]:
-    """Return the borders of the segments, and the lengths of the segments.
+    """Return the borders of the segments, int32 [segments + 1], and the lengths of the segments.
 
-    The borders are taken from the current row, or else from cu_seq_lens_q, or else from position_ids. The lengths are
-    None if the values of a tensor would have to be read to find the lengths.
+    The borders are those of the packed row that the patched model currently processes. If there is no such row, or if
+    cu_seq_lens_q is not the tensor of this row, the borders are read from cu_seq_lens_q, or else from position_ids. In
+    these cases, the lengths are None, since computing them requires reading the values of a tensor.
     """
     row = None if torch.compiler.is_compiling() else current_row.get()
     if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
         if row.rows * row.tokens != rows * tokens:
             raise PackingError(
-                f"{type(module).__name__} attends to {rows * tokens} tokens, but the current packed row has "
-                f"{row.rows * row.tokens} tokens"
+                f"{type(module).__name__}: expected the {row.rows * row.tokens} tokens of the packed row that the "
+                f"model currently processes, got {rows * tokens} tokens"
             )
         return row.cu_seq_lens, list(row.lengths)
     if cu_seq_lens_q is not None:
         return cu_seq_lens_q, None
     if position_ids is None or position_ids.ndim != 2:
         raise PackingError(
-            f"{type(module).__name__} was given neither cu_seq_lens_q nor position_ids, so the borders of segments are "
-            "not known"
+            f"{type(module).__name__} was given neither cu_seq_lens_q nor position_ids of shape [rows, tokens], so the "
+            "borders between segments are unknown; pass one of these arguments to the model"
         )
     return borders_from_positions(position_ids.expand(rows, -1)), None
 
 
 def _cut_into_chunks(borders: Tensor, chunk: int) -> tuple[Tensor, list[int], int]:
-    """Cut all segments into chunks, and return the borders, the lengths and the largest length of the chunks."""
+    """Cut all segments into chunks of at most `chunk` tokens.
+
+    Returns:
+        The borders of the chunks, int32 [chunks + 1], the lengths of the chunks, and the largest length.
+    """
     known = borders.tolist()
     cuts = [start for a, b in pairwise(known) for start in range(a, b, chunk)] + known[-1:]
     lengths = [b - a for a, b in pairwise(cuts)]
@@ -208,9 +218,10 @@ def _cut_into_chunks(borders: Tensor, chunk: int) -> tuple[Tensor, list[int], in
 
 
 def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value in one dtype, cast as autocast does for torch's own attention.
+    """Return query, key and value in one dtype: the dtype of autocast if autocast is on, or else the dtype of `value`.
 
-    The cast is needed since norms and rotary embeddings may return float32.
+    The cast is needed since norms and rotary embeddings may return float32. As in torch's own attention, autocast does
+    not apply to float64.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
@@ -221,7 +232,7 @@ def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _merge_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor of [rows, heads, tokens, dim] reshaped to [1, heads, rows * tokens, dim]."""
+    """Reshape a tensor from [rows, heads, tokens, dim] to [1, heads, rows * tokens, dim], and return the result."""
     if tensor.shape[0] == 1:
         return tensor
     return tensor.transpose(0, 1).flatten(1, 2)[None]
@@ -230,15 +241,16 @@ def _merge_rows(tensor: Tensor) -> Tensor:
 def packed_varlen_mask(
     *args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
 ) -> Tensor | None:
-    """Return None for a mask without padding, since the borders of segments replace the mask.
+    """Return the attention mask that transformers passes to `packed_varlen`.
 
-    A mask with padding is returned as a tensor, which `packed_varlen` refuses.
+    The mask is None if the batch has no padding, since the borders of segments then replace the mask. If the batch has
+    padding, the mask is a tensor, for which `packed_varlen` raises an error.
 
     Raises:
-        PackingError: the mask is made of custom functions, which borders cannot express.
+        PackingError: the model adds mask functions of its own, which the borders of segments cannot replace.
     """
     if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
-        raise PackingError(f"attention_mask: {NAME} cannot honor a mask made of custom functions")
+        raise PackingError(f"attention_mask: {NAME} does not support a mask made of custom functions")
     if (observed := _observer()) is not None and local_size is not None:
         observed.local_masks.add(_local_mask(kwargs["mask_function"], local_size))
     padding: Tensor | None = flash_attention_mask(*args, **kwargs)
@@ -246,7 +258,8 @@ def packed_varlen_mask(
 
 
 def _packed_varlen_local_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | LocalMask | None:
-    """Return the result of `packed_varlen_mask`, but a `LocalMask` for a mask with a window or chunks."""
+    """Return a `LocalMask` if the mask has a window or chunks and the batch has no padding; otherwise, return the
+    result of `packed_varlen_mask`."""
     padding = packed_varlen_mask(*args, **kwargs)
     return padding if padding is not None or local_size is None else _local_mask(kwargs["mask_function"], local_size)
 
@@ -259,11 +272,17 @@ def _local_mask(mask_function: Any, local_size: int) -> LocalMask:
         return LocalMask(window=local_size + 1)
     if "sliding_window_overlay" in overlays:
         return LocalMask(window=local_size)
-    raise PackingError(f"attention_mask: {NAME} supports windows and chunks, got another mask of size {local_size}")
+    raise PackingError(
+        f"attention_mask: {NAME} supports sliding windows and chunks, got another kind of local mask, with a size of "
+        f"{local_size} tokens"
+    )
 
 
 def _overlay_names(mask_function: Any) -> Iterator[str]:
-    """Yield the names of the functions of transformers.masking_utils that a mask function is composed of."""
+    """Yield the names of the functions that built a mask function and its parts, such as "sliding_window_overlay".
+
+    These functions are in transformers.masking_utils.
+    """
     yield mask_function.__qualname__.split(".")[0]
     for cell in mask_function.__closure__ or ():
         inside = cell.cell_contents

@@ -1,4 +1,7 @@
-"""`hf-packing check`: check whether a model isolates packed documents, before and after patch_model."""
+"""`hf-packing check`: check whether a model isolates packed documents, before and after patch_model.
+
+A model isolates documents if changing one document of a packed row never changes the outputs of the other documents.
+"""
 
 import argparse
 import math
@@ -33,17 +36,17 @@ _NOT_ISOLATED = 1
 _KINDS = ("causal", "masked")
 _HEADS = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
 _ADVICE = ". hf_packing.patch_model("
-"""The beginning of the advice to call patch_model. The advice is cut off, since patch_model is called next."""
+"""The beginning of the advice to call patch_model. The command calls patch_model itself, so it omits this advice."""
 
 
 def run_check(given: argparse.Namespace) -> int:
-    """Check a model, patch it, and check it again.
+    """Check whether a model isolates documents, before and after patch_model, and print the results.
 
     Args:
         given: the parsed command line flags.
 
     Returns:
-        The exit code: 1 if the patched model does not isolate documents, or if the model cannot be patched.
+        The exit code: 0 if the patched model isolates documents; 1 if it does not, or if the model cannot be patched.
     """
     with err.status("Checking the model for leaks"):
         found = _check_model(given.model, given.weights, given.trust_remote_code)
@@ -60,7 +63,7 @@ class _CheckedModel:
 
     name: str
     checked: str
-    """A description of the checked model: either the model itself, or a small model with the same configuration."""
+    """A text that says which model was checked: the model itself, or a small model with the same configuration."""
     stock: IsolationReport
     patched: IsolationReport | None
     refusal: str = ""
@@ -68,7 +71,7 @@ class _CheckedModel:
 
     @property
     def isolated(self) -> bool:
-        """Whether documents are isolated after patch_model."""
+        """True if the model isolates documents after patch_model."""
         return self.patched is not None and self.patched.isolated
 
     def __str__(self) -> str:
@@ -98,7 +101,7 @@ class _CheckedModel:
 
 
 def _indented(text: str) -> str:
-    """Return the text with long lines wrapped, and with all lines but the first indented."""
+    """Return the text with lines wrapped to WIDE columns. All lines except the first are indented."""
     lines = [part for line in text.split("\n") for part in wrap(line, WIDE, break_long_words=False) or [""]]
     return "\n  ".join(lines)
 
@@ -118,7 +121,7 @@ def _check_model(name: str, weights: bool, trust_remote_code: bool) -> _CheckedM
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager: within the block, silence Python warnings and the log of transformers below errors."""
+    """Context manager: within the block, hide Python warnings, and log messages of transformers other than errors."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -135,7 +138,8 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
     Args:
         name: name of a model on the hub, a folder, or an architecture of transformers such as "llama".
         weights: whether to load the model itself; if False, a small model of the same configuration is made.
-        trust_remote_code: whether to run code that comes with the model; if False, a model with such code is refused.
+        trust_remote_code: whether to run code that comes with the model; if False, a model that needs such code is
+            refused.
 
     Raises:
         PackingError: no such model exists, or the model cannot be built or loaded.
@@ -151,7 +155,7 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
     if weights:
         model, missing = _load(head, name, code | options)
         drawn = (
-            f", with random values for {len(missing):,} weights that its files lack, such as {missing[0]}"
+            f", with random values for {len(missing):,} weights that are missing in its files, such as {missing[0]}"
             if missing
             else ""
         )
@@ -162,7 +166,7 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
         small = small_copy_of(large)
     except PackingError:
         raise
-    except Exception as error:  # a configuration may raise any error
+    except Exception as error:  # building a model from any configuration may raise any error
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise PackingError(
             f"MODEL: expected a configuration from which a model can be built, but building a model from {name!r} "
@@ -182,10 +186,15 @@ def _load_config(name: str, trust_remote_code: bool, options: dict[str, bool]) -
 
 
 def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the class that loads the model, and a note for the user, empty if the configuration names a known class.
+    """Return the class that loads the model, and a note for the user.
 
-    The class is the transformers class that the configuration names, or an Auto class that loads code that comes with
-    the configuration, or else the Auto class for language models of the configuration's type.
+    The class is the first of these three that is available:
+
+    1. The Auto class for the code that comes with the configuration. This class is considered only if
+       trust_remote_code is True, or if transformers has none of the classes that the configuration names.
+    2. The transformers class that the configuration names.
+    3. The Auto class for language models of the configuration's type. In this case, the note says which classes the
+       configuration names. In the other two cases, the note is empty.
     """
     named = list(getattr(config, "architectures", None) or [])
     known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
@@ -206,9 +215,13 @@ def _is_model(cls: Any) -> bool:
 
 
 def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
-    """Return "causal" or "masked", based on the Auto class in the configuration's auto_map, or else on the model type.
+    """Return "causal" or "masked", the kind of language model that a configuration describes.
 
-    If transformers has causal and masked models of the type, return "masked".
+    The kind comes from the Auto class in the configuration's auto_map, or else from the model type. If transformers has
+    both causal and masked models of this type, the kind is "masked".
+
+    Raises:
+        PackingError: the model is neither a causal nor a masked language model.
     """
     mappings = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -221,12 +234,12 @@ def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
         if config.model_type in mappings[kind]:
             return kind
     raise PackingError(
-        f"MODEL: expected a causal or a masked language model, but {name!r} has type {config.model_type}"
+        f"MODEL: expected a causal or a masked language model, but {name!r} has model type {config.model_type!r}"
     )
 
 
 def _load(head: Any, name: str, options: dict[str, bool]) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model with its weights, and the names of the weights that its files lack, which have random values."""
+    """Return the model with its weights, and the names of weights that are not in its files and have random values."""
     try:
         model, info = head.from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # errors of the hub, the network or files

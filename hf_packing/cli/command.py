@@ -14,18 +14,18 @@ from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, s
 from hf_packing.errors import MissingDependencyError, PackingError
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
-"""Exit codes after errors. READER_GONE is the code that shells use for a closed pipe."""
+"""Exit codes for bad input, for Ctrl+C, and for a closed output pipe. Shells use the same code for a closed pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line tool. Errors that a user can fix are printed in one line, without a traceback.
+    """Run the command line tool. An error that a user can fix is printed in one line, without a traceback.
 
     Args:
         arguments: the command line arguments; None to take the arguments of this process.
 
     Returns:
-        The exit code: 0 after success, 1 for a model that does not isolate documents, 2 for bad input, 130 after an
-            interruption, 141 if the program that reads the output has closed the pipe.
+        The exit code: 0 after success, 1 for a model that does not isolate documents, 2 for bad input, 130 after
+            Ctrl+C, 141 if the program that reads the output has closed the pipe.
     """
     prepare_streams()
     try:
@@ -182,7 +182,7 @@ def _add_documents(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--no-eos",
         action="store_true",
-        help="put no end-of-sequence token after a text (default: put an end-of-sequence token)",
+        help="append no end-of-sequence token to texts (default: append an end-of-sequence token)",
     )
     command.add_argument(
         "--separator", metavar="TEXT", help="text between a prompt and its completion (default: a line break)"

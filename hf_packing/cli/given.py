@@ -1,4 +1,4 @@
-"""Turn command line flags into documents and strategies."""
+"""Make documents and packing strategies from command line flags."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ STRATEGIES = tuple(registered_strategies())
 
 
 def corpus_of(given: argparse.Namespace) -> Corpus:
-    """Return the documents that the flags describe, with the tokenizer loaded."""
+    """Return the documents that the command line flags describe. If the flags name a tokenizer, it is loaded."""
     documents = Documents(given.data, given.split, given.glob, given.skip_bad)
     tokenizer = load_tokenizer(given.tokenizer, given.trust_remote_code) if given.tokenizer else None
     return Corpus(documents, tokenizer, given.field, end_documents=not given.no_eos, separator=given.separator)
 
 
 def check_that_it_plans(strategy: Strategy) -> None:
-    """Raise an error if a package that the strategy needs is missing. The check runs before documents are read.
+    """Check that the packages that a strategy needs are installed, by packing one document of one token.
 
     Raises:
         MissingDependencyError: a package that the strategy needs is not installed.
@@ -31,19 +31,22 @@ def check_that_it_plans(strategy: Strategy) -> None:
 
 
 def warn_without_end(corpus: Corpus) -> None:
-    """Warn if documents get no end-of-sequence token because the tokenizer has none."""
+    """Print a warning if documents get no end-of-sequence token because the tokenizer has no such token."""
     if corpus.should_end and not corpus.ends and corpus.tokenizer is not None:
-        say_warning(f"{corpus.tokenizer.name} has no end-of-sequence token, so documents end without such a token")
+        say_warning(f"{corpus.tokenizer.name} has no end-of-sequence token, so no such token is appended to documents")
 
 
 def print_skipped(skipped: Sequence[str]) -> None:
-    """Print how many rows or files were left out, and the reason for the first."""
+    """Print the number of rows or files that were left out, and the reason for the first one."""
     if skipped:
-        say(out, f"rows or files left out: {len(skipped):,}, the first: {skipped[0]}")
+        say(out, f"rows or files left out: {len(skipped):,}; the first one: {skipped[0]}")
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
-    """Return each named strategy for each length. A strategy with buckets is returned once, with all lengths."""
+    """Return one strategy for each pair of a name and a maximum row length.
+
+    For the name of a strategy with buckets, return one strategy with all lengths.
+    """
     strategies: list[Strategy] = []
     for name in dict.fromkeys(names):
         strategy: Any = _strategy_class(name)
@@ -53,7 +56,7 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
 
 
 def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
-    """Return the strategy with this name.
+    """Return the strategy with this name, for rows of the given maximum lengths.
 
     Raises:
         PackingError: no strategy has this name, or a strategy without buckets is given several lengths.

@@ -1,7 +1,7 @@
 """`hf-packing pack`: write documents to disk as a packed dataset.
 
-Documents are tokenized in shards that survive an interruption. The dataset is moved to the output folder when the
-dataset is complete.
+Tokens are first written to shards in a temporary folder. If a run is interrupted, the next run reuses these shards. The
+dataset is moved to the output folder when it is complete.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from hf_packing.strategies.compare import name_of
 _JOB = "job.json"
 _PLAN = "plan"
 _REPLACED = "replaced"
-"""Name of the folder that keeps the overwritten dataset until the new dataset is in place."""
+"""Name of the folder that holds the overwritten dataset until the new dataset is in the output folder."""
 _SHARDS, _TOKENIZED = "shards", "[0-9]*.arrow"
-"""The name of the folder of shards, and a pattern of shard names. The folder also has cache files of `pack`."""
+"""Name of the folder of shards, and pattern of shard names. The pattern excludes the cache files in this folder."""
 _SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
 
 
@@ -54,7 +54,7 @@ def run_pack(given: argparse.Namespace) -> int:
     warn_without_end(corpus)
     if corpus.left_out:
         instead = "the Python function hf_packing.pack keeps columns with one number for each token"
-        say_warning(f"left out columns beside input_ids: {', '.join(corpus.left_out)}; {instead}")
+        say_warning(f"columns left out of the packed dataset: {', '.join(corpus.left_out)}; {instead}")
     skipped = corpus.documents.skipped
     if given.json:
         facts = {"output": str(given.output), "strategy": name_of(strategy), "rows": made.rows}
@@ -84,20 +84,20 @@ class _PackedDataset:
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    """Raise PackingError if the output folder exists, unless the folder is a saved dataset that may be overwritten.
+    """Check that the output folder does not exist, or is a saved dataset that may be overwritten.
 
     Raises:
-        PackingError: the folder exists without --overwrite, or is not a saved dataset.
+        PackingError: the folder exists, and either `overwrite` is False, or the folder is not a saved dataset.
     """
     if not output.exists():
         return
     if not overwrite:
         raise PackingError(
             f"--output: expected a folder that does not exist, but {str(output)!r} exists; --overwrite replaces a "
-            "dataset"
+            "saved dataset"
         )
     if not (output / "dataset_info.json").is_file():
-        raise PackingError(f"--overwrite: expected a saved dataset to replace, but {str(output)!r} is no saved dataset")
+        raise PackingError(f"--overwrite: expected a saved dataset to replace, but {str(output)!r} is not one")
 
 
 def _make_packed_dataset(
@@ -109,7 +109,7 @@ def _make_packed_dataset(
         corpus: the documents and their tokenizer.
         strategy: the strategy that packs the documents.
         output: the folder to create, for `datasets.load_from_disk`.
-        seen: a function to call with the number of documents that were tokenized since the last call.
+        seen: a function to call with the number of documents that were processed since the last call.
         overwrite: whether to replace an existing dataset, once the new dataset is complete.
 
     Returns:
@@ -119,14 +119,14 @@ def _make_packed_dataset(
         PackingError: the output folder exists, or another run is writing to the folder; rows that cannot be read; no
             document with a token.
     """
-    output = output.resolve() if output.is_symlink() else output  # the folder that the link points to is written
+    output = output.resolve() if output.is_symlink() else output  # write to the folder that the link points to
     _check_output(output, overwrite)
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
     try:
         with lock:
             aside = _partial_folder(output) / _REPLACED
-            if aside.exists() and not output.exists():  # a run was killed between two renames
+            if aside.exists() and not output.exists():  # a run was killed during `_replace`
                 aside.rename(output)
             _check_output(output, overwrite)  # another run may have made the output meanwhile
             made = _make_while_locked(corpus, strategy, output, seen)
@@ -150,7 +150,7 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
     shards = sorted((partial / _SHARDS).glob(_TOKENIZED))
     if not shards:
         shutil.rmtree(partial)
-        raise PackingError("DATA: expected documents with tokens, got none")
+        raise PackingError("DATA: expected documents with tokens, but there are no documents")
     tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(shard)) for shard in shards])
     lengths = pa.compute.list_value_length(tokens.data.column("input_ids")).to_numpy()
     if len(lengths) != documents:
@@ -176,13 +176,16 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
 def _partial_folder(output: Path) -> Path:
     """Return the folder for the shards of an unfinished run.
 
-    The folder is beside the output folder, not in it, so that nobody takes the shards for a finished dataset.
+    The folder is next to the output folder, not in it, so that the shards are not mistaken for a finished dataset.
     """
     return output.parent / f".{output.name}.partial"
 
 
 def _job_of(corpus: Corpus) -> dict[str, Any]:
-    """Return everything that the tokens depend on, as a dict for JSON."""
+    """Return a dict, for JSON, of everything that the tokens of the documents depend on.
+
+    A run can reuse the shards of an earlier run if the dict is the same.
+    """
     backend = corpus.tokenizer.backend.to_str() if corpus.tokenizer else ""
     return {
         "version": hf_packing.__version__,
@@ -198,7 +201,12 @@ def _job_of(corpus: Corpus) -> dict[str, Any]:
 
 
 def _begin(partial: Path, job: dict[str, Any]) -> None:
-    """Make a folder for the shards of this job, which `_job_of` describes; delete the shards of a different job."""
+    """Create the folder for the shards of an unfinished run, or keep the folder of an earlier run with the same job.
+
+    Args:
+        partial: the folder. If it has the shards of a different job, these shards are deleted.
+        job: everything that the tokens depend on, as `_job_of` returns it.
+    """
     written = json.dumps(job, sort_keys=True)
     if partial.exists() and (not (partial / _JOB).is_file() or (partial / _JOB).read_text() != written):
         shutil.rmtree(partial)
@@ -207,10 +215,15 @@ def _begin(partial: Path, job: dict[str, Any]) -> None:
 
 
 def _tokenize(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
-    """Tokenize all blocks of documents that have no shard yet, and write a shard for each of these blocks.
+    """Tokenize documents block by block, and write one shard for each block. A block that has a shard is skipped.
+
+    Args:
+        corpus: the documents and their tokenizer.
+        folder: the folder of the shards.
+        seen: a function to call with the number of documents in each block.
 
     Returns:
-        The number of documents, and the number of documents whose shards an earlier run had written.
+        The number of all documents, and the number of documents in skipped blocks.
     """
     done = {int(shard.stem): shard for shard in folder.glob(_TOKENIZED)}
     documents, before = 0, 0
@@ -225,7 +238,7 @@ def _tokenize(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
 
 
 def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]) -> None:
-    """Write tokens under a temporary name and rename the file, so that an existing shard is always complete."""
+    """Write a shard of tokens to a temporary file and rename the file, so that every existing shard is complete."""
     table = pa.table({"input_ids": input_ids, "labels": labels}, schema=_SCHEMA)
     unfinished = file.with_suffix(".unfinished")
     with pa.OSFile(str(unfinished), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as stream:
@@ -234,7 +247,7 @@ def _write_shard(file: Path, input_ids: list[list[int]], labels: list[list[int]]
 
 
 def _replace(output: Path, fresh: Path, aside: Path) -> None:
-    """Replace the output folder by the finished folder `fresh`. On failure, restore the old output from `aside`."""
+    """Move the finished folder `fresh` to `output`. The old output is moved to `aside`, and moved back on failure."""
     shutil.rmtree(aside, ignore_errors=True)
     if output.exists():
         output.rename(aside)

@@ -12,7 +12,7 @@ from hf_packing.strategies.compare import aligned
 
 
 def run_report(given: argparse.Namespace) -> int:
-    """Compare strategies on documents, and print or save the report.
+    """Compare packing strategies on documents, print the report, and save it if --output is given.
 
     Args:
         given: the parsed command line flags.

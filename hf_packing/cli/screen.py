@@ -1,4 +1,4 @@
-"""Print lines, progress and JSON, even if a stream is closed, loses its reader, or cannot encode a character."""
+"""Print lines, progress and JSON, even if stdout or stderr is closed, or cannot encode a character."""
 
 import json
 import math
@@ -18,7 +18,7 @@ WIDE = 100
 
 
 class ReaderGoneError(Exception):
-    """Raised when the program that reads the output, such as `head`, has closed the pipe."""
+    """An error raised if the program that reads the output, such as `head`, has closed the pipe."""
 
 
 class _Screen(Console):
@@ -28,7 +28,7 @@ class _Screen(Console):
         super().__init__(highlight=False, emoji=False, **settings)
 
     def on_broken_pipe(self) -> None:
-        """Raise ReaderGoneError. Rich would exit with code 1, which here stands for a model that leaks."""
+        """Raise ReaderGoneError. Rich would exit with code 1, the code for a model that does not isolate documents."""
         raise ReaderGoneError
 
 
@@ -41,7 +41,7 @@ err = _Screen(stderr=True)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line unchanged. The line is not cut, and is not interpreted as markup."""
+    """Print a text unchanged: it is not wrapped, and not interpreted as markup."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
@@ -51,12 +51,12 @@ def say_error(text: str) -> None:
 
 
 def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning in one line. The place in the code is left out, since the code is not the user's."""
+    """Print a warning in one line, and ignore the other arguments, such as the file name and line number."""
     say(err, f"warning: {' '.join(str(message).split())}", style="yellow")
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print facts as JSON, with null for nan and infinity."""
+    """Print a dict as JSON. NaN and infinity become null."""
     text = json.dumps(_finite(facts), indent=1, default=plain, allow_nan=False)
     try:
         print(text, flush=True)
@@ -65,7 +65,7 @@ def print_json(facts: dict[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a NumPy number or array as a Python value, and any other value as text; a `default` for `json.dumps`."""
+    """Return a NumPy number or array as a Python value, and any other value as text. For `default` of `json.dumps`."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -83,7 +83,7 @@ def counting_documents(description: str) -> Iterator[Seen]:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr usable: discard output to closed streams, and escape characters that an encoding lacks."""
+    """Make stdout and stderr discard output if they are closed, and escape characters that they cannot encode."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -92,14 +92,14 @@ def prepare_streams() -> None:
 
 
 def swallow_the_rest() -> None:
-    """Discard the remaining output. Otherwise Python would flush the streams at exit, and print an error."""
+    """Discard the output that is not yet written. Otherwise Python would write it at exit, and print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with nan and infinity replaced by None, since JSON has no nan and no infinity."""
+    """Return the value with NaN and infinity replaced by None, also in dicts and lists, since JSON has neither."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

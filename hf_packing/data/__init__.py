@@ -5,14 +5,14 @@ These files pack and unpack:
 pack.py            pack a whole dataset; unpack it
 map_batch.py       pack one batch of `datasets.map`
 token_columns.py   choose the columns to pack, and read their token lists as NumPy arrays
-packed_rows.py     gather packed rows from documents according to a plan; restore the documents
-cache.py           store packed rows on disk with the data that `unpack` needs; clean up after killed processes
+packed_rows.py     build packed rows from documents according to a plan; restore the documents
+cache.py           store packed rows on disk with the data that `unpack` needs; remove files of killed processes
 
 These files make tokenized documents:
 
 files.py           find the files that a path or a pattern names
-documents.py       read documents from files, and name the line of every document that cannot be read
-rendering.py       render messages, prompts and texts with the tokenizer's template
+documents.py       read documents from files; report the file and the line of documents that cannot be read
+rendering.py       turn messages, or a prompt and a completion, into one text, with the tokenizer's template
 tokenize.py        turn texts into tokens
 corpus.py          read, render and tokenize documents block by block, for the command and the recipes
 """

@@ -1,7 +1,7 @@
 """Store packed rows on disk with the data that `unpack` needs, and check whether stored rows are complete.
 
-Rows are written to a work folder and moved into place when complete. A later run removes the work folders of
-interrupted runs, once no process uses those folders.
+Rows are written to a temporary work folder, and renamed to their final path when complete. If a run is interrupted, its
+work folder stays on disk until a later run removes the folder.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from hf_packing.planning.plan import ARRAYS, PackingPlan
 from hf_packing.planning.storage import load_arrays, put_in_place
 
 PLAN_KEY = b"hf_packing.plan"
-"""Key in the metadata of an Arrow stream. The value is the fingerprint of the plan that the rows were packed with."""
+"""A key in the metadata of an Arrow stream. The value is the fingerprint of the plan that the rows were packed with."""
 
 _PLAN = "plan"
 
@@ -55,7 +55,7 @@ _LOCK = "lock"
 _UNFINISHED = re.compile(r"\.cache-[0-9a-f]+\.(arrow|plan)[.-].+")
 
 UNTOUCHED_FOR = 3600.0
-"""Seconds without a write after which an unlocked work file or folder is removed; some file systems have no locks."""
+"""A work file or folder without a lock is removed after this many seconds without a write."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class Origin:
     strategy: str
     """The strategy's repr."""
     labels_made: bool
-    """Whether labels were made from input_ids, since the documents had neither labels nor loss masks."""
+    """True if the labels were copied from input_ids, since the documents had neither labels nor loss masks."""
     first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments]: the labels that -100 replaced at the start of segments; None if `labels_made` is True."""
+    """int32 [segments]: the original label of each segment's first token, now -100; None if `labels_made` is True."""
     loss_masks: tuple[str, ...]
     """Names of the mask columns that were applied to the labels and then dropped."""
     trained_tokens: int
     """The number of labels in the rows that are not -100."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts to save as JSON, so that `describe_changes` need not read the plan."""
+        """Return the strategy, token counts and other facts as a dict to save as JSON, without the plan's arrays."""
         tokens = int(self.plan.document_length.sum(dtype=np.int64))
         packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
         return {
@@ -93,36 +93,39 @@ class Origin:
 
 @dataclass(frozen=True)
 class CachedPacks:
-    """A packed dataset on disk: an Arrow stream of rows, and a folder beside the stream with the origin of the rows."""
+    """The paths of a packed dataset on disk: an Arrow stream of rows, and a folder that stores their `Origin`.
+
+    The origin is the plan and other facts about the rows. The files may be missing or incomplete.
+    """
 
     rows: Path
     """The Arrow stream of packed rows."""
 
     @property
     def origin(self) -> Path:
-        """The folder with the plan and everything else that `unpack` needs."""
+        """The path of the folder with the plan and everything else that `unpack` needs."""
         return self.rows.with_suffix(".plan")
 
     def exists(self) -> bool:
-        """Return whether the rows and their origin exist on disk, complete or not."""
+        """Return whether the file of rows and the origin folder exist, even if they are incomplete."""
         return self.rows.is_file() and self.origin.is_dir()
 
     def open(self) -> MemoryMappedTable | None:
-        """Return the packed rows, memory-mapped; None if the rows or their origin are missing or incomplete."""
+        """Return the packed rows as a memory-mapped table; None if rows or origin are missing or incomplete."""
         try:
             rows = MemoryMappedTable.from_file(str(self.rows))
             facts, (arrays, plan) = self._facts(), load_arrays(self.origin / _PLAN, ARRAYS)
             labels = np.load(self.origin / _FIRST_LABELS, mmap_mode="r") if facts["first_labels"] else None
-        except (OSError, ValueError, EOFError, pa.ArrowException):  # missing or cut short
+        except (OSError, ValueError, EOFError, pa.ArrowException):  # a file is missing or truncated
             return None
         complete = len(arrays["pack_capacity"]) == rows.num_rows and plan["fingerprint"] == _plan_of(rows.schema)
         return rows if complete and (labels is None or len(labels) == len(arrays["segment_length"])) else None
 
     @contextmanager
     def create(self, schema: pa.Schema) -> Iterator[tuple[pa.ipc.RecordBatchStreamWriter, Path]]:
-        """Context manager: open an Arrow stream to write rows to.
+        """Context manager: open an Arrow stream to which the block writes the packed rows.
 
-        If the block ends without an error, the new rows replace any older rows.
+        If the block ends without an error, the file with the new rows is moved to the path `rows`.
 
         Args:
             schema: schema of the rows.
@@ -137,9 +140,13 @@ class CachedPacks:
             unfinished.replace(self.rows)
 
     def save_origin(self, origin: Origin, folder: Path) -> None:
-        """Write an origin to the work folder, then move the written files into place.
+        """Write the origin of the rows to the work folder, then move the written files to the final origin folder.
 
-        If an equal origin is already in place, its files are kept, since other processes may be reading them.
+        If the final folder already has an equal origin, its files are kept, since other processes may be reading them.
+
+        Args:
+            origin: the origin to store.
+            folder: the work folder that `create` yielded.
         """
         fresh = folder / self.origin.name
         fresh.mkdir()
@@ -150,12 +157,12 @@ class CachedPacks:
         put_in_place(fresh, self.origin, unless=lambda: self._holds(origin))
 
     def load_origin(self) -> Origin:
-        """Return the origin of the rows, read from disk.
+        """Read the origin of the rows from disk and return it: the plan and other facts about the rows.
 
         Raises:
-            PackingError: the origin is damaged, or belongs to other rows.
+            PackingError: the stored origin is damaged, or belongs to other rows.
         """
-        again = "pack again with load_from_cache_file=False"
+        again = "load_from_cache_file=False"
         try:
             facts, plan = self._facts(), PackingPlan.load(self.origin / _PLAN)
             labels = np.load(self.origin / _FIRST_LABELS, mmap_mode="r") if facts["first_labels"] else None
@@ -163,18 +170,19 @@ class CachedPacks:
                 plan_of_rows = _plan_of(stream.schema)
         except (OSError, ValueError, EOFError, pa.ArrowException) as error:
             raise PackingError(
-                f"packed: expected the files that pack() saved in {str(self.origin)!r}, got the error: {error}; {again}"
+                f"packed: expected the files that pack() saved in {str(self.origin)!r}, got the error: {error}; pack "
+                f"the documents again with {again}"
             ) from error
         if plan.fingerprint != plan_of_rows:
             raise PackingError(
-                f"plan: expected the plan that these rows were packed with, {plan_of_rows}, got {plan.fingerprint} "
-                f"in {str(self.origin)!r}; {again}"
+                f"packed: expected the plan {plan_of_rows} of these rows in {str(self.origin)!r}, got the plan "
+                f"{plan.fingerprint}; pack the documents again with {again}"
             )
         masks, trained = tuple(facts["loss_masks"]), facts["trained_tokens"]
         return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained)
 
     def describe_changes(self) -> list[str]:
-        """Return phrases that describe what packing changed, dropped or skipped, such as "drops 5 of 11 tokens"."""
+        """Return a phrase for each warning of `pack` about the data, such as "drops 5 of 11 tokens"."""
         facts = self._facts()
         said = []
         if facts["loss_masks"]:
@@ -190,7 +198,7 @@ class CachedPacks:
         return said
 
     def _holds(self, origin: Origin) -> bool:
-        """Return whether the folder on disk exists, is complete and holds this origin."""
+        """Return whether the origin folder on disk is complete and holds the same data as `origin`."""
         try:
             same_plan = PackingPlan.load(self.origin / _PLAN) == origin.plan
             same_facts = self._facts() == origin.facts()
@@ -201,7 +209,7 @@ class CachedPacks:
         return same_plan and same_facts and same_labels
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts that `save_origin` wrote, in the form of `Origin.facts`.
+        """Read the JSON file that `save_origin` wrote, and return the dict that `Origin.facts` made.
 
         Raises:
             OSError, ValueError: the file is missing or damaged.
@@ -215,21 +223,25 @@ class CachedPacks:
 
 
 def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
-    """Return a hash of everything that determines packed rows.
+    """Return a hash of the documents, the packing settings and the version of hf_packing.
 
     Args:
         dataset: the documents.
-        how: the packing settings, among them the strategy, which has the version of hf_packing in a field.
+        how: the packing settings. One of them is the strategy, which has a field with the version of hf_packing.
     """
     return str(Hasher.hash((dataset._fingerprint, how)))
 
 
 def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
-    """Return the place on disk for packed rows, and remove unfinished files that killed processes left in its folder.
+    """Return the paths at which packed rows are stored.
 
     As with `Dataset.map`, packed rows are stored beside the dataset's own files. If the dataset has no files, or the
     folder of its files is not writable, the rows go into the cache folder of `datasets`. If caching is disabled, the
-    rows go into a temporary folder.
+    rows go into a temporary folder. Otherwise, unfinished files of killed processes are removed from the chosen folder.
+
+    Args:
+        dataset: the documents.
+        fingerprint: the result of `fingerprint_of`, which becomes part of the file name.
     """
     name = f"cache-{fingerprint}.arrow"
     if not datasets.is_caching_enabled():
@@ -247,25 +259,30 @@ def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
 
 
 def _plan_of(schema: pa.Schema) -> str:
-    """Return the fingerprint of the plan that rows were packed with; empty text if `pack` did not make the rows."""
+    """Return the fingerprint of the plan that rows were packed with, read from their schema; "" without a plan."""
     return str((schema.metadata or {}).get(PLAN_KEY, b"").decode())
 
 
 def _remove_at_exit_of(process: int, folder: Path) -> None:
-    """Remove a folder, but only in the process that made it, since forked processes run this exit function too."""
+    """Remove a folder when a process exits, unless the process is a fork, since forks run this exit function too.
+
+    Args:
+        process: id of the process that made the folder.
+        folder: the folder to remove.
+    """
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def work_folder(place: Path) -> Iterator[Path]:
-    """Context manager: make a locked folder for unfinished files, and remove the folder at the end of the block.
+    """Context manager: make a locked work folder for unfinished files; remove the folder at the end of the block.
 
     Args:
-        place: path to which the caller moves the finished file, `cache-*.arrow`; the folder is made beside this path.
+        place: final path of the finished file, such as `cache-*.arrow`. The work folder is made beside this path.
 
     Yields:
-        The folder.
+        The work folder.
     """
     folder, lock = _locked_folder(place)
     try:
@@ -277,7 +294,7 @@ def work_folder(place: Path) -> Iterator[Path]:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove unfinished files from a folder of `cache-*.arrow` files, unless a running process uses the files."""
+    """Remove unfinished files and work folders from a folder of packed datasets, unless a running process uses them."""
     with suppress(OSError):
         for unfinished in folder.iterdir():
             if _UNFINISHED.fullmatch(unfinished.name):
@@ -286,7 +303,11 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def _locked_folder(place: Path) -> tuple[Path, FileLock | None]:
-    """Make a folder beside `place`; return the folder and its lock, which is None on a file system without locks."""
+    """Make and lock a work folder beside the file `place`.
+
+    Returns:
+        The folder and its lock. The lock is None if the file system does not support locks.
+    """
     while True:
         folder = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
         lock = FileLock(folder / _LOCK)
@@ -302,9 +323,9 @@ def _locked_folder(place: Path) -> tuple[Path, FileLock | None]:
 
 
 def _remove_leftover(unfinished: Path) -> None:
-    """Remove an unfinished file or folder, unless the process that made it still runs.
+    """Remove an unfinished file or work folder, unless the process that made it still runs.
 
-    A file or folder without a lock is removed only if the last write was more than an hour ago.
+    A file, or a folder without a lock file, is removed only if the last write was more than an hour ago.
 
     Raises:
         OSError: the process that made the folder still runs.

@@ -1,4 +1,7 @@
-"""Read, render and tokenize documents block by block; report which documents and columns were left out."""
+"""Read, render and tokenize documents block by block, and note which documents and columns were left out.
+
+Rendering turns a row (a text, a prompt with its completion, or a chat) into one text. A block is a list of documents.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ from hf_packing.planning.lengths import INT32_MAX, IntArray
 _CHARACTERS_AT_ONCE = 2_000_000
 """Approximate number of characters to tokenize in one call, enough to use all cores."""
 _ENDED = ("text", "prompt")
-"""Kinds of rows that get an end token. Chats do not, since a chat template writes end tokens."""
+"""Kinds of rows to which an end token is appended. A chat needs none, since the chat template writes end tokens."""
 _PER_TOKEN = {"labels": (IGNORED_LABEL, INT32_MAX), "attention_mask": (0, INT32_MAX)} | dict.fromkeys(
     LOSS_MASKS, (0, 1)
 )
@@ -52,16 +55,16 @@ class Corpus:
     left_out: list[str] = field(default_factory=list, init=False)
     """Names of the columns that the last iteration did not use."""
     _trained_by: tuple[str, ...] | None = field(default=None, init=False)
-    """Names of the label and mask columns, set when the first row with input_ids is read."""
+    """Names of the label and mask columns of the first row with input_ids."""
 
     @property
     def should_end(self) -> bool:
-        """Whether documents should get an end token, given the options and the kind of the rows."""
+        """True if the options and the kind of the rows require an end token, even if the tokenizer has none."""
         return self.tokenizer is not None and self.end_documents and (self.kind in _ENDED or self.kind not in ROW_KINDS)
 
     @property
     def ends(self) -> bool:
-        """Whether documents get an end token: `should_end` is True, and the tokenizer has an end token."""
+        """True if an end token is appended to every document: `should_end` is True, and the tokenizer has one."""
         return self.should_end and self.tokenizer is not None and self.tokenizer.end is not None
 
     def lengths(self, seen: Seen) -> IntArray:
@@ -84,17 +87,17 @@ class Corpus:
         return np.concatenate(found)
 
     def tokens_of(self, block: _Block) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the input_ids and the labels of a block of documents."""
+        """Return the input_ids and the labels of a block of documents, each as one list of integers per document."""
         if self.kind == "input_ids":
             return [row.input_ids for row in block], [row.labels for row in block]
         assert self.tokenizer is not None
         return self.tokenizer.tokens(block, self.ends)
 
     def blocks(self) -> Iterator[_Block]:
-        """Yield documents in blocks that are large enough to keep all cores busy in the tokenizer.
+        """Yield lists of documents. Each list, except the last one, is large enough to keep all tokenizer threads busy.
 
         Raises:
-            PackingError: a row cannot be used, or an option does not fit the rows.
+            PackingError: an option does not fit the rows; or a row cannot be used, unless `documents.skip_bad` is True.
         """
         self.kind, self._trained_by = "", None
         self.loss_masks.clear()
@@ -132,9 +135,9 @@ class Corpus:
         return render(row, self.kind, self.tokenizer.template, "\n" if self.separator is None else self.separator)
 
     def _check_labels(self, row: "_TokenizedRow") -> None:
-        """Raise unless a row has the same label and mask columns as the first row.
+        """Raise BadRowError unless a row has the same label and mask columns as the first row.
 
-        Without this check, all tokens of a row that lacks labels would be trained on.
+        Without this check, a row that lacks labels would be trained on as a whole.
 
         Raises:
             BadRowError: the row has other label or mask columns than the first row.
@@ -145,7 +148,7 @@ class Corpus:
             raise BadRowError(f"expected {expected} in addition to input_ids, as in earlier rows, got {got}")
 
     def _check_options(self) -> None:
-        """Raise if a required option is missing, or if an option would have no effect on these rows."""
+        """Raise PackingError if an option of the command is missing, or would have no effect on rows of this kind."""
         if self.kind != "input_ids" and self.tokenizer is None:
             raise PackingError(f"--tokenizer: expected a tokenizer for documents with {self.kind}, got none")
         if self.kind == "input_ids" and self.tokenizer is not None:
@@ -160,7 +163,7 @@ class Corpus:
 
 
 class _TokenizedRow(NamedTuple):
-    """A row that is already tokenized."""
+    """A document from a row that has input_ids, so that no tokenizer is needed."""
 
     input_ids: list[int]
     labels: list[int]
@@ -173,7 +176,7 @@ class _TokenizedRow(NamedTuple):
 
 
 def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
-    """Return the tokens of a row, and its labels with the row's loss masks applied.
+    """Return the input_ids of a row, the labels with the row's loss masks applied, and the names of the row's columns.
 
     Raises:
         PackingError: the row is packed already.

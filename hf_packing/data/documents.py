@@ -1,9 +1,9 @@
-"""Read documents row by row from files, folders, saved datasets and the hub, and count the rows that cannot be read.
+"""Read documents row by row from files, folders, saved datasets and the hub, and list the rows that cannot be read.
 
-This module reads JSON lines, text and parquet without `datasets`, since a reader has to name a wrong line and then
-continue with the next line. The JSON builder of `datasets` cannot do so. The builder also changes rows: integers become
-floats if another row has a float, the arguments of tool calls take the order of the first row, and text such as
-"2024-01-01" becomes a date. CSV files, saved datasets and datasets on the hub are read with `datasets`.
+This module reads JSON lines, text and parquet without `datasets`, so that an error can name the wrong line, and reading
+can continue with the next line. The JSON builder of `datasets` can do neither. That builder also changes rows: integers
+become floats if another row has a float, the arguments of tool calls are reordered as in the first row, and text such
+as "2024-01-01" becomes a date. CSV files, saved datasets and datasets on the hub are read with `datasets`.
 """
 
 import codecs
@@ -35,11 +35,11 @@ DocumentRow = dict[str, Any]
 _SPREADSHEET = ".xlsx"
 _ARCHIVES = (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather")
 """Suffixes of files that the user must unpack or convert first. The content of such a file can look like text."""
-_NO_TEXT = "expected text in UTF-8, got NUL bytes, as in archives, arrays and UTF-16"
+_NO_TEXT = "expected text in UTF-8, got NUL bytes, which are typical of archives, arrays and UTF-16"
 
 _TRAIN = "train"
 _BEGINNING = 8192
-"""Bytes read from the start of a file to tell text from other content, and a JSON array from lines of JSON."""
+"""Number of bytes read from the start of a file, to tell text from binary content and a JSON array from JSON lines."""
 _SHOWN = 80
 """The number of characters of a value that a message shows."""
 _MOST_OF_A_REASON = 1000
@@ -50,7 +50,7 @@ _PATIENCE = 5
 
 @dataclass
 class Documents:
-    """Rows from one source, which every iteration reads again.
+    """An iterable over the rows of one source. Every iteration reads the source again.
 
     Args:
         data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines are documents; a folder of files
@@ -58,7 +58,7 @@ class Documents:
             the name of a dataset on the hub. JSON files and text files may be compressed.
         split: name of the split to read from a dataset with several splits; None for "train". Files have no splits.
         glob: pattern for the names of the files to read in a folder, such as "*.py"; None for all files.
-        skip_bad: whether rows that cannot be read are left out and listed in `skipped`.
+        skip_bad: True to leave out rows that cannot be read and list them in `skipped`; False to raise an error.
 
     Raises:
         PackingError: there is nothing to read in `data`, or an option does not fit `data`.
@@ -80,8 +80,8 @@ class Documents:
         self.files = self._found.to_read
         if self.split and path.exists() and not is_saved_dataset(path):
             raise PackingError(
-                f"--split: expected a saved dataset or a name on the hub, but {self.data!r} has files and no splits; "
-                "name the files of the split instead, with --glob if the files are in a folder"
+                f"--split: expected a saved dataset or a name on the hub, got {self.data!r}, which has files and no "
+                "splits; leave --split out, and pass the files of the split as DATA or with --glob"
             )
 
     def __iter__(self) -> Iterator[DocumentRow]:
@@ -89,7 +89,7 @@ class Documents:
             yield row
 
     def with_places(self) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield pairs of a place, such as "a.jsonl, line 3", and the row at that place. Error messages name the place.
+        """Yield pairs (place, row). The place is a text for error messages, such as "a.jsonl, line 3".
 
         Raises:
             PackingError: a row or a file cannot be read, and `skip_bad` is False.
@@ -106,10 +106,10 @@ class Documents:
                 yield f"{file}, {place}" if place else str(file), row
 
     def leave_out(self, why: str) -> None:
-        """Add a row or a file that cannot be read to `skipped`.
+        """Record in `skipped` that a row or a file is left out, because the row or file cannot be used.
 
         Args:
-            why: the place of the row or file, and the reason.
+            why: text with the place of the row or file, and the reason.
 
         Raises:
             PackingError: `skip_bad` is False.
@@ -121,7 +121,8 @@ class Documents:
     def identity(self) -> list[Any]:
         """Return values that change when the documents change: sizes and times of files, or a dataset's fingerprint.
 
-        The time of the last status change is included, since copying a file can restore the modification time.
+        The time of a file's last status change (st_ctime) is included, since copying a file can restore the time of its
+        last modification.
         """
         if not self.files:
             return [self.data, self.split or _TRAIN, load(self.data, self.split)._fingerprint]
@@ -131,14 +132,19 @@ class Documents:
     def _to_its_end(
         self, file: Path, rows: Callable[[Path], Iterator[tuple[str, DocumentRow]]]
     ) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield the rows of a file. If the file is damaged, yield the rows before the damage, then call `leave_out`."""
+        """Yield the rows of a file. If the file is damaged, yield the rows before the damage, then call `leave_out`.
+
+        Args:
+            file: the file to read.
+            rows: function that yields pairs (place, row) from a file.
+        """
         try:
             yield from rows(file)
         except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
             self.leave_out(f"{file}: expected a file that can be read to its end, got the error: {error}")
 
     def _rows(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield the rows of a file, or the lines of a text file, with their places."""
+        """Yield pairs (place, row), such as ("line 3", row), from a file. Every line of a text file is a row."""
         kind = kind_of_file(file)
         if kind in (_SPREADSHEET, *_ARCHIVES):
             self.leave_out(f"{file}: expected JSONL, parquet, CSV or text, got a {kind} file")
@@ -160,7 +166,7 @@ class Documents:
             if isinstance(row, dict):
                 yield place, row
             else:
-                self.leave_out(f"{file}, {place}: expected an object with fields, got {_shown(json.dumps(row))}")
+                self.leave_out(f"{file}, {place}: expected a JSON object with fields, got {_shown(json.dumps(row))}")
 
     def _json_lines(self, file: Path) -> Iterator[tuple[str, Any]]:
         with open_file(file) as stream:
@@ -176,7 +182,7 @@ class Documents:
                 yield f"line {number}", row
 
     def _lines(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield every line of a text file as a document, with its place."""
+        """Yield a pair (place, row), such as ("line 3", {"text": "..."}), for every line of a text file."""
         with open_file(file) as stream:
             for number, line in enumerate(stream, start=1):
                 try:
@@ -187,7 +193,11 @@ class Documents:
                 yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
 
     def _text(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield a text file as one document. Add other files to `skipped`, such as images, but refuse a spreadsheet."""
+        """Yield one pair (place, row) for a whole text file. The place is an empty string.
+
+        A file that is not text, such as an image, is added to `skipped`. A spreadsheet raises PackingError instead,
+        unless `skip_bad` is True.
+        """
         if kind_of_file(file) == _SPREADSHEET:
             yield from self._rows(file)
         elif not _is_text(file):
@@ -210,7 +220,8 @@ def load(data: str, split: str | None = None) -> Any:
         split: name of the split to load from a dataset with several splits; None for "train".
 
     Returns:
-        A `datasets.Dataset` with the columns that the saved format shows. Rows hold plain Python values.
+        A `datasets.Dataset` with the columns that the format of the saved dataset shows. The format itself is removed,
+        so rows hold plain Python values.
 
     Raises:
         PackingError: there is no such dataset or split.
@@ -231,7 +242,7 @@ def load(data: str, split: str | None = None) -> Any:
         found = found[split or _TRAIN]
     elif split and split != str(found.split):
         raise PackingError(
-            f"--split: expected no split or {found.split}, since {data!r} is a single split, got {split!r}"
+            f"--split: expected {found.split} or no --split, since {data!r} has only one split, got {split!r}"
         )
     shown = found.format["columns"]
     found = found.with_format(None)
@@ -241,8 +252,8 @@ def load(data: str, split: str | None = None) -> Any:
 def hub_answers(name: str, kind: str = "model") -> bool:
     """Send one request to the hub and return whether the hub answers.
 
-    Without this check, huggingface_hub retries for every file that is not cached. The retries take 24 s per file, with
-    a warning for every try.
+    Callers of this function use only cached files if the hub does not answer. Without this check, huggingface_hub would
+    spend 24 s on retries for each uncached file, with a warning for every try.
 
     Args:
         name: name of the repository.
@@ -262,10 +273,10 @@ def hub_answers(name: str, kind: str = "model") -> bool:
 
 @contextmanager
 def _from_cache_only(unless: bool) -> Iterator[None]:
-    """Context manager: within the block, make `load_dataset` use only its cache.
+    """Context manager: within the block, `load_dataset` reads only from its cache.
 
     Args:
-        unless: if True, change nothing.
+        unless: if True, the block runs without this restriction.
     """
     import datasets
 
@@ -278,13 +289,13 @@ def _from_cache_only(unless: bool) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of an error as one line of limited length."""
+    """Return the message of an error as one line of limited length, or the error's type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MOST_OF_A_REASON else f"{text[:_MOST_OF_A_REASON]}..."
 
 
 def _is_text(file: Path) -> bool:
-    """Return whether a file looks like text, that is, has no NUL bytes at the beginning.
+    """Return whether a file looks like text, that is, whether the beginning of the file has no NUL bytes.
 
     NUL bytes are valid UTF-8, but are typical of archives, arrays and UTF-16.
     """
@@ -311,7 +322,10 @@ def _parquet_rows(file: Path) -> Iterator[DocumentRow]:
 
 
 def _table_rows(file: Path, separator: str) -> Iterator[DocumentRow]:
-    """Yield the rows of a CSV or TSV file, streamed so that no copy stays in a cache. Text such as NA stays text."""
+    """Yield the rows of a CSV or TSV file as dicts. Text such as NA stays text, and is not read as a missing value.
+
+    The file is streamed, so that `datasets` does not store a copy in its cache.
+    """
     import datasets
 
     options = {"sep": separator, "keep_default_na": False, "streaming": True}

@@ -1,7 +1,7 @@
-"""Find the files to read documents from, and list the files of a folder that are not read, with the reasons.
+"""Find the files from which documents are read, and list the files of a folder that are not read, with the reasons.
 
-`datasets` could list the files of a folder, but `datasets` follows no links to folders, reads a file with two names
-twice, and does not report which files are left out.
+`datasets` could list the files of a folder, but does not follow links to folders, reads a file with two names twice,
+and does not report which files are left out.
 """
 
 import bz2
@@ -18,25 +18,25 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, "
 _LEFT_OUT = ("__pycache__", "site-packages", "node_modules")
 """Names of folders that are skipped. Folders whose names begin with a dot are skipped too."""
 JSON = ".json"
-"""Suffix of a file with rows. In a folder with text files, such a file is one text document."""
+"""Suffix of a JSON file, which has rows. In a folder with text files, each JSON file is one text document instead."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = (".jsonl", ".ndjson", ".parquet", *SEPARATORS)
-"""Suffixes of files with a row for each document. In a folder with such files, no other files are read."""
+"""Suffixes of files with one row per document. If a folder has such files, no other files of the folder are read."""
 
 
 class FoundFiles(NamedTuple):
-    """The files found at a path: files to read, files that are left out, and files that cannot be read."""
+    """The files found at a path, as three lists: files to read, files left out on purpose, and unreadable files."""
 
     to_read: list[Path]
     """Files to read, in order; empty for a saved dataset, and for a path that may be a name on the hub."""
     not_read: list[str]
-    """Files that are left out, with the reasons."""
+    """Files that are left out on purpose, with the reasons."""
     broken: list[str]
-    """Files that should be read but cannot be read, with the reasons."""
+    """Files that cannot be read although they should be, with the reasons."""
 
 
 def find_files(path: Path, glob: str | None) -> FoundFiles:
-    """Return the files to read at a path, and the files that are left out.
+    """Return the files to read at a path, the files that are left out, and the files that cannot be read.
 
     Args:
         path: a file, a folder, a saved dataset, or the name of a dataset on the hub.
@@ -51,7 +51,7 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
     if path.is_dir() and not is_saved_dataset(path):
         return _files_of_folder(path, glob)
     if glob:
-        raise PackingError(f"--glob: expected a folder to look in, got {str(path)!r}")
+        raise PackingError(f"--glob: expected a folder as DATA, got {str(path)!r}")
     if path.exists() and not path.is_file() and not path.is_dir():
         raise PackingError(
             f"DATA: expected a file or a folder, but {str(path)!r} is neither and cannot be read twice; save the "
@@ -61,12 +61,12 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Return whether `save_to_disk` made the folder."""
+    """Return whether a path is a folder that `save_to_disk` of `datasets` made."""
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def kind_of_file(file: Path) -> str:
-    """Return the suffix that tells the kind of a file, in lower case, ignoring a compression suffix such as .gz."""
+    """Return the suffix of a file in lower case, such as .jsonl, without a compression suffix such as .gz."""
     return (Path(file.stem).suffix if file.suffix.lower() in _OPENERS else file.suffix).lower()
 
 
@@ -90,7 +90,7 @@ def _files_of_folder(folder: Path, glob: str | None) -> FoundFiles:
     not_read += [f"{file}: a link to another file in the folder, so not read" for file in files if file in again]
     files = [file for file in files if file not in again]
     if not files:
-        reason = "; name a saved dataset in the folder directly" if saved else f"; {broken[0]}" if broken else ""
+        reason = "; for a saved dataset in the folder, pass its path" if saved else f"; {broken[0]}" if broken else ""
         raise PackingError(
             f"DATA: expected files{f' like {glob}' if glob else ''} in the folder {str(folder)!r}, got none{reason}"
         )
@@ -101,11 +101,11 @@ def _files_of_folder(folder: Path, glob: str | None) -> FoundFiles:
 
 
 def _walk(top: Path, saved: list[Path]) -> Iterator[Path]:
-    """Yield the files of a folder, of its subfolders and of linked folders. No folder is visited twice.
+    """Yield the files of a folder, of its subfolders and of folders that links point to. No folder is visited twice.
 
     Args:
         top: the folder.
-        saved: list to which saved datasets in the folder are added. Files of saved datasets are not yielded.
+        saved: list to which the function adds the saved datasets in the folder. Their files are not yielded.
     """
 
     def refuse(error: OSError) -> None:
@@ -114,7 +114,7 @@ def _walk(top: Path, saved: list[Path]) -> Iterator[Path]:
         )
 
     pending, seen = [top], set[str]()
-    for start in pending:  # linked folders are appended, so a file reached twice is read under its direct name
+    for start in pending:  # linked folders come last, so a file is found by its direct path first
         for where, folders, files in os.walk(start, onerror=refuse):
             folder, real = Path(where), os.path.realpath(where)
             if folder != top and is_saved_dataset(folder):

@@ -1,7 +1,7 @@
 """Pack one batch of rows, in any form that `datasets.map` or a user's own function may pass.
 
-`map` passes nothing but rows to the function that it calls. Other arguments of `map`, such as `remove_columns`, are
-read from the stack frame of `map`.
+`map` passes only rows to the function that it calls. This module reads the other arguments of `map`, such as
+`remove_columns`, from the stack frame of `map`.
 """
 
 import sys
@@ -31,21 +31,22 @@ from hf_packing.planning.plan import PackingPlan
 
 
 def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, bucket: bool = False) -> Any:
-    """Pack the documents of one batch.
+    """Pack the documents of one batch and return the packed rows.
 
     Args:
         batch: a pyarrow Table, a data frame, or a mapping from names to columns. In a mapping, a column is a list of
             lists, a list of arrays, or an array of arrays.
-        plan_lengths: function that returns the plan for checked document lengths.
+        plan_lengths: function that takes document lengths, already checked, and returns the plan.
         bucket: whether packed rows get a column `bucket` with the capacity of their pack.
 
     Returns:
-        Packed rows, one for each pack. A batch from `Dataset.map`, a Table or a data frame gives a Table. A mapping
-        with lists of lists gives a dict of lists of lists, any other mapping a dict of lists of arrays.
+        Packed rows, one for each pack, as a Table if the batch comes from `Dataset.map` or is a Table or a data frame.
+        For other mappings, a dict from names to columns: lists of lists if `input_ids` was a list of lists, otherwise
+        lists of arrays.
 
     Raises:
-        PackingError: `find_token_columns` refuses the columns, the batch is a single row or is not a mapping, or `map`
-            would keep columns of the documents beside packed rows.
+        PackingError: `find_token_columns` refuses the columns; the batch is a single row or has an unknown type; or
+            `map` would keep columns of the documents beside packed rows, or hide columns of packed rows.
     """
     call = _current_map_call()
     if (call is not None and not call.batched) or _is_single_row(batch):
@@ -76,41 +77,41 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, b
 
 @dataclass(frozen=True)
 class _MapCall:
-    """Arguments of the `map` call that runs a strategy."""
+    """The arguments of the `map` call that passed a batch to a strategy."""
 
     batched: bool
     remove_columns: tuple[str, ...] = ()
     dataset: Any = None
     """The Dataset whose `map` was called; None for an IterableDataset."""
     makes_tables: bool = False
-    """Whether `IterableDataset.map` keeps a returned table as it is, instead of adding new columns to old columns."""
+    """True if `IterableDataset.map` keeps a returned table as it is, instead of adding the old columns to it."""
 
     def check_columns(self, given: list[str], packed: list[str]) -> None:
-        """Raise if `IterableDataset.map` would remove packed columns, or keep document columns beside packed columns.
+        """Raise PackingError if `IterableDataset.map` would remove new columns, or keep old columns beside new ones.
 
         Args:
-            given: names of the columns of the batch.
-            packed: names of the columns of the packed rows.
+            given: names of the old columns, those of the batch.
+            packed: names of the new columns, those of the packed rows.
         """
         if self.dataset is not None or not self.batched:
             return
         if self.makes_tables:
             if lost := [name for name in packed if name in self.remove_columns]:
                 raise PackingError(
-                    f"remove_columns: expected no columns of packed rows, got {lost}, since IterableDataset.map in "
-                    "formats such as arrow would remove these columns after packing; leave remove_columns out"
+                    f"remove_columns: expected no columns of packed rows, got {lost}. With a format such as arrow, "
+                    "IterableDataset.map removes these columns after packing; leave remove_columns out"
                 )
         elif kept := [name for name in given if name not in packed and name not in self.remove_columns]:
             raise PackingError(
                 f"remove_columns: expected {kept} to be removed, since IterableDataset.map would keep these columns of "
-                f"documents beside packed rows; call map(strategy, batched=True, remove_columns={kept})"
+                f"the documents beside packed rows; call map(strategy, batched=True, remove_columns={kept})"
             )
 
 
 def _current_map_call() -> _MapCall | None:
-    """Return the arguments of the `map` call that passed the batch; None if the caller is not `map`.
+    """Return the arguments of the `map` call that passed a batch to this package; None if the caller is not `map`.
 
-    A dataset that calls the strategy as a transform for one row counts as a `map` call without batched=True.
+    If a strategy is the transform of a dataset and is called for a single row, the result has batched=False.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package_of(frame) == "hf_packing":
@@ -134,7 +135,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _is_single_row(batch: Any) -> bool:
-    """Return whether a batch is a mapping with a single row, as `map` passes without batched=True."""
+    """Return whether a batch is a mapping with a single row's values, as `map` passes it without batched=True."""
     if not isinstance(batch, Mapping) or type(batch).__name__ == "LazyBatch":
         return False
     if type(batch).__name__ == "LazyRow":
@@ -147,7 +148,7 @@ def _is_single_row(batch: Any) -> bool:
 
 
 def _as_table(batch: Any) -> pa.Table:
-    """Convert a batch to an Arrow table. A column that Arrow cannot hold, such as images, becomes nulls."""
+    """Return a batch as an Arrow table. A column that Arrow cannot convert, such as images, becomes nulls."""
     if isinstance(batch, pa.Table):
         return batch
     if isinstance(batch, Mapping) and _is_untouched(batch):
@@ -178,16 +179,20 @@ def _as_array(name: str, values: Any) -> pa.Array:
 
 
 def _as_numpy(row: Any) -> Any:
-    """Convert a row to a type that Arrow accepts. An empty row becomes a list, since NumPy would make it float64."""
+    """Return one row's value as an array. An empty value becomes a list, since NumPy would make it float64."""
     if not hasattr(row, "__len__"):
         return row
     return np.asarray(row) if len(row) else []
 
 
 def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
-    """Return the columns of a table that the dataset's format shows, since `map` passes all columns.
+    """Return a table without the columns that the dataset's format hides. `map` passes hidden columns too.
 
-    If the dataset has a transform, warn and return all columns.
+    If the dataset has a transform, the function warns and returns the whole table.
+
+    Args:
+        table: the batch that `map` passed.
+        dataset: the Dataset whose `map` was called.
     """
     if dataset.format["type"] != "custom":
         visible = visible_columns(dataset)
@@ -201,7 +206,7 @@ def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
 
 
 def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bool) -> None:
-    """Raise if the dataset's format, which `map` keeps, would hide a column that packing makes.
+    """Raise PackingError if the dataset's format, which `map` keeps, would hide a column that packing makes.
 
     The check covers only the columns that change the meaning of packed rows: `labels` with loss masks applied, and
     `bucket`.
@@ -218,9 +223,9 @@ def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bo
     made += [BUCKET] if bucket else []
     if hidden := [name for name in made if name in dataset.column_names and name not in form["columns"]]:
         raise PackingError(
-            f"column {hidden[0]!r}: expected no such column, or a column that the dataset's format shows, since map "
-            f"keeps the format {form['columns']}, which would hide {hidden[0]!r} of packed rows too; remove the "
-            "column, or call pack, which shows all columns of packed rows"
+            f"column {hidden[0]!r}: expected no column of this name that the dataset's format hides, got a format that "
+            f"shows only {form['columns']}. map keeps the format, so {hidden[0]!r} of packed rows would be hidden too; "
+            "remove the column, or call pack, which shows all columns of packed rows"
         )
 
 
@@ -243,7 +248,7 @@ def _pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]
 
 
 def _rows_of_arrays(column: pa.ChunkedArray, name: str) -> Any:
-    """Return a token column as a list with one array per row, or the column of capacities as one array."""
+    """Return a column of packed rows as a list with one array per row, or the capacities in `bucket` as one array."""
     if name == BUCKET and not is_token_type(column.type):
         return column.to_numpy()
     tokens = TokenColumn(name, column)

@@ -38,17 +38,17 @@ class PlansLengths(Protocol):
     """The interface that `pack` requires of a strategy."""
 
     has_buckets: ClassVar[bool]
-    """Whether packs have several capacities. If so, the column `bucket` of packed rows has the capacity of the pack."""
+    """True if packs have several capacities. Packed rows then have the capacity of their pack in a column `bucket`."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Return the plan for checked document lengths."""
+        """Return the plan for documents with these lengths, int32 or int64 [documents]. They are already checked."""
         ...
 
 
 def pack(
     dataset: DatasetOrDict, strategy: PlansLengths, *, position_ids: bool = True, load_from_cache_file: bool = True
 ) -> DatasetOrDict:
-    """Pack a tokenized dataset, with one plan over all of its documents.
+    """Pack a tokenized dataset, with one plan for all documents of the dataset or split.
 
     Args:
         dataset: Dataset or DatasetDict with `input_ids`. TRL's loss masks, `completion_mask` and `assistant_masks`, are
@@ -57,8 +57,8 @@ def pack(
             what is applied, left out, dropped or skipped. Columns hidden by `with_format(columns=[...])` are ignored.
         strategy: a strategy such as BestFit(2048).
         position_ids: whether packed rows get a column `position_ids`. Without this column the dataset is a third
-            smaller, but works only with trainers that pass seq_lengths on: SFTTrainer with padding_free, or Trainer
-            with remove_unused_columns=False.
+            smaller, but works only with trainers that pass seq_lengths to the collator: SFTTrainer with
+            padding_free, or Trainer with remove_unused_columns=False.
         load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
             and the same version of hf_packing.
 
@@ -138,13 +138,13 @@ def pack_split(
 def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
     """Restore the documents of a packed dataset, in the original order, with their token columns.
 
-    Dropped documents come back empty. Truncated documents come back without the tokens that were cut off.
+    Documents that were dropped come back empty. Truncated documents come back without the tokens that were cut off.
 
     Args:
         packed: a dataset that `pack` returned, neither shuffled nor selected from.
         plan: the plan that the rows were packed with; None to use the plan that `pack` saved beside the rows. Pass a
-            plan if the rows were saved elsewhere, without the saved plan. Labels then keep the -100 at the start of
-            segments, and swapped rows with equal seq_lengths are not detected.
+            plan if the rows were saved elsewhere, without the saved plan. In this case, labels keep the -100 at the
+            start of segments, and no error is raised for rows that changed places and have equal seq_lengths.
 
     Returns:
         A Dataset in memory, with one row for each document.
@@ -159,10 +159,10 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         [[1, 2, 3], [4, 5], [6]]
     """
     if not isinstance(packed, datasets.Dataset):
-        raise PackingError(f"packed: expected a Dataset that was packed, got {type(packed).__name__}")
+        raise PackingError(f"packed: expected a Dataset that pack() returned, got {type(packed).__name__}")
     if row_numbers(packed) is not None:
         raise PackingError(
-            "packed: expected all rows in the order of packing, but this dataset was shuffled or selected from"
+            "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"
         )
     table = packed.data.table
     files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
@@ -170,13 +170,14 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
     if origin is None:
         if not isinstance(plan, PackingPlan):
             raise PackingError(
-                "plan: expected the PackingPlan of these rows, since pack() has stored no plan beside these files, got "
+                "plan: expected the PackingPlan of these rows, since pack() has stored no plan beside the rows, got "
                 f"{plan!r}"
             )
         return datasets.Dataset(unpack_rows(table, plan, None), split=packed.split)
     if plan is not None and plan != origin.plan:
         raise PackingError(
-            f"plan: expected the plan that these rows were packed with, {origin.plan.fingerprint}, got {plan!r}"
+            "plan: expected the plan that these rows were packed with, which has the fingerprint "
+            f"{origin.plan.fingerprint}, got {plan!r}; leave plan out to use the stored plan"
         )
     if len(packed) != origin.plan.num_packs:
         raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
@@ -201,7 +202,10 @@ def _check_map_style(name: str, dataset: Any) -> None:
 
 
 def _check_no_transform(dataset: datasets.Dataset) -> None:
-    """Raise if the dataset has a transform, whose output may be random and must be neither stored nor ignored."""
+    """Raise PackingError if the dataset has a transform (set_transform).
+
+    The output of a transform may be random, so it must not be stored; and packing must not ignore the transform.
+    """
     if dataset.format["type"] == "custom":
         raise PackingError(
             "dataset: expected a dataset without a transform, since the output of a transform may differ at every "
@@ -215,7 +219,7 @@ def _check_no_transform(dataset: datasets.Dataset) -> None:
 def _write_packs(
     columns: TokenColumns, plan: PackingPlan, strategy: PlansLengths, position_ids: bool, cache: CachedPacks
 ) -> None:
-    """Gather packed rows block by block and write the rows to the cache. Gathering and writing run at the same time."""
+    """Build packed rows block by block and write them to the cache. A thread writes a block while the next is built."""
     extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
     schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
     schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
@@ -253,11 +257,11 @@ def _write_packs(
 
 
 def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: pa.Schema) -> datasets.DatasetInfo:
-    """Return the dataset info of the documents, with the features of packed rows.
+    """Return the DatasetInfo of packed rows: the description of the documents, and the features of packed rows.
 
     Args:
         dataset: the documents.
-        column_names: names of the document columns that packing has read.
+        column_names: names of the columns of the documents that the dataset's format shows.
         schema: schema of the packed rows.
     """
     known = dataset.info
@@ -274,5 +278,5 @@ def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: 
 
 
 def _of_any_length(feature: Any) -> Any:
-    """Return a feature without a fixed list length, since packed rows are longer than the documents."""
+    """Return a feature without its fixed list length, if any, since packed rows are longer than the documents."""
     return replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature

@@ -1,4 +1,4 @@
-"""Gather packed rows from the token columns of documents as a plan says; restore the documents from packed rows."""
+"""Build packed rows from the token columns of documents according to a plan, and restore documents from packed rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +29,12 @@ _MAX_LIST_VALUES = 2**31 - 1
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed rows, and facts about their documents that the rows no longer show."""
+    """Packed rows, the labels that packing replaced, and the number of tokens that are trained on."""
 
     table: pa.Table
     """One row for each pack, with input_ids, labels, other token columns, seq_lengths and optional columns."""
     first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments]: the labels that -100 replaced; None if the documents have neither labels nor loss masks."""
+    """int32 [segments]: the original label of each segment's first token; None without labels and loss masks."""
     trained_tokens: int
     """The number of labels that are not -100."""
 
@@ -47,10 +47,12 @@ def pack_rows(
     position_ids: bool = True,
     bucket: bool = False,
 ) -> PackedRows:
-    """Return the packed rows of the packs first_pack:end_pack. Loss masks are applied to the labels and dropped.
+    """Return one packed row for each of the plan's packs first_pack:end_pack.
+
+    Loss masks are applied to the labels, and are not columns of packed rows.
 
     Args:
-        columns: token columns of the documents that the plan was made for.
+        columns: token columns of the documents for which the plan was made.
         plan: the plan, which assigns slices of documents to packs.
         first_pack: number of the first pack to build.
         end_pack: number of the last pack to build, plus 1; None to build all packs from `first_pack` on.
@@ -82,19 +84,19 @@ def pack_rows(
 
 
 def check_bucket_is_free(column_names: list[str]) -> None:
-    """Raise if documents have a column `bucket`, in which packed rows store the capacity of their pack."""
+    """Raise PackingError if documents have a column `bucket`, since packing is about to add a column of this name."""
     if BUCKET in column_names:
         raise PackingError(
             "column 'bucket': expected no such column in the documents, since packed rows store the capacity of their "
-            "pack in a column of this name; rename or remove the column"
+            "pack in a column of this name; rename or remove the column of the documents"
         )
 
 
 def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:
-    """Return the documents of packed rows, in the original order, without the tokens that were dropped.
+    """Return the documents that were packed, in the original order, without the tokens that packing dropped.
 
     Args:
-        packed: all rows of the plan, in the order of the plan.
+        packed: all packed rows, in the order of the plan.
         plan: the plan that the rows were packed with.
         first_labels: int32 [segments]: the labels that -100 replaced at the start of segments; None to keep -100.
 
@@ -130,12 +132,13 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
 def _make_labels(
     packed: dict[str, npt.NDArray[Any]], input_ids: npt.NDArray[np.int32], segment_begin: IntArray
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Return the labels of packed tokens, and the labels that -100 replaced at the start of segments.
+    """Return labels with -100 at the start of every segment, and the labels that -100 replaced there.
 
-    The replaced labels are None if the documents have neither labels nor loss masks.
+    The second result is None if the documents have neither labels nor loss masks.
 
     Args:
-        packed: all token columns except input_ids, by name, [tokens] each. Labels and loss masks are removed.
+        packed: all token columns except input_ids, by name, [tokens] each. The function removes labels and loss masks
+            from this dict.
         input_ids: int32 [tokens], used as labels if the documents have no labels.
         segment_begin: int64 [segments]: index of the first token of every segment.
     """
@@ -167,19 +170,19 @@ def _as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def _positions(length: IntArray) -> npt.NDArray[np.int32]:
-    """Return the position of every token in its segment, int32 [tokens].
+    """Return the position of every token in the token's segment, int32 [tokens], given the segment lengths.
 
-    Joining slices of one range is faster than subtracting the start of every segment from a range of all tokens.
+    Joining slices of one range is faster than computing the positions from a range over all tokens.
     """
     ramp = np.arange(length.max(initial=0), dtype=np.int32)
     return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
 
 
 def _list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:
-    """Return flat values as an Arrow list array, or as a LargeList array if requested or if offsets exceed 32 bits.
+    """Return an Arrow list array with one list per row: a LargeListArray if needed or requested, else a ListArray.
 
     Args:
-        values: numbers [sum(lengths)].
+        values: numbers [sum(lengths)]: the values of all rows, concatenated.
         lengths: integers [rows]: the number of values in each row.
         large: whether to make a LargeList array even if 32-bit offsets would do.
     """
@@ -204,7 +207,7 @@ def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
     if not np.array_equal(segments, np.diff(plan.pack_offsets)) or not np.array_equal(lengths, plan.segment_length):
         raise PackingError(
             "plan: expected the plan that these rows were packed with, but the segments of this plan differ from "
-            "seq_lengths"
+            "seq_lengths in the rows"
         )
     if POSITION_IDS in packed.column_names:
         found = pc.list_flatten(packed.column(POSITION_IDS)).to_numpy()

@@ -1,4 +1,4 @@
-"""Render a row as the text to tokenize: plain text, a prompt with its completion, or a chat."""
+"""Turn a row (a plain text, a prompt with its completion, or a chat) into the text to tokenize."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,23 +14,23 @@ _CHATML = ("<|im_start|>", "<|im_end|>\n")
 
 
 class BadRowError(PackingError):
-    """Raised for a row that cannot be used. The message says what was expected and what the row has."""
+    """The error for a row that cannot be used. The message says what was expected and what the row has."""
 
 
 class TrainOn(NamedTuple):
-    """Which tokens have a loss: those of the assistant, those of completions, or those of both, as in TRL."""
+    """A choice of the tokens to train on, like assistant_only_loss and completion_only_loss in TRL."""
 
     assistant_only: bool = False
-    """Whether, in a chat, only tokens of the assistant's turns have a loss."""
+    """True if, in a chat, only tokens of the assistant's turns have a loss."""
     completion_only: bool = True
-    """Whether, in a prompt with a completion, only tokens of the completion have a loss."""
+    """True if, in a prompt with a completion, only tokens of the completion have a loss."""
 
     def covers(self, by_assistant: bool, in_completion: bool) -> bool:
-        """Return whether a piece of a row is trained on.
+        """Return whether a part of a row's text is trained on.
 
         Args:
-            by_assistant: whether the assistant wrote the piece.
-            in_completion: whether the piece is part of the completion.
+            by_assistant: whether the assistant wrote the part.
+            in_completion: whether the part belongs to the completion.
         """
         return (by_assistant or not self.assistant_only) and (in_completion or not self.completion_only)
 
@@ -41,30 +41,30 @@ EVERYTHING = TrainOn(completion_only=False)
 
 
 class Rendered(NamedTuple):
-    """The text of a row, and the pieces of the text that are not trained on."""
+    """The text of a row, and the parts of the text that are not trained on."""
 
     text: str
     masked: tuple[tuple[int, int], ...] = ()
-    """Pieces of the text that are not trained on, in order, as pairs of the first character and the end of a piece."""
+    """The parts of the text that are not trained on, in order, as slices (start, stop) of characters."""
     complete: bool = False
-    """Whether a chat template has written the text, so that the tokenizer adds no special tokens."""
+    """True if a chat template has written the text, so that the tokenizer must not add special tokens."""
 
 
 Settings = Mapping[str, Any]
 """Arguments that a row passes to the chat template: `tools`, and the content of `chat_template_kwargs`."""
 Template = Callable[[Sequence[Mapping[str, Any]], bool, Settings], str]
-"""A function that returns a chat as text, given messages, whether to add the generation prompt, and settings."""
+"""A function (messages, whether to add the generation prompt, settings) -> the chat as text."""
 
 
 def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
-    """Return the name of the field that determines the kind of a row.
+    """Return the name of the field that determines the kind of a row, such as "text" or "messages".
 
     Args:
         row: a row of the documents.
-        field: name of the text field that the user chose; None to try all of ROW_KINDS.
+        field: name of the field that the user chose; None to use the first of ROW_KINDS that the row has.
 
     Raises:
-        BadRowError: the row has no such field. The message lists the fields of the row.
+        BadRowError: the row has no such field, or has a prompt without a completion.
     """
     wanted = (field,) if field else ROW_KINDS
     found = next((name for name in wanted if row.get(name) is not None), None)
@@ -72,7 +72,7 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
         expected = "prompt and completion" if field == "prompt" else field
         raise BadRowError(
             f"expected {expected or 'text, prompt and completion, messages or input_ids'}, got the fields "
-            f"{', '.join(row) or 'none'}; --field names the field with the text"
+            f"{', '.join(row) or 'none'}; use --field to name the field with the text"
         )
     return found
 
@@ -80,15 +80,15 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
 def render(
     row: Mapping[str, Any], kind: str, template: Template, separator: str = "\n", train_on: TrainOn = _COMPLETIONS
 ) -> Rendered:
-    """Return the text of a row, and the pieces of the text that are not trained on.
+    """Return the text of a row, and the parts of the text that are not trained on.
 
     Args:
         row: a row of the documents.
         kind: one of ROW_KINDS, or the name of the field with the text.
         template: function that writes a chat as text.
         separator: the text between a prompt and a completion that are both text.
-        train_on: conditions for the pieces that have a loss. In a chat with pieces that have no loss, the text after
-            the last piece with a loss is left out, since that text changes no loss.
+        train_on: the parts of the text that have a loss. If some parts of a chat have no loss, the text after the last
+            part with a loss is left out, since that text does not change the loss.
 
     Raises:
         BadRowError: a value has the wrong type, or the template cannot write the chat.
@@ -106,7 +106,7 @@ def render(
         masked = ((0, begins),) if begins else ()
         return Rendered(_unicode(f"{prompt}{separator}{completion}"), masked)
     if not isinstance(row[kind], str):
-        raise BadRowError(f"expected text in {kind!r}, got {type(row[kind]).__name__}")
+        raise BadRowError(f"expected text in the field {kind!r}, got {type(row[kind]).__name__}")
     return Rendered(_unicode(row[kind]))
 
 
@@ -116,8 +116,8 @@ def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: S
     Args:
         messages: the messages of the chat.
         ask: whether to add the generation prompt.
-        settings: arguments for a chat template. Only `tools` is supported, and written as JSON in a system message at
-            the beginning.
+        settings: arguments for a chat template. Only `tools` is supported; the tools are written as JSON in a system
+            message at the beginning.
 
     Raises:
         BadRowError: the chat has other settings than `tools`, or content that is not text.
@@ -132,20 +132,20 @@ def chatml(messages: Sequence[Mapping[str, Any]], ask: bool = False, settings: S
 
 
 class _Edge(NamedTuple):
-    """The end of a piece of a chat."""
+    """The end of a part of a chat. Either all tokens of a part are trained on, or none."""
 
     messages: int
     """The number of messages before the end."""
     asks: bool
-    """Whether the generation prompt also comes before the end."""
+    """True if the part ends with the generation prompt."""
     trained: bool
-    """Whether the piece is trained on."""
+    """True if the part is trained on."""
 
 
 def _render_chat(
     messages: Sequence[Mapping[str, Any]], prompt: int, template: Template, settings: Settings, train_on: TrainOn
 ) -> Rendered:
-    """Return the text and the untrained pieces of a chat whose first `prompt` messages are the prompt."""
+    """Return a chat as text, with the parts that are not trained on. The first `prompt` messages are the prompt."""
     if not train_on.assistant_only and not (prompt and train_on.completion_only):
         return Rendered(_unicode(template(messages, False, settings)), complete=True)
     text, masked = "", []
@@ -153,8 +153,8 @@ def _render_chat(
         longer = template(messages[: edge.messages], edge.asks, settings)
         if not longer.startswith(text):
             raise BadRowError(
-                f"expected a chat template that leaves earlier turns as they are, but this template rewrites the text "
-                f"before turn {edge.messages}, so that earlier turns cannot be masked separately"
+                "expected a chat template that leaves earlier turns as they are, but this template rewrites the text "
+                f"before turn {edge.messages} when that turn is added, so the tokens to train on cannot be found"
             )
         if not edge.trained:
             masked.append((len(text), len(longer)))
@@ -163,7 +163,7 @@ def _render_chat(
 
 
 def _edges(messages: Sequence[Mapping[str, Any]], prompt: int, train_on: TrainOn) -> list[_Edge]:
-    """Return the ends of the pieces of a chat, up to the last trained piece. Trained and untrained pieces alternate."""
+    """Return the ends of the parts of a chat, up to the last trained part. Trained and untrained parts alternate."""
     found = []
     for turn, message in enumerate(messages):
         by_assistant = message["role"] == "assistant"
@@ -179,13 +179,13 @@ def _unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRowError(f"expected Unicode, got the error: {error}") from None
+        raise BadRowError(f"expected Unicode, got text that cannot be encoded as UTF-8: {error}") from None
     return text
 
 
 def _messages(value: Any) -> Sequence[Mapping[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRowError(f"expected a list of messages, got {type(value).__name__}")
+        raise BadRowError(f"expected a list of messages, got {type(value).__name__}: {str(value)[:40]}")
     for message in value:
         if not isinstance(message, Mapping):
             raise BadRowError(
@@ -202,7 +202,7 @@ def _messages(value: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _settings(row: Mapping[str, Any]) -> Settings:
-    """Return the arguments for a chat template from the columns `tools` and `chat_template_kwargs`, as TRL does."""
+    """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL."""
     tools, others = _without_nulls(row.get("tools")), _without_nulls(row.get("chat_template_kwargs"))
     if isinstance(tools, str):
         try:
@@ -217,14 +217,14 @@ def _settings(row: Mapping[str, Any]) -> Settings:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without fields that are null. Arrow adds null fields to rows that lack a field of other rows."""
+    """Return a value without null fields, at any depth. Arrow adds a null field to a row if only other rows have it."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """Return the content of a message as text. Text parts are joined, and followed by tool calls as JSON."""
+    """Return the content of a message as text: text parts are joined, and tool calls are appended as JSON."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, Sequence) and not isinstance(content, str):
         if any(not isinstance(part, Mapping) or not isinstance(part.get("text"), str) for part in content):

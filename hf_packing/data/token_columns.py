@@ -1,6 +1,7 @@
-"""Choose the columns of a dataset to pack, and read the token lists in these columns as NumPy arrays.
+"""Choose the columns of a dataset to pack, and read the lists in these columns as NumPy arrays.
 
-`input_ids` and all other columns with one number for each token are packed, unless the dataset's format hides them.
+A token column is a column with one number for each token of a document, such as `input_ids` and `labels`. All token
+columns are packed, except `attention_mask` and those that the dataset's format hides.
 """
 
 from collections.abc import Collection, Iterator
@@ -18,16 +19,19 @@ TOKENS_AT_ONCE = 1 << 19
 """Columns are read and rows are written in blocks of about this many tokens, so that memory use stays bounded."""
 
 TRAINING_COLUMNS = {LABELS: "integers", ATTENTION_MASK: "0 and 1"} | dict.fromkeys(LOSS_MASKS, "0 and 1")
-"""Columns that decide which tokens are trained on, with their values. `pack` uses or refuses each of these columns."""
+"""Columns that decide which tokens are trained on, with a description of their values."""
 
 
 class TokenColumn:
-    """A list column of numbers. Chunks are read without copies, so a column may have more than 2**31 values in all.
+    """An Arrow column with a list of numbers in each row, readable as NumPy arrays.
+
+    The chunks of the Arrow column are read without copies and stay separate, so they may have more than 2**31 values
+    together.
 
     Args:
         name: the column's name, for error messages.
         column: lists of integers, floats or booleans, without nulls.
-        row_numbers: integers [rows]: the rows of the column in the wanted order; None for all rows in stored order.
+        row_numbers: integers [rows]: indices of the rows, in the wanted order; None for all rows in stored order.
 
     Attributes:
         length: int64 [rows]: the number of values in each row.
@@ -63,14 +67,14 @@ class TokenColumn:
             )
 
     def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
-        """Return the tokens start:start + length of the given rows, concatenated.
+        """Return slices of rows, concatenated. Each slice has the values start:start + length of a row.
 
-        Slicing and one concatenation copy at memory speed; fancy indexing and `take` are about half as fast.
+        Slices and one np.concatenate are about twice as fast as fancy indexing or `take`.
 
         Args:
-            row: integers [slices]: the row of every slice.
-            start: integers [slices]: the first token of every slice, counted from the start of the row.
-            length: integers [slices]: the number of tokens in every slice.
+            row: integers [slices]: the index of the row of every slice.
+            start: integers [slices]: the first value of every slice, counted from the start of the row.
+            length: integers [slices]: the number of values in every slice.
 
         Returns:
             Array [sum(length)] in the dtype of the column; always a copy.
@@ -97,11 +101,11 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
 
     Args:
         table: a table that `with_typed_empty_lists` returned, with one document per row.
-        row_numbers: integers [documents]: the rows of the table in the wanted order; None for all rows.
+        row_numbers: integers [documents]: indices of the table's rows in the wanted order; None for all rows.
 
     Raises:
-        PackingError: the table has no input_ids or is packed already, attention_mask has zeros, a column has other
-            lengths than input_ids, or labels or a mask do not have one number for each token.
+        PackingError: the table has no input_ids or is packed already; attention_mask has other values than 1; a row has
+            lists of different lengths; or labels or a mask do not have one number for each token.
     """
     names = table.column_names
     if packed := [name for name in SEGMENT_COLUMNS if name in names]:
@@ -119,7 +123,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
         if name in names and not is_token_type(kind := table.schema.field(name).type):
             raise PackingError(
                 f"column {name!r}: expected lists of {values}, one for each token, got {kind}; remove the column if "
-                "the values mean something else"
+                "the column has another purpose"
             )
     others = [field.name for field in table.schema if is_token_type(field.type) and field.name != INPUT_IDS]
     columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in (INPUT_IDS, *others)}
@@ -130,9 +134,10 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
 
 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
-    """Return a table whose empty token columns are cast to lists of int32, since Arrow cannot infer their type.
+    """Return a table in which token columns with nothing but empty lists are cast to lists of int32.
 
-    If the table has values in input_ids, only the columns that decide which tokens are trained on are cast.
+    Arrow gives such columns the value type null. If the table has values in input_ids, only the columns that decide
+    which tokens are trained on (TRAINING_COLUMNS) are cast.
     """
     untyped = [field.name for field in table.schema if is_list(field.type) and pa.types.is_null(field.type.value_type)]
     if INPUT_IDS not in untyped:
@@ -147,7 +152,7 @@ def with_typed_empty_lists(table: pa.Table) -> pa.Table:
 
 
 def columns_left_out(schema: pa.Schema, removed: Collection[str] = ()) -> list[str]:
-    """Return names and types of the columns without one number for each token, except the columns in `removed`."""
+    """Return names and types of the columns that do not have lists of numbers, except the columns in `removed`."""
     return [
         f"{field.name!r} ({field.type})"
         for field in schema
@@ -156,9 +161,9 @@ def columns_left_out(schema: pa.Schema, removed: Collection[str] = ()) -> list[s
 
 
 def visible_columns(dataset: Any) -> list[str]:
-    """Return the columns that the format of a dataset shows. A trainer sees no hidden columns, so `pack` skips them.
+    """Return the columns that the format of a dataset shows. `pack` skips hidden columns, since trainers skip them too.
 
-    attention_mask counts as visible even if the format hides this column, since packing only checks it for padding.
+    attention_mask is returned even if the format hides this column, since packing only checks the column for padding.
 
     Args:
         dataset: a Dataset.
@@ -176,9 +181,9 @@ def visible_columns(dataset: Any) -> list[str]:
     segment_columns = [name for name in SEGMENT_COLUMNS if name in schema.names]
     if segment_columns and hidden.issuperset(segment_columns):
         raise PackingError(
-            f"column {segment_columns[0]!r}: expected among the columns of the dataset's format, {form['columns']}, "
-            "since this column says where the documents of packed rows begin; add the column with set_format, or "
-            "remove the column if rows are not packed"
+            f"column {segment_columns[0]!r}: expected the dataset's format to show this column, got a format that "
+            f"shows only {form['columns']}. If rows are packed, this column says where their documents begin, so add "
+            "the column with set_format; if rows are not packed, remove the column"
         )
     if ATTENTION_MASK in hidden and is_token_type(schema.field(ATTENTION_MASK).type):
         hidden.remove(ATTENTION_MASK)
@@ -186,18 +191,18 @@ def visible_columns(dataset: Any) -> list[str]:
 
 
 def row_numbers(dataset: Any) -> IntArray | None:
-    """Return the table row of every row of a Dataset after shuffle, select or filter; None for all rows in order."""
+    """Return each row's index in the Arrow table of a Dataset; None if the Dataset has all rows in table order."""
     indices = dataset._indices
     return None if indices is None else indices.column(0).to_numpy()
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Return whether values of this type are lists of any kind."""
+    """Return whether an Arrow type is a list, a large list or a fixed-size list."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def is_token_type(kind: pa.DataType) -> bool:
-    """Return whether values of this type are lists of integers, floats or booleans."""
+    """Return whether an Arrow type is a list of integers, floats or booleans."""
     if not is_list(kind):
         return False
     value = kind.value_type
@@ -205,26 +210,26 @@ def is_token_type(kind: pa.DataType) -> bool:
 
 
 def check_same_lengths(columns: TokenColumns) -> None:
-    """Raise unless every row has as many values in every column as in input_ids."""
+    """Raise PackingError unless every row has as many values in every column as in input_ids."""
     lengths = columns[INPUT_IDS].length
     for name, column in columns.items():
         if (other := column.length != lengths).any():
             row = int(other.argmax())
             raise PackingError(
                 f"column {name!r}: expected as many values as input_ids in every row, but row {row} has "
-                f"{column.length[row]} for {lengths[row]} input_ids; remove the column if it is not about tokens"
+                f"{column.length[row]} for {lengths[row]} input_ids; remove the column if it does not describe tokens"
             )
 
 
 def blocks_of_rows(row_tokens: IntArray, tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges of rows with at most `tokens` tokens per range. A row with more is a range by itself.
+    """Yield consecutive ranges of rows with at most `tokens` tokens per range. A longer row is a range by itself.
 
     Args:
         row_tokens: integers [rows]: the number of tokens in each row.
         tokens: the most tokens in a range of several rows, at least 1.
 
     Yields:
-        Pairs of the first row of a range and the first row after the range.
+        Pairs (start, stop) of row indices.
     """
     end = np.cumsum(row_tokens, dtype=np.int64)
     first = 0
@@ -259,9 +264,9 @@ class _Chunk(NamedTuple):
     length: IntArray
     """int64 [rows]: the number of values in each row."""
     missing: npt.NDArray[np.bool_]
-    """bool [rows]: whether the row is null."""
+    """bool [rows]: True if the row is null."""
     nulls: npt.NDArray[np.bool_]
-    """bool [rows]: whether the row has a null value."""
+    """bool [rows]: True if the row has a null value."""
 
 
 def _read_chunk(chunk: pa.Array) -> _Chunk:

@@ -1,8 +1,8 @@
-"""Turn rendered rows into tokens and labels, with the tokenizer that the user names.
+"""Turn the texts of rows into tokens and labels, with the tokenizer that the user names.
 
-A text is tokenized as a whole. To find the token at which a masked piece begins or ends, the text before that point is
-also tokenized by itself, and the leading tokens that the two results share are counted. TRL finds the end of a prompt
-in the same way, even if a token spans the end.
+Each text is tokenized as a whole. Some parts of a text are masked, that is, not trained on. To find the token at which
+a masked part begins or ends, the text before that point is also tokenized alone. The two results share their leading
+tokens, and the number of shared tokens is the index of the wanted token. TRL finds the end of a prompt in the same way.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from hf_packing.planning.lengths import IntArray
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """The parts of a tokenizer that are needed to tokenize documents."""
+    """A tokenizer with the settings that are needed to tokenize documents: the chat template and the end token."""
 
     name: str
     backend: Any
     """A `tokenizers.Tokenizer`, or an object with the same interface."""
     template: Template = chatml
     template_text: str = "ChatML"
-    """Text that identifies the template: the source of the template, and the special tokens that it may write."""
+    """A text that identifies the template: its source, and the special tokens that it may write."""
     end: int | None = None
-    """The id of the token that ends a document; None if no token does. A chat template writes end tokens itself."""
+    """The id of the end-of-sequence token; None if the tokenizer has none. A chat template writes end tokens itself."""
 
     def lengths(self, rendered: Sequence[Rendered], ended: bool) -> IntArray:
         """Return the number of tokens in every document, int64 [documents].
@@ -46,7 +46,7 @@ class TextTokenizer:
         return np.array(lengths, dtype=np.int64)
 
     def tokens(self, rendered: Sequence[Rendered], ended: bool) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the input_ids and the labels of documents. Labels are -100 where there is no loss.
+        """Return the input_ids and the labels of documents. The labels of tokens that are not trained on are -100.
 
         Args:
             rendered: the documents.
@@ -72,7 +72,7 @@ class TextTokenizer:
         return input_ids, labels
 
     def _encode(self, rendered: Sequence[Rendered]) -> list[Encoding]:
-        """Return the encodings of texts. Chats get no special tokens here, since the chat template has written them."""
+        """Return the encodings of documents. Chats get no special tokens, since the chat template has written them."""
         encodings: list[Encoding] = []
         for complete, group in groupby(rendered, key=lambda each: each.complete):
             texts = [each.text for each in group]
@@ -80,7 +80,13 @@ class TextTokenizer:
         return encodings
 
     def _end_of(self, document: Rendered, ids: Sequence[int], ended: bool) -> list[int]:
-        """Return a list with the end token to append; empty if the document needs none or the tokenizer has none."""
+        """Return the tokens to append to a document: the end token, or none if the document needs no end token.
+
+        Args:
+            document: the document.
+            ids: the input_ids of the document.
+            ended: whether to append an end token to documents that do not have one yet.
+        """
         if not ended or document.complete or self.end is None or (ids and ids[-1] == self.end):
             return []
         return [self.end]
@@ -133,7 +139,7 @@ def text_tokenizer(tokenizer: Any) -> TextTokenizer:
 
 
 class _SlowBackend:
-    """A slow tokenizer, written in Python, with the interface of `tokenizers`."""
+    """A wrapper that gives a slow tokenizer, written in Python, the interface of `tokenizers.Tokenizer`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -167,23 +173,24 @@ def _template_of(tokenizer: Any) -> Template:
 
 
 def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
-    """Switch off padding and truncation, which would hide the lengths of documents, and return the tokenizer."""
+    """Switch off the padding and truncation of a tokenizer, which would change lengths, and return the tokenizer."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
 
 
 def _without_end(text: Encoding) -> list[int]:
-    """Return the tokens of a text without the special tokens that the tokenizer puts at the end."""
+    """Return the token ids of an encoded text without the special tokens at the end of the text."""
     special = np.array(text.special_tokens_mask, dtype=bool)
     within = np.flatnonzero(~special)
     return text.ids[: within[-1] + 1] if len(within) else text.ids
 
 
 def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of leading tokens that two texts share.
+    """Return the number of leading token ids that two lists share.
 
-    Character offsets are not used, since offsets are wrong after a character that the tokenizer drops.
+    The tokenizer's character offsets cannot replace this count: they are wrong after a character that the tokenizer
+    drops.
     """
     pairs = zip(ids, others, strict=False)
     return next((number for number, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(others)))

@@ -1,17 +1,20 @@
-"""Planning: turn document lengths into a plan that assigns documents to packs. Planning reads no tokens.
+"""Planning turns document lengths into a plan, which assigns documents to packs. Planning does not read tokens.
+
+A piece is a slice of a document that fits in a pack. A pattern describes equal packs by the lengths of their pieces.
+The modules, with the input and the output of each module:
 
     lengths.py         lengths -> LengthCounts             check and count lengths; cut long documents into pieces
-    patterns.py        LengthCounts -> Cuts                cut counted documents into pieces
-    open_packs.py      counts of pieces -> Patterns        pack counted pieces, best-fit or first-fit
+    patterns.py        LengthCounts -> Cuts                cut documents into pieces, given only counts of lengths
+    open_packs.py      counts of pieces -> Patterns        pack pieces by best-fit or first-fit decreasing
     pattern_table.py   Cuts and Patterns -> PatternTable   plan from counts alone, for any number of workers
     assign.py          PatternTable -> PackingPlan         assign documents to packs
-    permutation.py     seed -> permutation                 compute random orders, one element at a time
-    plan.py            arrays -> PackingPlan               hold a plan, and check every new plan
+    permutation.py     seed -> permutation                 compute random permutations, one element at a time
+    plan.py            arrays -> PackingPlan               store a plan, and check that the plan is valid
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
-    metrics.py         PackingPlan -> PackingMetrics       compute padding, truncation and more; lower bounds
+    metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 
-Strategies (`hf_packing.strategies`) differ in how they make the patterns. Strategies that need the documents in order
-make the plan directly, without a PatternTable. This package needs NumPy and no other dependency.
+Each strategy (`hf_packing.strategies`) has its own algorithm for making patterns. Strategies that need the documents in
+dataset order make the plan directly, without a PatternTable. Planning depends on NumPy and on no other library.
 
 Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by array:
     >>> from hf_packing.planning.lengths import check_lengths, count_lengths
@@ -29,7 +32,7 @@ Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by a
     >>> counts.length.tolist(), counts.documents.tolist()
     ([0, 3, 5, 6, 11], [1, 2, 1, 1, 1])
 
-    Cut documents into pieces. A document of 11 tokens becomes two pieces, a full pack of 8 tokens and a remainder of 3:
+    Cut documents into pieces. A document of 11 tokens becomes two pieces: 8 tokens, which fill a pack, and 3 tokens:
 
     >>> cuts = cut_by_overflow(counts, 8, "split")
     >>> cuts.piece_offsets.tolist(), cuts.piece_length.tolist()
@@ -37,7 +40,7 @@ Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by a
     >>> cuts.counts().tolist()  # number of pieces of 0, 1, 2, ... tokens
     [0, 0, 0, 3, 0, 1, 1, 0, 1]
 
-    Pack the pieces. Each pattern stands for some equal packs, and lists the lengths of the segments in such a pack:
+    Pack the pieces. There are four patterns, for one pack each. The last pattern has two segments of 3 tokens:
 
     >>> patterns = best_fit_patterns(cuts.counts(), 8)
     >>> patterns.packs.tolist(), patterns.entry_offsets.tolist()
@@ -45,7 +48,7 @@ Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by a
     >>> patterns.entry_length.tolist(), patterns.entry_copies.tolist()
     ([8, 6, 5, 3, 3], [1, 1, 1, 1, 2])
 
-    Combine patterns and cuts into a table. The table turns document lengths into a plan:
+    Combine the patterns and the cuts into a table. From the table and the document lengths, make the plan:
 
     >>> table = PatternTable(patterns=patterns, cuts=cuts, seed=None)
     >>> table

@@ -1,15 +1,17 @@
-"""Assign documents to the packs of a PatternTable, all documents at once or shard by shard, with the same result.
+"""Assign documents to the packs of a PatternTable, either all documents at once or shard by shard.
 
-An assignment consists of four random choices. If the seed is None, documents, segments and packs keep their order.
+Both ways give the same packs. An assignment consists of four random choices. If the seed is None, nothing is shuffled.
 
-1. Documents of one length may be cut in several ways. Choose the way in which each of these documents is cut.
-2. Choose a slot of the same length for each piece. A slot is the place of one segment in a pack.
+1. Choose the way in which each document is cut, if a strategy (such as Bucket) cuts documents of one length in several
+   ways.
+2. Choose a slot of the same length for each piece of a document. A slot is the position of one segment in a pack.
 3. Choose the order of the segments in each pack.
 4. Choose the order of the packs.
 
 Each choice is a permutation that can be evaluated one element at a time, so a shard can be assigned without the
-documents of other shards. Permutations are evaluated in blocks that fit in the CPU cache. Pieces are numbered by rank,
-as described in `Cuts`.
+documents of other shards. Permutations are evaluated in blocks that fit in the CPU cache.
+
+In this module, the rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`).
 """
 
 from __future__ import annotations
@@ -30,37 +32,42 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class DealtShard:
-    """The packs and places of one shard's segments, listed in the order of the shard's documents."""
+    """The segments of one shard's documents. For each segment, `pack` and `place` say where the segment goes.
+
+    Segments are listed in the order of the shard's documents.
+    """
 
     document: IntArray
-    """integers [segments]: number of the segment's document, counted within the shard."""
+    """int64 [segments]: index of the segment's document in the shard."""
     start: IntArray
     """int64 [segments]: index of the segment's first token in the document."""
     length: IntArray
-    """int32 [segments]: tokens of the segment."""
+    """int32 [segments]: length of the segment, in tokens."""
     pack: IntArray
-    """int64 [segments]: number of the segment's pack, counted over the packs of all shards."""
+    """int64 [segments]: index of the segment's pack among the packs of all shards."""
     place: IntArray
-    """int64 [segments]: index of the segment among the segments of the pack, from 0."""
+    """int64 [segments]: position of the segment in the pack; the first segment of a pack has position 0."""
 
 
 class _Places(NamedTuple):
-    """The pack of each segment, and the place in that pack. Each array has one element for each segment."""
+    """The pack of each segment, and the position of the segment in the pack."""
 
     pack: IntArray
-    """int64 [segments]: number of the segment's pack, in the order of the patterns."""
+    """int64 [segments]: index of the segment's pack in the order of the patterns, before packs are shuffled."""
     place: IntArray
-    """int64 [segments]: index of the segment among the segments of the pack, from 0."""
+    """int64 [segments]: position of the segment in the pack; the first segment of a pack has position 0."""
     length: IntArray
-    """int32 [segments]: tokens of the segment."""
+    """int32 [segments]: length of the segment, in tokens."""
 
 
 class Slots:
-    """All slots of the packs of some patterns, sorted by length, shortest first.
+    """All slots of the packs that a `Patterns` object describes, sorted by slot length, shortest first.
 
-    A slot is the place of one segment in a pack. A random permutation assigns the pieces of each length to the slots of
-    that length; if the seed is None, pieces and slots are paired in order. `block` finds the pieces for given slots,
-    and `find` finds the slots for given pieces.
+    A slot is the position of one segment in a pack, and the length of the slot is the length of the segment. With a
+    seed, a random permutation assigns the pieces of each length to the slots of that length. If the seed is None,
+    pieces and slots are paired in order. `block` returns the pieces for a range of slots, and `find` returns the slots
+    for some pieces. Both methods identify a piece by rank. The rank is the index of the piece in the list of all
+    pieces, sorted by length (see `Cuts`).
     """
 
     def __init__(self, patterns: Patterns, seed: int | None) -> None:
@@ -90,7 +97,11 @@ class Slots:
             self._within_pack_key = derive_key(seed, "documents of a pack")
 
     def block(self, begin: int, end: int) -> tuple[_Places, IntArray]:
-        """Return the packs and places of the slots begin:end, and the rank of the piece that goes into each slot."""
+        """Return the packs and the positions of the slots begin, ..., end - 1, and the rank of the piece in each slot.
+
+        A slot is the position of one segment in a pack. Slots are numbered in the order of slot length. The rank of a
+        piece is the index of the piece in the list of all pieces, sorted by length.
+        """
         first, last = np.searchsorted(self._end, [begin, end - 1], side="right")
         entries = slice(first, last + 1)
         shown = np.minimum(self._end[entries], end) - np.maximum(self._begin[entries], begin)
@@ -104,7 +115,12 @@ class Slots:
         return places, first_rank + permute(slot - first_rank, self._counts[places.length], keys)
 
     def find(self, length: IntArray, rank: IntArray) -> _Places:
-        """Return the packs and places for the pieces with the given lengths and ranks."""
+        """Return the pack of each piece, and the position of the piece in the pack.
+
+        Args:
+            length: integers [pieces]: length of each piece, in tokens.
+            rank: int64 [pieces]: index of each piece in the list of all pieces, sorted by length.
+        """
         slot = rank
         if self._seed is not None:
             first_rank = self._first_rank[length]
@@ -124,20 +140,20 @@ class Slots:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The assignment of documents to packs, for the patterns and cuts of a PatternTable."""
+    """The assignment of documents to the packs of a PatternTable. The fields are those of the table."""
 
     patterns: Patterns
     cuts: Cuts
     seed: int | None
 
     def plan(self, lengths: IntArray, proven_lower_bound: int, note: str) -> PackingPlan:
-        """Return the plan for all documents.
+        """Return the plan that assigns all documents to packs.
 
         Args:
-            lengths: integers [documents]: checked document lengths in tokens, the same lengths that the table was made
-                for.
-            proven_lower_bound: lower bound on the number of packs, which is stored in the plan.
-            note: remark that is stored in the plan.
+            lengths: integers [documents]: document lengths in tokens, already checked. The PatternTable must have been
+                made from counts of these lengths.
+            proven_lower_bound: lower bound on the number of packs, to be stored in the plan.
+            note: remark of the strategy, to be stored in the plan.
         """
         piece_document, piece_start = self._pieces_by_rank(lengths)
         final_pack, pack_offsets, pack_capacity = self._place_packs()
@@ -167,8 +183,8 @@ class Assignment:
 
         Args:
             order: int64 [documents]: indices of the shard's documents, sorted by document length.
-            kind: int64 [documents]: for each document in sorted order, the index of the document's length in
-                `Cuts.by_length`.
+            kind: int64 [documents]: for each document in sorted order, the index of the document's length in the result
+                of `Cuts.by_length`.
             number: int64 [documents]: for each document in sorted order, the number of earlier documents of the same
                 length, counted in this shard and in all shards before this shard.
 
@@ -206,9 +222,12 @@ class Assignment:
         return self.cuts.ranks()
 
     def _places_in_list(self, kind: IntArray, number: IntArray) -> IntArray:
-        """Return the index of each given document in the list of all documents, which is sorted by length and group.
+        """Return the positions of some documents in the list of all documents, sorted by length and then by group.
 
-        `Cuts` describes groups. `kind` and `number` have the same meaning as in `shard`.
+        A group consists of documents of one length that are cut in the same way (see `Cuts`). If there are several
+        groups of one length, documents of that length are first shuffled, unless the seed is None.
+
+        `kind` and `number` describe the documents, as in `shard`.
         """
         by_length = self.cuts.by_length()
         listed_at = by_length.first[kind] + number
@@ -220,7 +239,10 @@ class Assignment:
         return listed_at
 
     def _list_documents(self, lengths: IntArray) -> IntArray:
-        """Return the numbers of all documents, sorted by document length and then by group (see `Cuts`)."""
+        """Return the indices of all documents, sorted by document length and then by group.
+
+        A group consists of documents of one length that are cut in the same way (see `Cuts`).
+        """
         order = sort_by_length(lengths).astype(smallest_index_type(len(lengths)), copy=False)
         by_length = self.cuts.by_length()
         mixed = np.flatnonzero(by_length.several_groups)
@@ -233,20 +255,24 @@ class Assignment:
         return listed
 
     def _pieces_of_documents(self, group: IntArray) -> tuple[IntArray, IntArray]:
-        """Return all pieces of some documents, given each document's group.
+        """Return all pieces of some documents.
+
+        Args:
+            group: int64 [documents]: index of each document's group in `Cuts`.
 
         Returns:
-            int64 [pieces]: position of the piece's document in `group`; int64 [pieces]: index of the piece in `Cuts`.
+            int64 [pieces]: index of the piece's document in the argument `group`; int64 [pieces]: index of the piece in
+            `Cuts.piece_length`.
         """
         pieces_each = self.cuts.pieces_each[group]
         nth = np.repeat(np.arange(len(group)), pieces_each)
         return nth, np.repeat(self.cuts.piece_offsets[group], pieces_each) + _count_up(pieces_each)
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
-        """Return the document and the start of every piece, with pieces sorted as in `Cuts`, by length.
+        """Return the document and the start of every piece, for the list of all pieces sorted by length (see `Cuts`).
 
         Returns:
-            integers [pieces]: number of the piece's document; int64 [pieces]: index of the piece's first token in the
+            integers [pieces]: index of the piece's document; int64 [pieces]: index of the piece's first token in the
             document, or None if every piece begins at token 0.
         """
         cuts, listed = self.cuts, self._list_documents(lengths)
@@ -268,13 +294,18 @@ class Assignment:
         return np.insert(whole, at, document), start
 
     def _final_pack(self, pack: IntArray) -> IntArray:
-        """Return the final number of each pack, given the pack's number in the order of the patterns."""
+        """Return the index of each pack in the plan, given the index of the pack before packs are shuffled."""
         if self.seed is None:
             return pack
         return permute(pack, np.array([self.patterns.num_packs]), np.array([derive_key(self.seed, "packs")]))
 
     def _place_packs(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Return the final number of every pack of the patterns, and the plan's pack_offsets and pack_capacity."""
+        """Return the index of every pack after shuffling, and the plan's arrays `pack_offsets` and `pack_capacity`.
+
+        Returns:
+            int64 [packs]: index in the plan of each pack, with packs listed in the order before packs are shuffled;
+            int64 [packs + 1]: `pack_offsets` of the plan; int32 [packs]: `pack_capacity` of the plan.
+        """
         patterns = self.patterns
         row = np.arange(patterns.num_packs)
         for begin in range(0, len(row), _BLOCK):
@@ -287,6 +318,6 @@ class Assignment:
 
 
 def _count_up(sizes: IntArray) -> IntArray:
-    """Return the numbers 0, 1, ..., size - 1 for each of the given sizes, concatenated."""
+    """Return the ranges 0, 1, ..., size - 1, one range for each size, concatenated into one array."""
     numbers: IntArray = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return numbers

@@ -15,13 +15,13 @@ _MAX_TOKENS = 2**63
 _MAX_PIECES = 2**40
 _COUNTED_AT_ONCE = 1 << 22
 _DENSE_LENGTHS = 1 << 22
-"""Maximum length up to which counting in an array is cheaper than sorting."""
+"""If all lengths are below this value, counting lengths in an array is cheaper than sorting them."""
 
 Overflow = Literal["split", "truncate", "drop", "error"]
 
 
 def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
-    """Return the lengths as an integer array, or raise an error that names the first invalid length.
+    """Check document lengths, and return the lengths as an integer array.
 
     Args:
         lengths: 1-d integers [documents]: document lengths in tokens, as a list, an array or any other input of
@@ -32,8 +32,8 @@ def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
         int32 [documents], or int64 [documents] if a document has 2**31 tokens or more.
 
     Raises:
-        PackingError: the lengths are not one-dimensional, not integers, masked or negative, or all documents together
-            have 2**63 tokens or more.
+        PackingError: `lengths` is not one-dimensional, is a masked array, or has a value that is negative or not an
+            integer, or all documents together have 2**63 tokens or more.
     """
     array = check_whole_numbers(name, lengths)
     if not array.size:
@@ -45,15 +45,16 @@ def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
     if total >= _MAX_TOKENS:
         raise PackingError(
             f"{name}: expected fewer than 2**63 tokens in all documents together, got {total:.3g} tokens; the longest "
-            f"document has {longest}"
+            f"document has {longest} tokens"
         )
     return array.astype(np.int32 if longest <= INT32_MAX else np.int64)
 
 
 def check_whole_numbers(name: str, values: Any) -> IntArray:
-    """Return `values` as a 1-d integer array, or raise a PackingError that names the argument.
+    """Return `values` as a 1-d NumPy array of integers, or raise PackingError if `values` is anything else.
 
-    An empty array may have any dtype.
+    `name` is the name of the argument in the error message. An empty array may have any dtype, since NumPy converts an
+    empty list to floats.
     """
     if isinstance(values, np.ma.MaskedArray):
         raise PackingError(f"{name}: expected an array without a mask, got a masked array")
@@ -61,7 +62,7 @@ def check_whole_numbers(name: str, values: Any) -> IntArray:
         array = np.asarray(values)
     except ValueError as error:
         raise PackingError(
-            f"{name}: expected 1-d integers, got {type(values).__name__}, which NumPy cannot convert: {error}"
+            f"{name}: expected 1-d integers, got {type(values).__name__}; conversion to a NumPy array failed: {error}"
         ) from error
     if array.ndim != 1:
         raise PackingError(f"{name}: expected a 1-d array, got an array of shape {array.shape}")
@@ -71,27 +72,30 @@ def check_whole_numbers(name: str, values: Any) -> IntArray:
 
 
 def check_whole_number(name: str, value: Any, *, minimum: int = 1, maximum: int = INT32_MAX) -> int:
-    """Return `value` as an int from minimum to maximum, or raise a PackingError that names the argument."""
+    """Return `value` as an int, or raise PackingError if `value` is not an integer from `minimum` to `maximum`.
+
+    `name` is the name of the argument in the error message.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not minimum <= value <= maximum:
         raise PackingError(f"{name}: expected an integer from {minimum} to {maximum}, got {value!r}")
     return int(value)
 
 
 def is_real(value: Any) -> bool:
-    """Return whether `value` is an int, a float or a real NumPy number, but not a bool."""
+    """Return whether `value` is an int, a float, or a NumPy integer or float. A bool does not count as a number."""
     return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def smallest_index_type(count: int) -> type[np.signedinteger[Any]]:
-    """Return np.int32 if that type can index `count` items, or else np.int64."""
+    """Return np.int32 if int32 can index an array of `count` items, and np.int64 otherwise."""
     return np.int32 if count <= INT32_MAX else np.int64
 
 
 def sort_by_length(lengths: IntArray) -> IntArray:
-    """Return the indices that sort non-negative lengths, shortest first; equal lengths keep their order.
+    """Return the int64 indices that sort non-negative lengths in ascending order. The sort is stable.
 
-    NumPy sorts 16-bit integers by radix, ten times as fast as wider integers. So lengths that need more than 16 bits
-    are sorted by 16 bits at a time.
+    NumPy sorts 16-bit integers by radix sort, which is ten times as fast as sorting wider integers. So lengths
+    of more than 16 bits are sorted in several passes, and each pass sorts by 16 of the bits.
     """
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
@@ -116,7 +120,7 @@ class LengthCounts:
 
 
 def count_lengths(lengths: IntArray) -> LengthCounts:
-    """Return the number of documents of each length, from lengths that `check_lengths` has checked."""
+    """Count the documents of each length. `lengths` must be an array that `check_lengths` has returned."""
     if lengths.max(initial=0) >= _DENSE_LENGTHS:
         length, documents = np.unique(lengths, return_counts=True)
         return LengthCounts(length.astype(np.int64), documents.astype(np.int64))
@@ -127,13 +131,16 @@ def count_lengths(lengths: IntArray) -> LengthCounts:
 
 
 def counts_of_histogram(counts: IntArray) -> LengthCounts:
-    """Return a checked histogram as LengthCounts; counts[n] is the number of documents of n tokens."""
+    """Convert a histogram of document lengths to LengthCounts. The histogram must be valid (see `check_counts`).
+
+    `counts[n]` is the number of documents of n tokens.
+    """
     length = np.flatnonzero(counts)
     return LengthCounts(length, counts[length])
 
 
 def check_counts(counts: Any) -> IntArray:
-    """Return a histogram of lengths as int64, or raise an error that names the first invalid count.
+    """Check a histogram of document lengths, and return the histogram as an int64 array.
 
     Args:
         counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens.
@@ -142,8 +149,8 @@ def check_counts(counts: Any) -> IntArray:
         int64 [longest + 1].
 
     Raises:
-        PackingError: the counts are not one-dimensional, not integers, masked or negative, or there are 2**63 or more
-            documents or tokens in total.
+        PackingError: `counts` is not one-dimensional, is a masked array, or has a value that is negative or not an
+            integer, or there are 2**63 or more documents or tokens in total.
     """
     array = check_whole_numbers("counts", counts)
     if not array.size:
@@ -162,17 +169,17 @@ def check_counts(counts: Any) -> IntArray:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of documents. A piece is a contiguous slice of one document that is no longer than a pack."""
+    """The pieces that documents are cut into. A piece is a contiguous slice of one document, and fits in a pack."""
 
     document: IntArray
-    """integers [pieces]: number of the document that the piece is cut from."""
+    """integers [pieces]: index of the document that the piece is cut from."""
     start: IntArray
     """integers [pieces]: index of the piece's first token in the document."""
     length: IntArray
-    """integers [pieces]: tokens of the piece, at least 1."""
+    """integers [pieces]: length of the piece in tokens, at least 1."""
 
     def take(self, order: IntArray) -> "Pieces":
-        """Return the pieces with the given indices, in the order of the indices."""
+        """Return the pieces at the indices in `order`, in that order."""
         return Pieces(self.document[order], self.start[order], self.length[order])
 
 
@@ -190,26 +197,29 @@ def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
     if overflow == "error" and lengths.max(initial=0) > capacity:
         first = int(np.argmax(lengths > capacity))
         raise PackingError(
-            f"lengths: document {first} has {lengths[first]} tokens, more than max_length={capacity}, which "
-            "overflow='error' forbids; use overflow='split', 'truncate' or 'drop' for long documents"
+            f"lengths: document {first} has {lengths[first]} tokens, more than max_length={capacity}; with "
+            "overflow='error', no document may be longer. Use overflow='split', 'truncate' or 'drop' for long documents"
         )
 
 
 def check_num_pieces(pieces: float, capacity: int) -> None:
-    """Raise PackingError if documents are cut into more than 2**40 pieces, the maximum for one plan."""
+    """Raise PackingError if `pieces`, the number of pieces of all documents, is above 2**40, the maximum for a plan.
+
+    `capacity` is the capacity of a pack in tokens, for the error message.
+    """
     if pieces > _MAX_PIECES:
         raise PackingError(
-            "max_length or bucket_lengths: expected packs that are long enough to cut documents into at most 2**40 "
-            f"pieces, got packs of {capacity} tokens, which make {pieces:.4g} pieces"
+            "max_length or bucket_lengths: expected packs long enough to cut documents into at most 2**40 pieces, "
+            f"got packs of {capacity} tokens and {pieces:.4g} pieces; use longer packs"
         )
 
 
 def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Pieces:
-    """Return the pieces that documents are cut into, so that every piece fits in a pack.
+    """Cut documents into pieces that fit in a pack, and return the pieces.
 
     A document of at most `capacity` tokens becomes one piece; an empty document becomes no piece. `overflow` selects
-    the treatment of a longer document: "split" cuts the document into chunks of exactly `capacity` tokens and a
-    remainder (the minimally required truncation of arXiv 2404.10830), "truncate" keeps the first `capacity` tokens,
+    the treatment of a longer document: "split" cuts the document into pieces of exactly `capacity` tokens and a
+    remainder (cutting no more than necessary, as in arXiv 2404.10830), "truncate" keeps the first `capacity` tokens,
     "drop" leaves the document out, and "error" raises PackingError.
 
     Args:
@@ -218,10 +228,11 @@ def cut_to_pieces(lengths: IntArray, capacity: int, overflow: Overflow) -> Piece
         overflow: treatment of documents longer than `capacity`, as described above.
 
     Returns:
-        Pieces in document order.
+        Pieces, in the order of the documents.
 
     Raises:
-        PackingError: `overflow` has an unknown value, or `overflow` is "error" and a document is too long.
+        PackingError: `overflow` has an unknown value, `overflow` is "error" and a document is too long, or there are
+            more than 2**40 pieces.
     """
     check_overflow(overflow)
     documents = len(lengths)

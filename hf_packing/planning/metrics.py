@@ -1,4 +1,4 @@
-"""Metrics of a plan, such as padding and truncation, and a lower bound on the number of packs in any plan."""
+"""Metrics of a plan, such as padding and truncation, and a lower bound on the number of packs of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_packing.planning.lengths import IntArray
 
 @dataclass(frozen=True)
 class PackingMetrics:
-    """The metrics of a plan. A ratio is 0 if the denominator is 0.
+    """The metrics of a plan, such as the share of padding. A ratio is 0 if the denominator is 0.
 
     padding_ratio, truncation_ratio, dropped_token_ratio, packing_efficiency and attention_cost are between 0 and 1.
     """
@@ -42,9 +42,16 @@ class PackingMetrics:
     packing_factor: float
     """num_segments / num_packs."""
     lower_bound: int
-    """Proven lower bound on the number of packs in any plan for the same segments."""
+    """Proven lower bound on the number of packs that the segments of the plan need.
+
+    The bound may depend on limits of the strategy, such as `max_documents`. If packs differ in capacity, the bound
+    assumes that all packs have the largest capacity.
+    """
     attention_cost: float
-    """Sum of squared segment lengths / sum of squared capacities: the work of attention relative to full rows."""
+    """Sum of squared segment lengths / sum of squared capacities.
+
+    This ratio is the cost of attention within segments, relative to attention over whole packs.
+    """
 
 
 def measure_plan(
@@ -58,10 +65,11 @@ def measure_plan(
 
     Args:
         document_length: integers [documents]: length of each document, in tokens.
-        segment_document: integers [segments]: number of the document that each segment is cut from.
+        segment_document: integers [segments]: index of the document that each segment is cut from.
         segment_length: integers [segments]: length of each segment, in tokens.
         pack_capacity: integers [packs]: capacity of each pack, in tokens.
-        proven_lower_bound: lower bound on the number of packs, proven by the strategy; 0 if there is no such bound.
+        proven_lower_bound: lower bound on the number of packs, as proven by the strategy; 0 if the strategy proves no
+            bound.
     """
     packs, capacity = len(pack_capacity), int(pack_capacity.max(initial=0))
     segments_of = np.bincount(segment_document, minlength=len(document_length))
@@ -100,7 +108,12 @@ def make_metrics(
     squared_capacities: float,
     lower_bound: int,
 ) -> PackingMetrics:
-    """Return all metrics of a plan, computed from the plan's counts and sums."""
+    """Return the metrics of a plan, computed from totals over the whole plan.
+
+    `documents` is the number of all documents; `cut`, `dropped` and `empty` are numbers of documents, too. `tokens` is
+    the number of tokens in all documents, `packed_tokens` is the number of tokens in packs, and `slots` is the sum of
+    the capacities of all packs.
+    """
     padding = slots - packed_tokens
     return PackingMetrics(
         num_documents=documents,
@@ -128,14 +141,14 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def pack_lower_bound(counts: IntArray, capacity: int) -> int:
-    """Return a lower bound on the number of packs in any plan for the counted segments.
+    """Return a lower bound on the number of packs that segments need, given the number of segments of each length.
 
     The bound is the larger of two bounds, L1 and L2. L1 is the total number of tokens divided by the capacity, rounded
     up. L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem", 1990) counts one
-    pack for each segment longer than half the capacity, since two such segments never fit in one pack. L2 adds packs
-    for shorter segments that do not fit beside the long segments: for a threshold a, segments of at least a tokens fit
-    only beside long segments of at most capacity - a tokens. L2 is the maximum over all thresholds a up to half the
-    capacity.
+    pack for each long segment, that is, each segment longer than half the capacity. Two long segments never fit in one
+    pack. L2 then adds packs for shorter segments that do not fit beside the long segments. For a threshold a, a segment
+    of at least a tokens fits only beside a long segment of at most capacity - a tokens. L2 is the maximum over all
+    thresholds a up to half the capacity.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens, for n up to the capacity.
@@ -153,7 +166,7 @@ def pack_lower_bound(counts: IntArray, capacity: int) -> int:
     number = np.concatenate([[0], np.cumsum(counts[lengths], dtype=np.int64)])
     volume = np.concatenate([[0], np.cumsum(counts[lengths] * lengths, dtype=np.int64)])
     half = int(np.searchsorted(lengths, capacity // 2, side="right"))
-    threshold = np.arange(half)  # as indices into lengths; thresholds between two lengths give no higher bound
+    threshold = np.arange(half)  # indices into `lengths`; a threshold between two lengths gives no higher bound
     complement = np.searchsorted(lengths, capacity - lengths[:half], side="right")
     above_half = number[-1] - number[half]
     room = (number[complement] - number[half]) * capacity - (volume[complement] - volume[half])

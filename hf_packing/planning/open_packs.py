@@ -1,12 +1,13 @@
-"""Best-fit and first-fit decreasing on counts of lengths, and records of open packs and of remaining documents.
+"""Best-fit and first-fit decreasing bin packing on counts of lengths, instead of on single documents.
 
-Best-fit decreasing takes documents from the longest to the shortest, and puts each document into the pack with the
-least room that still holds the document (arXiv 2404.10830). This module fills consecutive packs with the same content
-together. A pack that has just taken a document is still the best fit for the next document of the same length, as long
-as that document fits. So a pack takes as many documents of one length as fit before another pack is used. The cost
-depends on the number of distinct lengths, not on the number of documents. With a limit on documents per pack, best-fit
-decreasing is longest-pack-first histogram packing (arXiv 2107.02027). First-fit decreasing fills one pack after the
-other, each time with the longest remaining document that fits.
+Best-fit decreasing takes documents from the longest to the shortest. Each document goes into the pack with the fewest
+free tokens, among all packs in which the document fits (arXiv 2404.10830). A pack that has just taken a document is
+still the best fit for the next document of the same length, as long as that document fits. So a pack takes as many
+documents of one length as fit before another pack is used. This module fills packs with the same content together, so
+the cost depends on the number of distinct lengths, not on the number of documents. With a limit on documents per pack,
+best-fit decreasing is longest-pack-first histogram packing (arXiv 2107.02027).
+
+First-fit decreasing fills one pack after the other, and always adds the longest remaining document that fits.
 """
 
 from collections.abc import Mapping
@@ -17,21 +18,22 @@ from hf_packing.planning.patterns import Pattern, Patterns, Run, patterns_from_l
 
 
 class Interval(NamedTuple):
-    """Consecutive packs with the same content."""
+    """A range of consecutively numbered packs with the same content."""
 
     first_pack: int
     packs: int
     documents: int
-    """Number of documents in each pack."""
+    """Number of segments in each pack."""
 
 
 class OpenPacks:
-    """The packs that still have room, grouped by room, and the filling steps (`Run`) of all packs, open or full.
+    """The packs to which segments can still be added (open packs), and the steps in which all packs were filled.
 
-    Packs with the same room are stored as intervals of consecutive packs, and the newest interval is used first. The
-    distinct values of room are the set bits of one big integer. After a right shift by a length, the lowest set bit
-    gives the least room that holds the length. The highest set bit gives the most room. Finding either value takes a
-    fraction of a microsecond and needs no search tree.
+    The room of a pack is the number of free tokens. Packs with the same room are stored as intervals of consecutive
+    packs, and the newest interval is used first. The integer `_rooms` has bit n set if an open pack has a room of n
+    tokens. The highest set bit gives the most room. After a right shift by a length, the lowest set bit gives the least
+    room in which a segment of that length fits. Either lookup takes a fraction of a microsecond and needs no search
+    tree.
     """
 
     def __init__(self, capacity: int, max_documents: int | None) -> None:
@@ -43,25 +45,31 @@ class OpenPacks:
         self._rooms = 0
 
     def least_room(self, length: int) -> int | None:
-        """Return the room of the fullest open pack that can still take `length` tokens, or None if no open pack can."""
+        """Return the number of free tokens of the fullest open pack in which a segment of `length` tokens fits.
+
+        Return None if there is no such pack.
+        """
         fitting = self._rooms >> length
         return length + (fitting & -fitting).bit_length() - 1 if fitting else None
 
     def most_room(self) -> int:
-        """Return the most room of any open pack, or -1 if no pack is open."""
+        """Return the number of free tokens of the emptiest open pack, or -1 if no pack is open."""
         return self._rooms.bit_length() - 1
 
     def newest(self, room: int) -> Interval:
-        """Return the newest interval of packs with this room."""
+        """Return the newest interval of open packs with `room` free tokens in each pack."""
         return self._intervals[room][-1]
 
     def add(self, room: int, interval: Interval) -> None:
-        """Add an interval of open packs with this room."""
+        """Add an interval of open packs with `room` free tokens in each pack."""
         self._intervals.setdefault(room, []).append(interval)
         self._rooms |= 1 << room
 
     def take(self, room: int, packs: int) -> Interval:
-        """Remove at most `packs` packs from the newest interval with this room, and return the removed packs."""
+        """Remove packs from the newest interval of open packs with `room` free tokens, and return the removed packs.
+
+        `packs` is the maximum number of packs to remove.
+        """
         intervals = self._intervals[room]
         interval = intervals.pop()
         if not intervals:
@@ -71,10 +79,11 @@ class OpenPacks:
         return Interval(interval.first_pack, min(packs, interval.packs), interval.documents)
 
     def fill(self, interval: Interval, room: int, length: int, copies: int) -> None:
-        """Put `copies` segments of this length into each pack of the interval.
+        """Put `copies` segments of `length` tokens into each pack of the interval.
 
-        `room` is the room of each pack before the call. Packs stay open unless the packs are full or have the maximum
-        number of segments.
+        `room` is the number of free tokens in each pack before the call. The packs must be new, or
+        must have been removed by `take`. After the call, the packs are open, unless the packs are full or have the
+        maximum number of segments.
         """
         self.runs.append(Run(length, interval.first_pack, interval.packs, copies))
         room, documents = room - copies * length, interval.documents + copies
@@ -82,23 +91,23 @@ class OpenPacks:
             self.add(room, Interval(interval.first_pack, interval.packs, documents))
 
     def open(self, packs: int, length: int, copies: int) -> None:
-        """Open new packs, and put `copies` segments of this length into each new pack."""
+        """Create `packs` new packs, and put `copies` segments of `length` tokens into each new pack."""
         self.fill(Interval(self.num_packs, packs, 0), self.capacity, length, copies)
         self.num_packs += packs
 
     def patterns(self) -> Patterns:
-        """Return the patterns of all packs."""
+        """Return the patterns of all packs, open or full."""
         return patterns_from_runs(self.runs, self.num_packs, self.capacity)
 
 
 def lengths_descending(counts: IntArray) -> list[tuple[int, int]]:
-    """Return (length, number of documents) for every length that occurs, the longest length first."""
+    """Return (n, counts[n]) for every length n with a nonzero count, the longest length first."""
     lengths = counts.nonzero()[0][::-1]
     return list(zip(lengths.tolist(), counts[lengths].tolist(), strict=True))
 
 
 def fill_best_fit(packs: OpenPacks, counts: IntArray) -> None:
-    """Pack counted segments best-fit decreasing, into open packs where possible and otherwise into new packs.
+    """Pack segments by best-fit decreasing, into open packs where possible and otherwise into new packs.
 
     Args:
         packs: open packs, changed in place.
@@ -118,7 +127,7 @@ def fill_best_fit(packs: OpenPacks, counts: IntArray) -> None:
 
 
 def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None = None) -> Patterns:
-    """Pack counted segments best-fit decreasing.
+    """Pack segments by best-fit decreasing, and return the patterns of the packs.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
@@ -134,10 +143,10 @@ def best_fit_patterns(counts: IntArray, capacity: int, max_documents: int | None
 
 
 class Remaining:
-    """The number of remaining documents of each length.
+    """The documents that are not packed yet, stored as the number of remaining documents of each length.
 
-    The lengths that occur are the set bits of one big integer, so the longest length that fits is found without a
-    search.
+    The integer `lengths` has bit n set if a document of n tokens remains. So the longest document that fits into a pack
+    is found without a search.
     """
 
     def __init__(self, number: Mapping[int, int]) -> None:
@@ -148,31 +157,31 @@ class Remaining:
         self.lengths = int.from_bytes(bits, "little")
 
     def longest(self, room: int) -> int:
-        """Return the longest remaining length that fits in the room, or -1 if no remaining length fits."""
+        """Return the length of the longest remaining document of at most `room` tokens, or -1 if there is none."""
         return (self.lengths & ((2 << room) - 1)).bit_length() - 1
 
     def shortest(self) -> int:
-        """Return the shortest remaining length."""
+        """Return the length of the shortest remaining document."""
         return (self.lengths & -self.lengths).bit_length() - 1
 
     def add(self, length: int) -> None:
-        """Add one document of this length."""
+        """Add one document of `length` tokens."""
         self.number[length] = self.number.get(length, 0) + 1
         self.lengths |= 1 << length
 
     def take(self, length: int, number: int) -> None:
-        """Remove `number` documents of this length."""
+        """Remove `number` documents of `length` tokens."""
         self.number[length] -= number
         if not self.number[length]:
             self.lengths ^= 1 << length
 
     def fill(self, room: int) -> tuple[list[tuple[int, int]], int]:
-        """Choose documents for one pack by repeatedly choosing the longest remaining document that fits.
+        """Choose documents for a pack with `room` free tokens. Each choice is the longest remaining document that fits.
 
-        The chosen documents are not removed.
+        The chosen documents are not removed from this object.
 
         Returns:
-            (length, number of documents) for each length in the pack, and the room that stays free.
+            A list of (length, number of chosen documents), and the number of tokens that stay free in the pack.
         """
         copies: list[tuple[int, int]] = []
         limit = room
@@ -184,17 +193,18 @@ class Remaining:
         return copies, room
 
     def packs_alike(self, copies: list[tuple[int, int]]) -> int:
-        """Return the number of packs with the same documents that can be made from the remaining documents.
+        """Return the number of equal packs that can be made from the remaining documents.
 
-        `copies` lists the documents of one pack, as returned by `fill`.
+        `copies` describes one of these packs as a list of (length, number of documents), as returned by `fill`.
         """
         return min(self.number[length] // number for length, number in copies)
 
 
 def first_fit_patterns(counts: IntArray, capacity: int) -> Patterns:
-    """Pack counted segments first-fit decreasing.
+    """Pack segments by first-fit decreasing, and return the patterns of the packs.
 
-    Packs are filled one after the other; the result is the same as placing documents one after the other.
+    Packs are filled one after the other. The result is the same as if each segment, the longest first, went into the
+    first pack in which the segment fits.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.

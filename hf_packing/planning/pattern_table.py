@@ -1,4 +1,4 @@
-"""PatternTable: a plan made from counts of lengths alone, before any document is assigned to a pack."""
+"""PatternTable, a plan that is made from counts of document lengths, before any document is assigned to a pack."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from hf_packing.planning.plan import PackingPlan
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PatternTable:
-    """A plan made from counts of lengths: the packs to make, before documents are assigned to packs.
+    """A plan that is made from counts of document lengths alone.
 
-    `plan_counts` returns a PatternTable. The size of a table depends on the number of distinct lengths and, with
-    Bucket, on the number of cut documents. To assign a shard of documents to packs, a worker needs only the table, the
-    lengths of the shard's documents, and the number of documents of each length in earlier shards. Together, the
-    workers make the same packs as a plan for all documents.
+    The table describes the packs, but does not yet assign documents to packs. `plan_counts` returns a PatternTable. The
+    size of a table depends on the number of distinct lengths and, with `Bucket`, on the number of cut documents.
+
+    To assign a shard of documents to packs, a worker needs only the table, the lengths of the shard's documents, and
+    the number of documents of each length in earlier shards. Together, the workers make the same packs as a plan for
+    all documents.
 
     Example:
         >>> import numpy as np, hf_packing as hfp
@@ -44,14 +46,18 @@ class PatternTable:
     seed: int | None
     """Seed for shuffling packs, the segments in each pack, and documents of equal length; None for no shuffling."""
     proven_lower_bound: int = 0
-    """Lower bound on the number of packs, proven by the strategy under its own limits; 0 if there is no such bound."""
+    """Lower bound on the number of packs, proven by the strategy; 0 if the strategy proves no bound.
+
+    The bound holds for packs that respect the limits of the strategy, such as `max_documents`.
+    """
     note: str = ""
-    """Remark of the strategy on how planning went; empty if there is nothing to report."""
+    """Remark of the strategy, such as that the time limit was too short; empty if there is no remark."""
 
     def __post_init__(self) -> None:
         if not np.array_equal(np.trim_zeros(self.patterns.counts(), "b"), np.trim_zeros(self.cuts.counts(), "b")):
             raise AssertionError(
-                "patterns: expected as many segments of each length as cuts has pieces, got other numbers"
+                "patterns and cuts: expected as many segments of each length in patterns as pieces of that length in "
+                "cuts, but the numbers differ for at least one length"
             )
 
     @property
@@ -67,30 +73,30 @@ class PatternTable:
         return Assignment(self.patterns, self.cuts, self.seed)
 
     def plan(self, lengths: IntArray) -> PackingPlan:
-        """Return the plan for all documents.
+        """Return the plan that assigns all documents to packs.
 
         Args:
-            lengths: integers [documents]: checked document lengths in tokens, the same lengths that the table was made
-                for.
+            lengths: integers [documents]: document lengths in tokens, already checked. The table must have been made
+                from counts of these lengths.
         """
         return self._assignment.plan(lengths, self.proven_lower_bound, self.note)
 
     def deal(self, shard_lengths: Any, already_dealt: Any = None) -> DealtShard:
-        """Assign the documents of one shard to packs. The memory needed does not depend on other shards.
+        """Assign the documents of one shard to packs. The documents of other shards are not needed.
 
         Args:
             shard_lengths: 1-d integers [documents]: lengths of the shard's documents, in tokens.
             already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in all earlier shards
-                together, that is, the sum of `np.bincount` over earlier shards. Lengths beyond the end of the array
-                have a count of 0. None for the first shard.
+                together, that is, the sum of `np.bincount(shard_lengths)` over the earlier shards. The array may be
+                shorter than the longest length; missing counts are 0. None for the first shard.
 
         Returns:
-            DealtShard. All shards together hold every segment of the plan exactly once, and fill every place of every
-            pack.
+            DealtShard with all segments of the shard's documents. Together, the results for all shards contain every
+            segment of every pack exactly once.
 
         Raises:
-            PackingError: an argument is not 1-d non-negative integers, a length was not counted for the table, or the
-                shards have more documents of a length than were counted.
+            PackingError: an argument is not a 1-d array of non-negative integers, or this shard and the earlier shards
+                have more documents of some length than the table has.
         """
         lengths, by_length = check_lengths(shard_lengths, "shard_lengths"), self.cuts.by_length()
         order = sort_by_length(lengths)
@@ -99,7 +105,7 @@ class PatternTable:
         return self._assignment.shard(order, kind, number)
 
     def metrics(self) -> PackingMetrics:
-        """Return the metrics of the plan, equal to the metrics of the PackingPlan that `plan` returns."""
+        """Return the metrics of the plan. The PackingPlan that `plan` returns has the same metrics."""
         cuts, patterns = self.cuts, self.patterns
         counts = cuts.counts()
         length = np.arange(len(counts), dtype=np.float64)
@@ -145,18 +151,27 @@ def _rebuild_table(
 def _number_documents(
     by_length: DocumentsByLength, lengths: IntArray, already_dealt: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return the arguments `kind` and `number` of `Assignment.shard`, for a shard's documents sorted by length.
+    """Return the arguments `kind` and `number` of `Assignment.shard` for the documents of a shard.
+
+    Args:
+        by_length: number of documents of each length in the PatternTable.
+        lengths: integers [documents]: lengths of the shard's documents, ascending.
+        already_dealt: int64 [lengths]: for each length in `by_length`, the number of documents in earlier shards.
 
     Returns:
         int64 [documents]: index of the document's length in `by_length`; int64 [documents]: number of earlier documents
         of the same length, counted in this shard and in all shards before this shard.
+
+    Raises:
+        PackingError: this shard and the earlier shards have more documents of some length than the PatternTable has.
     """
     kind = np.searchsorted(by_length.length, lengths)
     unknown = kind == len(by_length.length)
     unknown[~unknown] = by_length.length[kind[~unknown]] != lengths[~unknown]
     if unknown.any():
         raise PackingError(
-            f"shard_lengths: expected only lengths that were counted for the table, got {lengths[unknown][0]}"
+            "shard_lengths: expected only document lengths that occur in the counts of the PatternTable, got a length "
+            f"of {lengths[unknown][0]}"
         )
     in_shard = np.bincount(kind, minlength=len(by_length.length))
     nth = np.arange(len(kind)) - (np.cumsum(in_shard) - in_shard)[kind]
@@ -164,17 +179,23 @@ def _number_documents(
     if (beyond := number >= by_length.documents[kind]).any():
         first = kind[beyond][0]
         raise PackingError(
-            f"shard_lengths: expected at most the {by_length.documents[first]} documents of length "
-            f"{by_length.length[first]} that were counted for the table, but earlier shards have "
-            f"{already_dealt[first]} such documents and this shard has {in_shard[first]}"
+            f"shard_lengths: expected at most {by_length.documents[first]} documents of length "
+            f"{by_length.length[first]} in all shards together, as in the counts of the PatternTable, but earlier "
+            f"shards have {already_dealt[first]} such documents and this shard has {in_shard[first]}"
         )
     return kind, number
 
 
 def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> IntArray:
-    """Return the number of documents in earlier shards for each counted length, after checking `already_dealt`.
+    """Check `already_dealt`, and return the number of documents in earlier shards for each length in `by_length`.
 
-    `already_dealt` is a histogram that may be shorter than the longest counted length, or None for no documents.
+    Args:
+        by_length: number of documents of each length in the PatternTable.
+        already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in earlier shards. The
+            array may be shorter than the longest length; missing counts are 0. None if there are no earlier shards.
+
+    Returns:
+        int64 [lengths].
     """
     length, documents = by_length.length, by_length.documents
     if already_dealt is None:
@@ -189,14 +210,15 @@ def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> In
     if uncounted.any():
         first = int(np.argmax(uncounted != 0))
         raise PackingError(
-            f"already_dealt: expected no documents of length {first}, since the table counts none, got {dealt[first]}"
+            f"already_dealt: expected no documents of length {first}, since the counts of the PatternTable have none, "
+            f"got {dealt[first]}"
         )
     beyond = dealt[length[inside]] > documents[inside]
     if beyond.any():
         first = int(length[inside][beyond][0])
         raise PackingError(
-            f"already_dealt: expected at most the {documents[inside][beyond][0]} documents of length {first} that were "
-            f"counted for the table, got {dealt[first]}"
+            f"already_dealt: expected at most {documents[inside][beyond][0]} documents of length {first}, as "
+            f"in the counts of the PatternTable, got {dealt[first]}"
         )
     result = np.zeros(len(length), dtype=np.int64)
     result[inside] = dealt[length[inside]]

@@ -1,7 +1,8 @@
-"""`Patterns` of packs and `Cuts` of documents, the two results that counting strategies compute from counts of lengths.
+"""The class `Patterns`, which describes packs, and the class `Cuts`, which describes how documents are cut.
 
-`Patterns` lists equal packs once, and `Cuts` lists equal documents once. So the size of both objects depends on the
-number of distinct lengths, not on the number of documents.
+Strategies that need only the counts of lengths compute both objects. `Patterns` stores packs with the same segment
+lengths only once. `Cuts` stores documents that have the same length and are cut in the same way only once. So both
+objects are small, even for many documents.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +19,10 @@ from hf_packing.planning.lengths import IntArray, LengthCounts, Overflow, check_
 
 @dataclass(frozen=True)
 class Patterns:
-    """Packs, described by the lengths of their segments. Pattern i stands for `packs[i]` equal packs.
+    """A description of packs by the lengths of their segments. Pattern i describes `packs[i]` equal packs.
 
-    Packs are numbered in the order of the patterns. Each entry of a pattern stands for segments of one length.
+    A pattern consists of entries. An entry stores a segment length, and the number of segments of that length in each
+    pack. Packs are numbered in the order of the patterns.
     """
 
     packs: IntArray
@@ -40,28 +42,31 @@ class Patterns:
 
     @property
     def entry_pattern(self) -> IntArray:
-        """Index of the pattern that each entry belongs to, int64 [entries]."""
+        """The index of each entry's pattern, int64 [entries]."""
         return np.repeat(np.arange(len(self.packs)), np.diff(self.entry_offsets))
 
     def segments_per_pack(self) -> IntArray:
-        """Return the number of segments in each pack of a pattern, int64 [patterns]."""
+        """Return, for each pattern, the number of segments in one pack, int64 [patterns]."""
         total = np.concatenate([[0], np.cumsum(self.entry_copies)])
         return np.diff(total[self.entry_offsets])
 
     def tokens_per_pack(self) -> IntArray:
-        """Return the number of tokens in each pack of a pattern, int64 [patterns]."""
+        """Return, for each pattern, the number of tokens in one pack, int64 [patterns]."""
         total = np.concatenate([[0], np.cumsum(self.entry_copies * self.entry_length)])
         return np.diff(total[self.entry_offsets])
 
     def without_empty(self) -> "Patterns":
-        """Return the patterns that have at least one segment."""
+        """Return the patterns of non-empty packs. Patterns without segments are left out."""
         entries = np.diff(self.entry_offsets)
         kept = entries > 0
         offsets = np.concatenate([[0], np.cumsum(entries[kept])])
         return Patterns(self.packs[kept], self.capacity[kept], offsets, self.entry_length, self.entry_copies)
 
     def counts(self) -> IntArray:
-        """Return the number of segments of each length in all packs, int64 [longest + 1]."""
+        """Return a histogram of segment lengths, int64 [longest + 1].
+
+        Element n is the number of segments of n tokens in all packs together.
+        """
         segments = self.packs[self.entry_pattern] * self.entry_copies
         counts = np.zeros(int(self.entry_length.max(initial=0)) + 1, dtype=np.int64)
         np.add.at(counts, self.entry_length, segments)
@@ -69,17 +74,23 @@ class Patterns:
 
 
 class Pattern(NamedTuple):
-    """One pattern of packs, for strategies that make patterns one by one."""
+    """One pattern, which describes packs with the same segment lengths.
+
+    `patterns_from_list` converts a list of these patterns to `Patterns`.
+    """
 
     packs: int
     """Number of packs with this pattern."""
     capacity: int
     copies: Sequence[tuple[int, int]]
-    """(length, number of segments) for each distinct segment length in a pack."""
+    """(length, number of segments) for each distinct segment length in one pack."""
 
 
 class Run(NamedTuple):
-    """One step of filling packs: put the same number of segments of one length into each of some consecutive packs."""
+    """One step of filling packs. The step puts `copies` segments of `length` tokens into each of several packs.
+
+    The packs have the numbers first_pack, ..., first_pack + packs - 1.
+    """
 
     length: int
     first_pack: int
@@ -88,7 +99,7 @@ class Run(NamedTuple):
 
 
 def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
-    """Convert a list of patterns to `Patterns`."""
+    """Convert a list of `Pattern` objects to one `Patterns` object."""
     sizes = [len(pattern.copies) for pattern in patterns]
     entries = np.array([entry for pattern in patterns for entry in pattern.copies], dtype=np.int64).reshape(-1, 2)
     return Patterns(
@@ -101,11 +112,10 @@ def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
 
 
 def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Patterns:
-    """Return the patterns of the packs that result from a sequence of filling steps (`Run`).
+    """Return the patterns of packs that are filled step by step. Each step is a `Run`.
 
     Args:
-        runs: runs in the order in which packs were filled; each run covers consecutive packs with numbers below
-            num_packs.
+        runs: the steps, in order. Each step fills consecutive packs with numbers below num_packs.
         num_packs: total number of packs.
         capacity: capacity of each pack, in tokens.
     """
@@ -137,20 +147,20 @@ class DocumentsByLength(NamedTuple):
     first: IntArray
     """int64 [lengths]: number of documents that are shorter than this length."""
     several_groups: IntArray
-    """bool [lengths]: whether documents of this length are cut in different ways."""
+    """bool [lengths]: True if documents of this length are cut in several ways."""
 
 
 @dataclass(frozen=True)
 class Cuts:
     """The pieces that documents are cut into. Documents of one length that are cut in the same way form a group.
 
-    Groups are sorted by document length; among groups of one length, the group of uncut documents comes first. Tokens
+    Groups are sorted by document length. Among groups of one length, the group of uncut documents comes first. Tokens
     after a document's last piece are dropped.
 
-    Documents are listed group by group, and pieces are listed document by document. The rank of a piece is the piece's
-    index after the list of pieces is sorted by piece length, where pieces of equal length keep their order. A piece's
-    rank follows from the place of the piece's document in the list of documents, so no worker needs the documents of
-    other workers.
+    The rank of a piece is the index of the piece in a list of the pieces of all documents. To make this list, list the
+    documents group by group, list the pieces of each document from start to end, and sort the pieces by length with a
+    stable sort. The rank of a piece can be computed from the position of its document in the list of documents. So a
+    worker can compute ranks without the documents of other workers.
     """
 
     document_length: IntArray
@@ -158,9 +168,12 @@ class Cuts:
     documents: IntArray
     """int64 [groups]: number of documents in the group."""
     piece_offsets: IntArray
-    """int64 [groups + 1]: pieces of group i are piece_offsets[i]:piece_offsets[i + 1], in document order."""
+    """int64 [groups + 1]: each document of group i is cut into the pieces piece_offsets[i]:piece_offsets[i + 1]."""
     piece_length: IntArray
-    """int32 [pieces]: tokens of the piece. The pieces of a document start at token 0 and leave no gap."""
+    """int32 [pieces]: length of the piece in tokens.
+
+    The first piece of a document starts at token 0, and each further piece starts where the previous piece ends.
+    """
 
     @property
     def num_documents(self) -> int:
@@ -168,18 +181,21 @@ class Cuts:
 
     @cached_property
     def pieces_each(self) -> IntArray:
-        """Number of pieces that each document of a group is cut into, int64 [groups]."""
+        """The number of pieces of each document in a group, int64 [groups]."""
         return np.diff(self.piece_offsets)
 
     @cached_property
     def tokens_kept(self) -> IntArray:
-        """Number of tokens that each document of a group keeps in its pieces, int64 [groups]."""
+        """The number of tokens in all pieces of one document, for each group, int64 [groups].
+
+        The other tokens of the document are dropped.
+        """
         total = np.concatenate([[0], np.cumsum(self.piece_length, dtype=np.int64)])
         return np.diff(total[self.piece_offsets])
 
     @cached_property
     def piece_start(self) -> IntArray:
-        """Index of each piece's first token in the document, int64 [pieces]."""
+        """The index of each piece's first token in the document, int64 [pieces]."""
         begin = np.cumsum(self.piece_length, dtype=np.int64) - self.piece_length
         first = np.append(begin, 0)[self.piece_offsets[:-1]]
         start: IntArray = begin - np.repeat(first, self.pieces_each)
@@ -187,35 +203,42 @@ class Cuts:
 
     @cached_property
     def whole(self) -> IntArray:
-        """Whether the documents of each group stay whole, as one piece with all tokens, bool [groups]."""
+        """True for each group of documents that stay whole, as one piece with all tokens, bool [groups]."""
         whole: IntArray = (self.pieces_each == 1) & (self.tokens_kept == self.document_length)
         return whole
 
     @cached_property
     def cut(self) -> IntArray:
-        """Whether the documents of each group are kept in several pieces or only in part, bool [groups]."""
+        """True for each group of documents that are packed in several pieces or only in part, bool [groups].
+
+        False for documents that are whole, empty or dropped.
+        """
         cut: IntArray = (self.pieces_each > 0) & ~self.whole
         return cut
 
     def by_length(self) -> DocumentsByLength:
-        """Return the number of documents of each length, over all groups."""
+        """Return the number of documents of each length, summed over the groups of that length."""
         length, first_group, groups = np.unique(self.document_length, return_index=True, return_counts=True)
         documents = np.add.reduceat(self.documents, first_group) if len(length) else self.documents
         return DocumentsByLength(length, documents, np.cumsum(documents) - documents, groups > 1)
 
     def counts(self) -> IntArray:
-        """Return the number of pieces of each length, int64 [longest + 1]."""
+        """Return a histogram of piece lengths, int64 [longest + 1].
+
+        Element n is the number of pieces of n tokens, over all documents.
+        """
         counts = np.zeros(int(self.piece_length.max(initial=0)) + 1, dtype=np.int64)
         np.add.at(counts, self.piece_length, np.repeat(self.documents, self.pieces_each))
         return counts
 
     def ranks(self) -> tuple[IntArray, IntArray]:
-        """Return the rank of each piece in the group's first document, and the stride to the group's next document.
+        """Return two arrays `first_rank` and `stride`, from which the rank of every piece can be computed.
 
-        A piece of the group's document n, counted from 0, has the rank `first_rank + n * stride`.
+        The rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`). In
+        document n of a group, where n = 0 is the first document, piece i has the rank `first_rank[i] + n * stride[i]`.
 
         Returns:
-            int64 [pieces]: rank of the piece in the group's first document; int64 [pieces]: stride of the piece.
+            int64 [pieces]: `first_rank`; int64 [pieces]: `stride`.
         """
         by_length = np.argsort(self.piece_length, kind="stable")
         group = np.repeat(np.arange(len(self.documents)), self.pieces_each)[by_length]
@@ -233,7 +256,7 @@ class Cuts:
 def cuts_from_list(groups: list[tuple[int, int, tuple[int, ...]]]) -> Cuts:
     """Convert a list of groups to `Cuts`.
 
-    A group is (document length, number of documents, piece lengths). Groups must be in the order that `Cuts` requires.
+    A group is (document length, number of documents, piece lengths). The groups must be sorted as described in `Cuts`.
     """
     sizes = [len(pieces) for _, _, pieces in groups]
     return Cuts(
@@ -245,14 +268,17 @@ def cuts_from_list(groups: list[tuple[int, int, tuple[int, ...]]]) -> Cuts:
 
 
 def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> Cuts:
-    """Return the pieces that counted documents are cut into, so that every piece fits in a pack.
+    """Cut documents into pieces that fit in a pack, given only the number of documents of each length.
 
-    `cut_to_pieces` describes the treatment of long documents for each value of `overflow`.
+    The values of `overflow` are described in `cut_to_pieces`.
 
     Args:
         counts: number of documents of each length.
         capacity: capacity of each pack, in tokens.
         overflow: treatment of documents longer than `capacity`: "split", "truncate", "drop" or "error".
+
+    Returns:
+        Cuts with one group for each length.
 
     Raises:
         PackingError: `overflow` is "error" and a document is too long, or there are more than 2**40 pieces.
@@ -261,9 +287,9 @@ def cut_by_overflow(counts: LengthCounts, capacity: int, overflow: Overflow) -> 
     long = length > capacity
     if overflow == "error" and long.any():
         raise PackingError(
-            f"counts: {counts.documents[long].sum()} documents have more than max_length={capacity} tokens, which "
-            f"overflow='error' forbids; the longest document has {length[-1]} tokens. Use overflow='split', 'truncate' "
-            "or 'drop' for long documents"
+            f"counts: {counts.documents[long].sum()} documents have more than max_length={capacity} tokens, and the "
+            f"longest document has {length[-1]} tokens; with overflow='error', no document may be longer than "
+            "max_length. Use overflow='split', 'truncate' or 'drop' for long documents"
         )
     pieces_each = (length > 0).astype(np.int64)
     if overflow == "drop":

@@ -1,11 +1,12 @@
-"""Seeded random orders: permutations that are evaluated one element at a time, and shuffled packs.
+"""Seeded random permutations that can be evaluated one element at a time, and the shuffling of packs.
 
 Plans need random orders of packs, of documents of equal length, and of the documents in each pack. A permutation stored
 as an array would require all documents on one machine. Here, a permutation is a function of (index, size, key), so
 every machine can compute any slice of the permutation, with the same result.
 
-The function is a balanced Feistel network over a grid of about sqrt(size) x sqrt(size) cells, with cycle walking over
-the few cells beyond `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+The function is a balanced Feistel network on a grid of about sqrt(size) x sqrt(size) cells. The grid may have a few
+more than `size` cells. A result that is not below `size` is permuted again until the result is below `size` (cycle
+walking; Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 """
 
 from collections.abc import Callable
@@ -29,33 +30,36 @@ _PLACES_AT_ONCE, _PACKS_AT_ONCE = 1 << 16, 1 << 13
 
 
 def check_seed(seed: Any) -> int:
-    """Return a seed as an int, or raise PackingError if the seed is not an integer from 0 to 2**63 - 1."""
+    """Return `seed` as an int, or raise PackingError if `seed` is not an integer from 0 to 2**63 - 1."""
     return check_whole_number("seed", seed, minimum=0, maximum=_SEED_MAX)
 
 
 def derive_key(seed: int, purpose: str) -> np.uint64:
-    """Return a 64-bit key for one purpose of a seed. Keys for different purposes are independent."""
+    """Return a 64-bit key that depends on the seed and on the name of a purpose, such as "packs".
+
+    One seed gives statistically independent keys for different purposes.
+    """
     words = np.random.SeedSequence([seed, *purpose.encode()]).generate_state(1, np.uint64)
     return np.uint64(words[0])
 
 
 def keys_for(numbers: npt.NDArray[Any], key: np.uint64) -> _Keys:
-    """Return one key for each number, made by mixing the number with `key`."""
+    """Return one key for each number in an array. The new key is a hash of the number and of `key`."""
     mixed = (numbers.astype(np.uint64) + key) * _GAMMA
     mixed ^= mixed >> _HALF
     return mixed * _MIX
 
 
 def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
-    """Return the image of each index under a random permutation of range(size).
+    """Return the elements of a random permutation of range(size) at the given indices.
 
     Args:
         index: integers [n], from 0 to size - 1.
-        size: integers [n] or [1]: size of the permuted range, at least 1 and below 2**62.
-        keys: uint64 [n] or [1]: keys that select the permutation.
+        size: integers [n] or [1]: number of elements of the permutation, at least 1 and below 2**62.
+        keys: uint64 [n] or [1]: random keys. Each pair of a size and a key selects one permutation.
 
     Returns:
-        int64 [n]. For one size and one key, the map from index to result is a bijection of range(size).
+        int64 [n], from 0 to size - 1. With the same size and key, different indices have different results.
 
     Example:
         >>> import numpy as np
@@ -66,13 +70,21 @@ def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt
     rows, columns = _grid_sides(size)
     size = size.astype(np.uint64)
     result = _walk_inside(_walk, index.astype(np.uint64), size, rows, columns, keys)
-    # the last round is a rotation; without this round, sizes of 3 or 5 would favor some places by a few percent
+    # a final rotation, since otherwise, for sizes such as 3 and 5, some results would be a few percent more likely
     rotation = _hash_below(keys, size, _ROUND_KEYS[-1:])
     return _add_modulo(result, rotation, size).astype(np.int64)
 
 
 def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
-    """Return the index that `permute` maps to each place, given the same `size` and `keys` as `permute`.
+    """Return the index of each element of a permutation. This function is the inverse of `permute`.
+
+    Args:
+        place: integers [n], from 0 to size - 1: results of `permute`.
+        size: the same array as for `permute`.
+        keys: the same array as for `permute`.
+
+    Returns:
+        int64 [n]: the indices that `permute` maps to these results.
 
     Example:
         >>> import numpy as np
@@ -88,7 +100,10 @@ def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -
 
 
 def random_order(size: int, seed: int, purpose: str) -> IntArray:
-    """Return a random permutation of range(size), int64 [size]. Different purposes give different permutations."""
+    """Return a random permutation of range(size), int64 [size].
+
+    The permutation depends on the seed and on the string `purpose`, so one seed can be used for several purposes.
+    """
     order = np.arange(size)
     for begin in range(0, size, _PLACES_AT_ONCE):
         block = slice(begin, begin + _PLACES_AT_ONCE)
@@ -104,8 +119,8 @@ def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray
         seed: seed of the random orders.
 
     Returns:
-        int64 [segments]: indices of the segments, in the new order; int64 [packs + 1]: the new pack_offsets; int64
-        [packs]: numbers of the packs, in the new order.
+        int64 [segments]: old indices of the segments, in the new order; int64 [packs + 1]: the new pack_offsets; int64
+        [packs]: old indices of the packs, in the new order.
     """
     packs = random_order(len(pack_offsets) - 1, seed, "order of packs")
     sizes = np.diff(pack_offsets)[packs]
@@ -122,14 +137,18 @@ def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray
 
 
 def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
-    """Return the sides (rows, columns) of the smallest near-square grid with at least `size` cells."""
+    """Return (rows, columns) of a nearly square grid with at least `size` cells."""
     rows = np.ceil(np.sqrt(size)).astype(np.uint64)
     columns = (size.astype(np.uint64) + rows - np.uint64(1)) // rows
     return rows, columns
 
 
 def _walk_inside(walk: _Walk, cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
-    """Apply `walk` to each cell until the cell number is below `size`, and return the resulting cells."""
+    """Apply `walk` to each cell number repeatedly until the result is below `size`, and return the results.
+
+    `walk` permutes the cells of a grid: `_walk` or the inverse function `_walk_back`. The cell in a row and a column
+    has the number row * columns + column.
+    """
     cell = walk(cell, rows, columns, keys)
     outside = np.flatnonzero(cell >= size)
     while outside.size:

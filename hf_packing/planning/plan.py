@@ -25,12 +25,13 @@ class PackingPlan:
     """The assignment of documents to packs. A pack consists of segments, and a segment is a slice of one document.
 
     Segments are listed pack by pack: the segments of pack p are `pack_offsets[p]:pack_offsets[p + 1]`. The constructor
-    accepts integer arrays and lists, checks all arrays, converts the arrays to the dtypes below, and makes the arrays
-    read-only. Two plans are equal if the fingerprints of the two plans are equal.
+    accepts arrays and lists of integers, checks them, converts them to the dtypes below, and makes the arrays
+    read-only. Two plans are equal if their fingerprints are equal.
 
     Raises:
-        PackingError: a segment is empty or extends beyond its document, two segments share a token, a pack is
-            overfull, or a segment or a capacity is longer than int32 can count.
+        PackingError: a segment is empty or extends beyond its document, two segments share a token, a pack is empty or
+            has more tokens than its capacity, an array has the wrong size, or a value is not an integer or does not fit
+            into the dtype.
 
     Example:
         >>> import hf_packing as hfp
@@ -42,9 +43,9 @@ class PackingPlan:
     """
 
     document_length: IntArray
-    """int32 or int64 [documents]: length of each whole document, in tokens; int64 if a length exceeds int32."""
+    """int32 [documents], or int64 if a length exceeds int32: length of the document before cutting, in tokens."""
     segment_document: IntArray
-    """int32 or int64 [segments]: number of the document that the segment is cut from."""
+    """int32 or int64 [segments]: index of the document that the segment is cut from."""
     segment_start: IntArray
     """int32 or int64 [segments]: index of the segment's first token in the document."""
     segment_length: IntArray
@@ -54,14 +55,20 @@ class PackingPlan:
     pack_capacity: IntArray
     """int32 [packs]: capacity of the pack, in tokens."""
     proven_lower_bound: int = 0
-    """Lower bound on the number of packs, proven by the strategy under its own limits; 0 if there is no such bound."""
+    """Lower bound on the number of packs, proven by the strategy; 0 if the strategy proves no bound.
+
+    The bound holds for packs that respect the limits of the strategy, such as `max_documents`.
+    """
     note: str = ""
-    """Remark of the strategy on how planning went, or an empty string; not part of the fingerprint."""
+    """Remark of the strategy, such as that the time limit was too short, or an empty string.
+
+    The note is not part of the fingerprint.
+    """
 
     def __post_init__(self) -> None:
         for name in ARRAYS:
             array = np.asanyarray(getattr(self, name))
-            # differences of unsigned integers are never negative, so the checks would miss values out of bounds
+            # unsigned integers have no negative differences, so the checks would not detect offsets that descend
             array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
@@ -84,11 +91,11 @@ class PackingPlan:
         return len(self.pack_capacity)
 
     def arrays(self) -> dict[str, IntArray]:
-        """Return the six arrays of the plan by name."""
+        """Return the six arrays of the plan as a dict from name to array."""
         return {name: getattr(self, name) for name in ARRAYS}
 
     def pack_of_segment(self) -> IntArray:
-        """Return the number of each segment's pack, int64 [segments]."""
+        """Return the index of each segment's pack, int64 [segments]."""
         return np.repeat(np.arange(self.num_packs), np.diff(self.pack_offsets))
 
     @cached_property
@@ -102,12 +109,12 @@ class PackingPlan:
         )
 
     def metrics(self) -> PackingMetrics:
-        """Return the metrics of the plan, such as padding and truncation. The first call computes the metrics."""
+        """Return the metrics of the plan, such as padding and truncation. The metrics are computed only once."""
         return self._metrics
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the plan's content, as 32 hex digits.
+        """The hash of the plan's arrays and lower bound, as 32 hex digits.
 
         Equal plans have the same fingerprint in every process and on every machine.
         """
@@ -118,7 +125,7 @@ class PackingPlan:
         return digest.hexdigest()
 
     def shuffle(self, seed: int) -> PackingPlan:
-        """Return a plan with the same packs in a new random order, for the next epoch.
+        """Return a plan with the same packs in a new random order, for example for the next epoch.
 
         The segments in each pack are shuffled, too. No segment moves to another pack.
 
@@ -144,13 +151,13 @@ class PackingPlan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Save the plan to a folder of .npy files and a plan.json. A plan that is already in the folder is replaced.
+        """Save the plan to a folder, as .npy files and a plan.json. A plan that is already in the folder is replaced.
 
         Args:
-            path: folder to create.
+            path: folder to create or to replace.
 
         Raises:
-            PackingError: the path exists, but is not a saved plan.
+            PackingError: the path exists, but is not a saved plan, or the folder contains other files, too.
         """
         facts = {
             "fingerprint": self.fingerprint,
@@ -161,9 +168,9 @@ class PackingPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:
-        """Return a saved plan with memory-mapped arrays.
+        """Load a saved plan. The arrays are memory-mapped.
 
-        Memory-mapped arrays are read from disk when used, and shared between processes.
+        Processes on one machine that load the plan share the memory of the arrays.
 
         Args:
             path: folder that `save` has created.
@@ -183,7 +190,7 @@ class PackingPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the function and the arguments that rebuild the plan when the plan is copied or unpickled.
 
-        The rebuilt plan is checked, since the function calls the constructor.
+        That function calls the constructor, which checks the plan.
         """
         arrays = {name: np.asarray(array) for name, array in self.arrays().items()}
         return _rebuild_plan, (arrays, self.proven_lower_bound, self.note)
@@ -213,7 +220,7 @@ def _rebuild_plan(arrays: dict[str, IntArray], proven_lower_bound: int, note: st
 
 
 def _describe(plan: PackingPlan) -> str:
-    """Return a description of a plan in a few lines."""
+    """Return a description of a plan in a few lines of text."""
     metrics, per_pack = plan.metrics(), np.diff(plan.pack_offsets)
     capacities, packs = np.unique(plan.pack_capacity, return_counts=True)
     each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
@@ -234,9 +241,10 @@ def _describe(plan: PackingPlan) -> str:
 
 
 def _check_laws(plan: PackingPlan) -> None:
-    """Raise PackingError unless the arrays make a valid plan: no token is in two segments, and no pack is overfull.
+    """Raise PackingError if the arrays of the plan are invalid.
 
-    Tokens that are in no segment are allowed; the metrics count such tokens as dropped.
+    In a valid plan, no token is in two segments, and no pack has more tokens than its capacity. A token may be in no
+    segment; the metrics count such tokens as dropped.
     """
     _check_shapes(plan)
     segments = plan.num_segments
@@ -244,7 +252,7 @@ def _check_laws(plan: PackingPlan) -> None:
     if offsets[0] != 0 or offsets[-1] != segments or (np.diff(offsets) < 1).any():
         raise PackingError(
             f"pack_offsets: expected offsets that rise from 0 to {segments}, the number of segments, with at least one "
-            "segment in each pack"
+            f"segment in each pack, got {offsets}"
         )
     if not segments:
         return
@@ -254,15 +262,15 @@ def _check_laws(plan: PackingPlan) -> None:
         )
     if document.min() < 0 or document.max() >= plan.num_documents:
         raise PackingError(
-            f"segment_document: expected document numbers of at least 0 and below {plan.num_documents}, "
-            f"got numbers from {document.min()} to {document.max()}"
+            f"segment_document: expected document indices of at least 0 and below {plan.num_documents}, the number of "
+            f"documents, got indices from {document.min()} to {document.max()}"
         )
     fill = np.add.reduceat(length, offsets[:-1], dtype=np.int64)
     if (overfull := fill > plan.pack_capacity).any():
         pack = int(overfull.argmax())
         raise PackingError(
-            f"segment_length: expected at most the capacity of {plan.pack_capacity[pack]} tokens in pack {pack}, got "
-            f"{fill[pack]} tokens"
+            f"segment_length: expected at most {plan.pack_capacity[pack]} tokens in pack {pack}, the capacity of the "
+            f"pack, got {fill[pack]} tokens"
         )
     outside = start > plan.document_length[document] - length
     if start.any():
@@ -315,9 +323,9 @@ def _check_shapes(plan: PackingPlan) -> None:
 
 
 def _check_disjoint(document: IntArray, start: IntArray, length: IntArray, documents: int) -> None:
-    """Raise PackingError if a token is in two segments.
+    """Raise PackingError if two segments share a token.
 
-    Only the segments of documents with several segments are sorted and compared.
+    Documents with a single segment are skipped. The segments of all other documents are sorted and compared.
     """
     seen = np.zeros(documents, dtype=bool)
     seen[document] = True
@@ -332,6 +340,6 @@ def _check_disjoint(document: IntArray, start: IntArray, length: IntArray, docum
         first = int(twice.argmax())
         raise PackingError(
             f"segment_start: expected segments that share no token, but segments {left[first]} and {right[first]} of "
-            f"document {document[left[first]]} overlap: the former segment ends at token {end[first]}, and the latter "
-            f"segment starts at token {start[right[first]]}"
+            f"document {document[left[first]]} overlap: segment {left[first]} ends before token {end[first]}, and "
+            f"segment {right[first]} starts at token {start[right[first]]}"
         )

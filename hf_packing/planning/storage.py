@@ -1,4 +1,4 @@
-"""Save and load a plan as a folder with one .npy file for each array, and with plan.json, which is written last."""
+"""Save and load a plan as a folder. The folder has one .npy file for each array, and a plan.json for other values."""
 
 import errno
 import json
@@ -19,24 +19,24 @@ _INDEX = "plan.json"
 
 
 def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]) -> None:
-    """Save arrays and facts to a folder. No reader ever sees half a plan.
+    """Save the arrays and the other values of a plan to a folder. No process ever reads an incomplete folder.
 
-    The files are first written to a new folder beside `folder`, and the new folder is then renamed to `folder`.
+    The files are first written to a temporary folder, which is then renamed to `folder`.
 
     Args:
-        folder: folder of the plan; a saved plan in this folder is replaced.
+        folder: folder to create; a saved plan in this folder is replaced.
         arrays: arrays to save, by name.
         facts: values to write to plan.json, by name.
 
     Raises:
-        PackingError: the path exists, but is not a saved plan.
+        PackingError: the path exists, but is not a saved plan, or the folder contains other files, too.
     """
     folder = folder.resolve()  # a folder cannot be renamed onto a symbolic link
     _check_replaceable(folder, {f"{name}.npy" for name in arrays} | {_INDEX})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as around:
         fresh = Path(around) / folder.name
-        fresh.mkdir()  # has the permissions of the user's umask, but `around` is readable by this user alone
+        fresh.mkdir()  # has default permissions; `around` is a temporary folder, which only this user can read
         for name, array in arrays.items():
             np.save(fresh / f"{name}.npy", array, allow_pickle=False)
         (fresh / _INDEX).write_text(json.dumps({"format": _FORMAT, **facts}, indent=1) + "\n")
@@ -44,8 +44,9 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
 
 
 def _check_replaceable(folder: Path, files: set[str]) -> None:
-    """Raise PackingError if the path exists, unless the path is the folder of a saved plan with no files but `files`.
+    """Check that a plan can be saved at a path: nothing exists there, or a saved plan that may be replaced.
 
+    Raise PackingError otherwise. A saved plan may be replaced if its folder contains only files with names in `files`.
     If another process replaces the plan during the check, the check is repeated.
     """
     while (found := _identity(folder)) is not None:
@@ -54,12 +55,13 @@ def _check_replaceable(folder: Path, files: set[str]) -> None:
                 return
         if _identity(folder) == found:
             raise PackingError(
-                f"path: expected a new folder or a saved plan to replace, got {str(folder)!r}, which is neither"
+                f"path: expected a new folder or a saved plan to replace, but {str(folder)!r} exists and either is not "
+                "a saved plan or contains other files"
             )
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return the inode and the change time of a path, or None if the path does not exist."""
+    """Return the inode and the change time in nanoseconds of a path, or None if nothing exists at the path."""
     try:
         status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -68,27 +70,27 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda: False) -> None:
-    """Rename a finished folder to its final path, and remove the file or folder that was at that path.
+    """Rename a finished folder to its final path. A folder that exists at that path is removed.
 
     Args:
-        fresh: finished folder.
-        folder: final path of the finished folder.
-        unless: function that is called if the final path exists. If the function returns True, the existing folder
-            stays and `fresh` is not renamed.
+        fresh: the finished folder.
+        folder: the final path.
+        unless: function without arguments, called if a non-empty folder exists at the final path. If the function
+            returns True, the existing folder stays and `fresh` is not renamed.
     """
     replaced = []
     while not _try_rename(fresh, folder):
         if unless():
             break
         replaced.append(Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-")))
-        with suppress(FileNotFoundError):  # another process may have moved the folder
+        with suppress(FileNotFoundError):  # raised if another process has moved the folder
             folder.rename(replaced[-1] / folder.name)
-    for old in replaced:  # removed last, since removing takes time, and `folder` is missing until the rename
+    for old in replaced:  # removed only now, since removing takes time, and `folder` does not exist until the rename
         shutil.rmtree(old)
 
 
 def _try_rename(fresh: Path, folder: Path) -> bool:
-    """Rename a folder and return True, or return False if the new path is taken."""
+    """Rename a folder and return True, or return False if a non-empty folder exists at the new path."""
     try:
         fresh.rename(folder)
     except OSError as error:
@@ -114,7 +116,8 @@ def _read_index(folder: Path) -> dict[str, Any]:
         facts = json.loads(index.read_text())
         if facts["format"] != _FORMAT:
             raise PackingError(
-                f"path: expected a plan of format {_FORMAT}, but {str(index)!r} has format {facts['format']!r}"
+                f"path: expected a plan of format {_FORMAT}, the only format that this version of hf_packing reads, "
+                f"but {str(index)!r} has format {facts['format']!r}"
             )
         return {
             "fingerprint": str(facts["fingerprint"]),
@@ -123,15 +126,16 @@ def _read_index(folder: Path) -> dict[str, Any]:
         }
     except (ValueError, KeyError, TypeError) as error:
         raise PackingError(
-            f"path: expected the index of a saved plan in {str(index)!r}, but reading the file raised {error!r}"
+            f"path: expected a valid {_INDEX}, but reading {str(index)!r} raised {error!r}; save the plan again"
         ) from error
 
 
 def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray], dict[str, Any]]:
-    """Return the arrays and the facts that `save_arrays` has saved. The arrays are memory-mapped.
+    """Load the arrays and the other values of a plan that `save_arrays` has saved.
 
     Returns:
-        The arrays by name, and the facts fingerprint, proven_lower_bound and note.
+        A dict from name to memory-mapped array, for the arrays in `names`; and a dict with the values `fingerprint`,
+        `proven_lower_bound` and `note` from plan.json.
 
     Raises:
         PackingError: the folder is not a saved plan, or the saved plan is damaged.
@@ -144,6 +148,7 @@ def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray]
             arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
             raise PackingError(
-                f"path: expected an array of a saved plan in {str(file)!r}, but reading the file failed: {error}"
+                f"path: expected a saved plan with a readable array file {file.name}, but reading {str(file)!r} "
+                f"failed: {error}"
             ) from error
     return arrays, facts

@@ -15,23 +15,23 @@ from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import ComparedStrategy
 
 _POINTS = 200
-"""Number of points on a curve."""
+"""Number of points on the curve of how full packs are."""
 _BINS = 24
 """Number of bins of document lengths, equally wide on a logarithmic scale; each pack capacity adds one more edge."""
 _STEPS = 48
-"""Number of steps for which a picture shows the work of the ranks."""
+"""Number of training steps for which a picture shows the work of the ranks."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Assumptions about the training run."""
+    """The assumptions of a report about the training run."""
 
     ranks: int = 8
     """Number of ranks; each rank works on one pack at a time."""
     padded_rows: int = 16
     """Number of documents in a micro-batch without packing."""
     linear_cost: float = LINEAR_COST
-    """Number of token pairs that attention compares in the time that linear layers take for one token."""
+    """Time that linear layers take for one token, in units of the time that attention takes for one pair of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class LengthSummary:
         return int(self.counts[tokens + 1 :].sum())
 
     def shortest_row_for(self, share: float) -> int:
-        """Return the shortest row length for which at most this share of the documents is longer than a row."""
+        """Return the shortest row length such that at most `share` of all documents are longer than a row."""
         longer = self.documents - np.cumsum(self.counts)
         return int(np.argmax(longer <= share * self.documents))
 
@@ -69,7 +69,7 @@ def summary_of_lengths(lengths: IntArray) -> LengthSummary:
     """Return statistics of document lengths.
 
     Args:
-        lengths: integers [documents], tokens; at least one length is above zero.
+        lengths: integers [documents]: the number of tokens in each document; at least one number is above zero.
     """
     real = lengths[lengths > 0]
     median, p90, p99 = np.percentile(real, [50, 90, 99]).tolist()
@@ -88,18 +88,18 @@ def summary_of_lengths(lengths: IntArray) -> LengthSummary:
 
 @dataclass(frozen=True)
 class PaddedRow:
-    """The result of training with padding, on documents of at most max_length tokens."""
+    """The result of padding without packing, for documents that are cut to at most max_length tokens."""
 
     max_length: int
     work: Work
     cut_documents: int
-    """Number of documents that are longer than max_length, and so are cut."""
+    """Number of documents that are cut, since they are longer than max_length."""
     lost_tokens: int
     """Number of tokens that are cut off, because they are beyond max_length."""
 
     @property
     def padding_ratio(self) -> float:
-        """The share of token slots that hold padding."""
+        """The share of the token positions in all padded batches that hold padding."""
         return 1 - self.work.tokens / self.work.slots if self.work.slots else 0.0
 
 
@@ -113,24 +113,24 @@ class ReportRow:
     leveled: Work
     """Work of an epoch in which packs of similar cost run at the same time on all ranks, as with TokenBudget."""
     speed_up: float
-    """Time per token with padding to the same length / time per token of `leveled`; counted, not measured."""
+    """Time per token with padding to the same max_length / time per token of `leveled`; counted in operations."""
     sample: PlanSample
     """Data of the plan for the pictures of a report."""
 
     @property
     def name(self) -> str:
-        """The strategy as it is written in code."""
+        """The strategy as Python code, such as BestFit(2048)."""
         return self.compared.name
 
     @property
     def max_length(self) -> int:
-        """The most tokens that a pack may hold."""
+        """The largest number of tokens that a pack may hold."""
         return longest_row(self.compared.strategy)
 
 
 @dataclass(frozen=True, eq=False)
 class PlanSample:
-    """The data of a plan that the pictures of a report show; small, even for a large plan."""
+    """The data that the pictures of a report show for one plan. The data are small, even for a large plan."""
 
     fill: npt.NDArray[np.float64]
     """float64 [points]: the filled share of packs, emptiest pack first."""
@@ -141,7 +141,7 @@ class PlanSample:
     cut: npt.NDArray[np.float64]
     """float64 [bins]: the share of documents in each bin that are not whole in one pack; nan for an empty bin."""
     attention: npt.NDArray[np.float64]
-    """float64 [steps, ranks]: attention cost of each pack, with packs in the order of the plan."""
+    """float64 [steps, ranks]: attention cost of the pack that each rank runs, with packs in the order of the plan."""
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,19 @@ class Figures:
 
 
 def longest_row(strategy: Strategy) -> int:
-    """Return the most tokens that a strategy's largest pack may hold."""
+    """Return the largest number of tokens that a pack of a strategy may hold."""
     longest: int = getattr(strategy, "max_length", None) or strategy.bucket_lengths[-1]  # type: ignore[attr-defined]
     return longest
 
 
 def row_of_padding(lengths: IntArray, max_length: int, setup: Setup) -> PaddedRow:
-    """Return the result of training with padding; documents longer than max_length are cut."""
+    """Return the result of padding without packing, for documents that are cut to at most max_length tokens.
+
+    Args:
+        lengths: integers [documents]: the number of tokens in each document.
+        max_length: the most tokens that a row may have.
+        setup: assumptions about the training run.
+    """
     work = padded_work(lengths, max_length, setup.padded_rows, setup.ranks, setup.linear_cost, seed=0)
     longer = lengths[lengths > max_length].astype(np.int64)
     return PaddedRow(max_length, work, len(longer), int((longer - max_length).sum()))
@@ -225,7 +231,11 @@ def _sample_of(plan: PackingPlan, ranks: int) -> PlanSample:
 
 
 def _cut_by_length(plan: PackingPlan) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the edges of length bins, and for each bin the share of documents that are not whole in one pack."""
+    """Return the edges of bins of document lengths, and the share of each bin's documents that a plan cuts.
+
+    Returns:
+        float64 [bins + 1], tokens; and float64 [bins], the share of documents that are not whole in one pack.
+    """
     length = plan.document_length
     whole = np.zeros(len(length), dtype=bool)
     complete = plan.segment_length == length[plan.segment_document]

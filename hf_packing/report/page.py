@@ -22,14 +22,14 @@ from hf_packing.report.tables import (
 )
 
 _NAMED_BY_NUMBER = re.compile(r' id="[A-Za-z0-9.]+_\d+"')
-"""Finds ids that matplotlib writes into every picture. The ids repeat, and nothing refers to these ids."""
+"""The pattern of ids that matplotlib writes into every SVG. Several pictures have the same ids, which nothing uses."""
 
 
 def check_page(path: Path) -> None:
-    """Raise an error if no page can be written to a path. The check runs before any long work begins.
+    """Raise an error if `save_page` cannot write to a path. The check runs before any long work begins.
 
     Raises:
-        PackingError: the path is a folder, or is not in a writable folder.
+        PackingError: the path is a folder, or the folder that contains the path is not writable.
         MissingDependencyError: matplotlib is not installed.
     """
     load_figure()
@@ -39,11 +39,11 @@ def check_page(path: Path) -> None:
         )
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise PackingError(f"--output: expected a path in a writable folder, but {str(above)!r} is not writable")
+        raise PackingError(f"--output: expected a path in a writable folder, but cannot write to {str(above)!r}")
 
 
 def save_page(report: Figures, path: Path) -> list[Path]:
-    """Write a report as an HTML page, and the light pictures as PNG files into a folder beside the page.
+    """Write a report as an HTML page, and its pictures in light colors as PNG files into a folder beside the page.
 
     Returns:
         The paths of all written files, with the page first.
@@ -61,9 +61,9 @@ def save_page(report: Figures, path: Path) -> list[Path]:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file under a temporary name and rename the file, so that a full disk leaves no half-written file.
+    """Write a file under a temporary name and then rename the file, so that a full disk leaves no half-written file.
 
-    If the path is a link or a device, the content is written directly, since renaming would replace the link or device.
+    If `file` is a link or a device, write to it directly, since renaming would replace the link or the device.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         file.write_bytes(content)
@@ -78,7 +78,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _page_of(report: Figures) -> str:
-    """Return the HTML of the page, which loads nothing from other files or from the network."""
+    """Return the HTML of a report's page, which loads nothing from other files or from the network."""
     template = Environment(loader=PackageLoader("hf_packing.report", ""), autoescape=True).get_template("page.html")
     lengths, setup = report.lengths, report.setup
     return template.render(
@@ -114,13 +114,13 @@ def _page_of(report: Figures) -> str:
 
 
 def _name_of(source: str) -> str:
-    """Return the last part of a local path. A source that is no local path, such as a name on the hub, stays whole."""
+    """Return the last part of `source` if it is a local path, else all of it, such as a dataset name on the Hub."""
     path = Path(source)
     return path.resolve().name if source and (path.is_absolute() or path.exists()) else source
 
 
 def _shown_strategies(report: Figures) -> str:
-    """Return a sentence that names the strategies that the pictures show, and the strategies that are left out."""
+    """Return a sentence that says which strategies the pictures show, and names the strategies that are not shown."""
     shown = {row.name for row in shown_rows(report)}
     left_out = [row.name for row in report.rows if row.name not in shown]
     text = f"The pictures show strategies with the same row length as {report.recommendation.strategy}"

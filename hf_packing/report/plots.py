@@ -1,4 +1,4 @@
-"""Draw the pictures of a report, such as document lengths and the fill of packs, in light and dark colors."""
+"""Draw the pictures of a report, such as the distribution of document lengths, in light and in dark colors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _CHARACTERS_OF_A_LINE = 36
 _MOST_CURVES = 5
 _LENGTH_BINS = 48
 _ROW_LENGTHS = 200
-"""Number of points on a curve."""
+"""Number of points on the curves over row lengths."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Plot:
     title: str
     caption: str
     draw: Callable[[Any, Figures, Theme], None]
-    """Draws the picture onto matplotlib axes."""
+    """A function that draws the picture onto matplotlib axes."""
 
 
 def load_figure() -> Any:
@@ -67,7 +67,7 @@ def picture(report: Figures, plot: Plot, theme: Theme, kind: str) -> bytes:
         report: the report to show.
         plot: the picture to draw.
         theme: the colors of the picture.
-        kind: "svg", in which text stays text, or "png".
+        kind: "png", or "svg" for an SVG file with text as text, not as outlines.
     """
     figure_class = load_figure()
     import matplotlib

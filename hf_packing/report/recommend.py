@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from hf_packing.report.figures import LengthSummary, Recommendation, ReportRow
 
 _FEW_CUT = 0.01
-"""The largest share that counts as few, both of tokens in documents longer than a row and of documents that are cut."""
+"""The largest share that counts as few: of all tokens, those in documents longer than a row; of all documents, those
+that are cut."""
 _FEW_EMPTY = 0.03
-"""The largest share of empty slots that counts as few; with more empty slots, longer rows are preferred."""
+"""The largest share of empty slots in packs that counts as few; with more empty slots, longer rows are preferred."""
 _WORTH_IT = 0.005
 """The share of packs that a strategy must save to be preferred over a simpler strategy."""
 _WORTH_NAMING = 1.05
@@ -15,10 +16,14 @@ _WORTH_NAMING = 1.05
 
 
 def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendation:
-    """Return a recommended strategy that drops nothing, cuts few documents and needs few packs.
+    """Recommend a strategy that, as far as possible, drops nothing, cuts few documents and needs few packs.
 
-    The recommended row length is no longer than documents need. Longer rows cost memory, and attention in longer rows
-    is no cheaper.
+    The recommended rows are only as long as the documents need. Longer rows would take more memory, without making
+    attention cheaper.
+
+    Args:
+        lengths: statistics of document lengths.
+        rows: the results of the compared strategies.
     """
     wanted = _row_length(lengths, rows)
     of_length = [row for row in rows if row.max_length == wanted]
@@ -37,10 +42,11 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
 
 
 def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
-    """Return the shortest row length with few tokens in longer documents and with few empty slots.
+    """Return the recommended row length: as short as possible, with few documents longer than a row and little padding.
 
-    If every row length has many tokens in longer documents, return the longest row length. If the row lengths with few
-    tokens in longer documents all have many empty slots, return the length with the fewest empty slots.
+    A row length fits the documents if the documents that are longer than a row have few of all tokens. The result is
+    the shortest fitting row length with few empty slots. If every fitting row length has many empty slots, the result
+    is the fitting row length with the fewest. If no row length fits, the result is the longest row length.
     """
     given = sorted({row.max_length for row in rows})
     empty = {length: _careful_padding([row for row in rows if row.max_length == length]) for length in given}
@@ -50,7 +56,7 @@ def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
 
 
 def _careful_padding(rows: Sequence[ReportRow]) -> float:
-    """Return the smallest padding ratio of the strategies that cut the fewest documents."""
+    """Return the smallest padding ratio among the strategies that cut the fewest documents."""
     fewest = min(row.compared.metrics.num_cut_documents for row in rows)
     careful = [row.compared.metrics for row in rows if row.compared.metrics.num_cut_documents == fewest]
     return min(metrics.padding_ratio for metrics in careful)
@@ -59,7 +65,7 @@ def _careful_padding(rows: Sequence[ReportRow]) -> float:
 def _simplicity(row: ReportRow) -> int:
     """Return a sort key that puts BestFit first, then Optimal, then all other strategies.
 
-    BestFit plans as fast as any other strategy. If lengths vary, plans of BestFit are close to the best plan.
+    BestFit plans as fast as any other strategy. If lengths vary, BestFit needs hardly more packs than the best plan.
     """
     names = ["BestFit", "Optimal"]
     kind = type(row.compared.strategy).__name__
@@ -88,7 +94,7 @@ def _cost(lengths: LengthSummary, best: ReportRow) -> str:
 
 
 def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
-    """Return a remark in parentheses on the row lengths that would cut few documents or no document."""
+    """Return a remark in parentheses on the row lengths at which few documents, or none, would be cut."""
     few = lengths.shortest_row_for(_FEW_CUT)
     would = [f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents"] if few > max_length else []
     return f"({', '.join([*would, f'rows of {lengths.longest:,} tokens would cut no document'])})"

@@ -21,7 +21,7 @@ from hf_packing.strategies.sequential import FirstCome, FixedLength
 
 @dataclass(frozen=True, repr=False)
 class PackingReport(Figures):
-    """The effect of packing on documents. Print the report, or show the report in a notebook.
+    """A comparison of packing strategies on your documents, with a recommendation, to print or show in a notebook.
 
     Example:
         >>> import hf_packing as hfp
@@ -37,7 +37,7 @@ class PackingReport(Figures):
         return as_html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers and texts of the report as a dict, for JSON."""
+        """Return the numbers and texts of the report as a dict to write as JSON, without the data of the pictures."""
         return {
             "source": self.source,
             "lengths": {name: value for name, value in vars(self.lengths).items() if name != "counts"},
@@ -101,21 +101,22 @@ def packing_report(
     """Compare packing strategies on documents of the given lengths, and recommend one of the strategies.
 
     Args:
-        lengths: 1-d integers [documents], tokens; a list or an array.
-        max_length: the most tokens that a row may have; one row length or several.
+        lengths: the number of tokens in each document, a list or 1-d array of integers.
+        max_length: the most tokens that a row may have; one row length or several. If `strategies` are given, their row
+            lengths are used instead.
         strategies: strategies to compare; None for FixedLength, FirstCome and BestFit with each max_length, and Bucket
             if there are several row lengths.
         ranks: number of processes, each of which works on one pack at a time.
         padded_rows: number of documents in a micro-batch without packing, padded to the longest of these documents.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
             of tokens; by default the value for a model of width 2048.
-        source: path or name of the documents, for the title.
+        source: path or name of the dataset, for the title of the report.
 
     Returns:
         PackingReport: the compared strategies, the recommendation, and a method to save an HTML page.
 
     Raises:
-        PackingError: a bad argument, which the message names; no documents with tokens.
+        PackingError: an argument is invalid, or no document has a token. The message names the argument.
 
     Example:
         >>> import hf_packing as hfp
@@ -160,7 +161,7 @@ def _check_row_lengths(max_length: Any) -> tuple[int, ...]:
 
 
 def _usual_strategies(row_lengths: Sequence[int]) -> list[Strategy]:
-    """Return the default strategies for each row length, and Bucket if there are several row lengths."""
+    """Return FixedLength, FirstCome and BestFit for each row length, and Bucket if there are several row lengths."""
     strategies: list[Strategy] = []
     for length in row_lengths:
         strategies += [FixedLength(length), FirstCome(length), BestFit(length)]

@@ -38,7 +38,7 @@ MEANING = {
 
 
 def report_cells(report: Figures) -> list[tuple[str, ...]]:
-    """Return the rows of the table, as cells. For every row length, padding comes first, then the strategies."""
+    """Return the rows of a report's table as tuples of cells. For every row length, the row for padding comes first."""
     rows = []
     for padded in report.padded:
         rows.append(_padded_cells(padded, report))
@@ -80,21 +80,21 @@ def _strategy_cells(row: ReportRow, report: Figures) -> tuple[str, ...]:
 
 
 def setup_line(report: Figures) -> str:
-    """Return a line with the assumptions about a training step."""
+    """Return a line of text with the report's assumptions about a training step."""
     setup = report.setup
     padded = f"{setup.padded_rows} documents padded to the longest document"
     return f"in a step, each of {setup.ranks} ranks works on one pack, or on {padded}"
 
 
 def headline(report: Figures) -> str:
-    """Return a line with the number of documents and the number of tokens."""
+    """Return a line of text with the number of documents and the number of tokens."""
     lengths = report.lengths
     text = f"{lengths.documents:,} documents, {lengths.tokens:,} tokens"
     return text + (f", and {lengths.empty:,} empty documents" if lengths.empty else "")
 
 
 def lengths_line(report: Figures) -> str:
-    """Return a line with statistics of document lengths."""
+    """Return a line of text with statistics of document lengths."""
     lengths = report.lengths
     return (
         f"lengths: mean {lengths.mean:,.0f}, median {lengths.median:,.0f}, 90 % up to {lengths.p90:,.0f}, "
@@ -121,14 +121,14 @@ def as_html(report: Figures) -> str:
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], marked: str = "") -> str:
-    """Return an HTML table. The first column names the rows, and the row with the name `marked` stands out."""
+    """Return an HTML table. The first cell of a row is the row's name; the row with the name `marked` is in bold."""
     head = "".join(f'<th scope=col title="{escape(MEANING.get(name, ""))}">{escape(name)}</th>' for name in columns)
     body = "".join(_html_row(first, rest, first == marked) for first, *rest in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _html_row(name: str, cells: Sequence[str], marked: bool) -> str:
-    """Return a row of an HTML table. The row's name may be wrapped at the opening parenthesis, if the page allows."""
+    """Return a row of an HTML table, in which a browser may break the row's name at the opening parenthesis."""
     look = " class=taken style=font-weight:bold" if marked else ""
     values = "".join(f"<td style=text-align:right>{escape(cell)}</td>" for cell in cells)
     return f"<tr{look}><th scope=row style=text-align:left>{escape(name).replace('(', '(<wbr>')}</th>{values}</tr>"

@@ -1,4 +1,4 @@
-"""Count the work of an epoch with padding and with packing, and how long ranks wait.
+"""Count the work of an epoch, with padding or with packing, including the time in which ranks wait for each other.
 
 The unit of work is one pair of tokens that attention compares. The work of linear layers is converted to this unit.
 """
@@ -25,13 +25,13 @@ class Work:
     tokens: int
     """Number of tokens, without padding."""
     slots: int
-    """Number of tokens, including padding."""
+    """Number of tokens, including padding. Empty slots at the end of a pack do not count."""
     steps: int
     """Number of steps; in a step, every rank runs one micro-batch."""
     time: float
     """Time of the slowest rank, summed over steps, in units of the time that attention takes for one pair of tokens."""
     balance: float
-    """Attention cost: mean over ranks / maximum over ranks, averaged over steps; 1 if no rank waits."""
+    """Mean / maximum of attention cost over the ranks of a step, averaged over steps; 1 if no rank waits."""
 
     @property
     def documents_per_step(self) -> float:
@@ -50,8 +50,8 @@ def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linea
     Documents come in random order, and are padded to the longest document of their micro-batch.
 
     Args:
-        lengths: integers [documents], tokens; empty documents do not count, and documents longer than max_length are
-            cut.
+        lengths: integers [documents]: the number of tokens in each document. Empty documents are left out, and
+            documents longer than max_length are cut.
         max_length: the most tokens that a row may have.
         rows: number of documents in a micro-batch.
         ranks: number of ranks, which work at the same time.
@@ -70,14 +70,14 @@ def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linea
 
 
 def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool = False) -> Work:
-    """Return the work of an epoch with packing. Every pack is a micro-batch, and empty slots of a pack cost nothing.
+    """Return the work of an epoch with packing, in which every pack is a micro-batch. Empty slots cost nothing.
 
     Args:
         plan: the plan whose packs are run.
         ranks: number of ranks, each of which works on one pack at a time.
         linear_cost: time that linear layers take for one token, as in `padded_work`.
-        leveled: True if packs of similar cost run at the same time, as with TokenBudget; False for the order of the
-            plan.
+        leveled: True to run packs of similar cost at the same time, as with TokenBudget; False to run packs in the
+            order of the plan.
     """
     lengths = plan.segment_length.astype(np.float64)
     if not plan.num_packs:
@@ -100,10 +100,18 @@ def _work_of(
     ranks: int,
     linear_cost: float,
 ) -> Work:
-    """Return the work of an epoch whose micro-batches run in the given order, one on each rank at a time.
+    """Return the work of an epoch whose micro-batches run in the given order, one on each rank in every step.
 
-    An incomplete last step counts as a step, but the time of that step is shared evenly by all ranks. The number of
-    idle ranks in that step has nothing to do with padding or packing.
+    If the last step has fewer micro-batches than ranks, its time is its total cost divided by the number of ranks, as
+    if no rank were idle. Idle ranks in the last step have nothing to do with padding or packing.
+
+    Args:
+        documents: number of documents with tokens.
+        tokens: number of tokens, without padding.
+        slots: numbers [micro-batches]: the tokens of each micro-batch, including padding.
+        squares: float64 [micro-batches]: the attention cost of each micro-batch.
+        ranks: number of ranks.
+        linear_cost: time that linear layers take for one token, as in `padded_work`.
     """
     cost = linear_cost * slots.astype(np.float64) + squares
     steps = -(-len(cost) // ranks)
@@ -115,7 +123,14 @@ def _work_of(
 
 
 def values_of_ranks(values: _FloatArray, ranks: int) -> _FloatArray:
-    """Return values by step and rank, float64 [steps, ranks]; a rank without a micro-batch in the last step has 0."""
+    """Return one value per micro-batch as an array by step and rank, float64 [steps, ranks].
+
+    Ranks without a micro-batch in the last step have the value 0.
+
+    Args:
+        values: float64 [micro-batches], in the order in which the micro-batches run.
+        ranks: number of ranks.
+    """
     filled = np.zeros(-(-len(values) // ranks) * ranks)
     filled[: len(values)] = values
     return filled.reshape(-1, ranks)

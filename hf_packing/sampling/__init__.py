@@ -1,16 +1,17 @@
-"""Decide which rows share a micro-batch, on every rank and in every epoch, as a pure function of the rows' lengths.
+"""Group the rows of a dataset into micro-batches, for every rank and every epoch.
 
-The sizes of a dataset's rows are measured first. A batching then fits the rows to micro-batches and plans every epoch.
-The rows are read in the order of the plan:
+A row is one document, or a pack of several documents. The sizes of all rows are measured first. A batching, such as
+TokenBudget, then fits the rows to micro-batches and plans every epoch. The plan is a pure function of the sizes, the
+seed, the epoch, the number of ranks and the gradient accumulation. The rows are read in the order of the plan:
 
     dataset -> RowSizes -> Batching.fit -> FittedRows -> Batching.plan_fitted -> EpochPlan -> RankBatchSampler -> rows
 
 row_sizes.py      measures the size of every row: tokens, segments, attention cost, bucket
-data_facts.py     facts that ranks compare to detect that their datasets differ
-epoch_plan.py     Batching, the interface of all batchings, with Epoch, FittedRows and EpochPlan
+data_facts.py     facts about a dataset; ranks compare these facts to detect different datasets
+epoch_plan.py     Batching, the base class of all batchings; Epoch, FittedRows and EpochPlan
 fill.py           puts rows into a given number of micro-batches, with equal work on all ranks
-token_budget.py   TokenBudget, built on fill.py; the cost of linear layers in a model
-bucket_batches.py BucketBatches, built on fill.py
-sampler.py        the micro-batches of one rank, for a DataLoader; InOrder, for evaluation; EpochSummary
+token_budget.py   TokenBudget, which limits the tokens of a micro-batch; built on fill.py
+bucket_batches.py BucketBatches, for rows that were packed in buckets; built on fill.py
+sampler.py        RankBatchSampler, for a DataLoader; InOrder, for evaluation; EpochSummary
 sampled_rows.py   reads the rows that a sampler selects
 """

@@ -1,4 +1,4 @@
-"""BucketBatches: micro-batches of rows from one bucket, which is the same on all ranks at any time."""
+"""BucketBatches, a batching in which all ranks use rows of the same bucket at the same time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,47 +17,48 @@ from hf_packing.sampling.row_sizes import RowSizes
 BucketOrder = Literal["random", "short_to_long"]
 
 _Unit = list[SampledRow]
-"""The rows that fill the space of one row of a bucket: a row of that bucket, or leftover rows of smaller buckets."""
+"""Rows that take the space of one row of a bucket: a row of this bucket, or leftover rows of smaller buckets."""
 _Round = list[list[SampledRow]]
 """The micro-batches that all ranks run at the same time, one for each rank."""
 
 
 class _BucketCounts(NamedTuple):
-    """Counts for one bucket: its rows, the leftovers of smaller buckets, and the rounds that these rows fill.
+    """The numbers of rows, units and rounds of one bucket in an epoch.
 
-    In a round, every rank runs one micro-batch. A unit is one row of the bucket, or leftover rows that fill the same
-    space.
+    A unit is one row of the bucket, or several leftover rows of smaller buckets that take the space of one row. In a
+    round, every rank runs one micro-batch of the bucket.
     """
 
     capacity: int
     """The most tokens that a row of the bucket may hold."""
     rows_each: int
-    """Units in each micro-batch."""
+    """Number of units in each micro-batch."""
     rows: int
-    """Rows of the dataset in this bucket."""
+    """Number of the dataset's rows in this bucket."""
     taken_over: int
-    """Units made from the leftovers of the next smaller bucket."""
+    """Number of units made from leftover rows of smaller buckets."""
     rounds: int
     left: int
-    """Units that fill no round of this bucket, and move to the next larger bucket."""
+    """Number of units that are too few for another round of this bucket. They move to the next larger bucket."""
     joined: int
-    """How many leftover units are joined to make one unit of the next larger bucket."""
+    """Number of leftover units that are joined to make one unit of the next larger bucket."""
 
 
 @dataclass(frozen=True)
 class BucketBatches(Batching):
-    """Make micro-batches of rows from one bucket, with the same bucket on all ranks at any time.
+    """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 
-    A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows. If the rows of a bucket do
-    not fill micro-batches on all ranks, the leftover rows move to the next larger bucket. There, several leftover rows
-    are joined to fill the space of one row. Copies of rows, with masked labels, complete joined rows and the last
-    micro-batches of the largest bucket. If all rows together do not fill one micro-batch on every rank, the
-    micro-batches are smaller.
+    A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. Rows that
+    are too few to fill a micro-batch on every rank move to the next larger bucket. There, several of these leftover
+    rows are joined to take the space of one row. If rows are missing for a joined row, or for the last micro-batches
+    of the largest bucket, copies of rows with masked labels are added. If all rows together do not fill one micro-batch
+    on every rank, the micro-batches are smaller.
 
     Args:
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
         order: the order in which buckets are used: "random" or "short_to_long".
-        cycles: how many times an epoch goes from the smallest bucket to the largest; 1 if the order is "random".
+        cycles: number of times that an epoch goes from the smallest bucket to the largest; must be 1 for a "random"
+            order.
         seed: seed that decides, together with the epoch, the random order and which rows share a micro-batch.
 
     Raises:
@@ -96,18 +97,19 @@ class BucketBatches(Batching):
     def fit(self, sizes: RowSizes) -> FittedRows:
         if sizes.bucket is None:
             raise PackingError(
-                "dataset: expected a column 'bucket', which packing with Bucket or BucketByLength writes; TokenBudget "
-                "takes rows without this column"
+                "dataset: expected a column 'bucket', got none; pack the dataset with Bucket or BucketByLength, which "
+                "write this column, or use TokenBudget, which does not need this column"
             )
         if (sizes.tokens > sizes.bucket).any():
             row = int((sizes.tokens > sizes.bucket).argmax())
             raise PackingError(
-                f"column 'bucket': expected a bucket that holds all tokens of its row, but row {row} has "
-                f"{sizes.tokens[row]} tokens in a bucket of {sizes.bucket[row]}"
+                f"column 'bucket': expected at least the number of tokens in the row, but row {row} has "
+                f"{sizes.tokens[row]} tokens and a bucket of {sizes.bucket[row]} tokens"
             )
         if (largest := int(sizes.bucket.max(initial=0))) > self.tokens_per_batch:
             raise PackingError(
-                f"tokens_per_batch: expected at least {largest}, the largest bucket, got {self.tokens_per_batch}"
+                f"tokens_per_batch: expected at least {largest}, the capacity of the largest bucket, got "
+                f"{self.tokens_per_batch}"
             )
         return keep_rows(sizes, sizes.tokens > 0)
 
@@ -132,7 +134,7 @@ class BucketBatches(Batching):
         )
 
     def _count_buckets(self, rows: FittedRows, world_size: int) -> list[_BucketCounts]:
-        """Return the counts of every bucket, smallest bucket first. The counts do not depend on the seed."""
+        """Return the numbers of rows, units and rounds of every bucket, smallest bucket first."""
         assert rows.sizes.bucket is not None
         capacities, counts = np.unique(rows.sizes.bucket[rows.kept], return_counts=True)
         buckets: list[_BucketCounts] = []
@@ -152,11 +154,12 @@ class BucketBatches(Batching):
         return buckets
 
     def _order_of_rounds(self, bucket_of_round: IntArray, seed: int) -> IntArray:
-        """Return the numbers of all rounds in the order in which the rounds run, int64 [rounds].
+        """Return the indices of all rounds in the order in which the rounds run, int64 [rounds].
+
+        In a round, every rank runs one micro-batch.
 
         Args:
-            bucket_of_round: int64 [rounds], ascending: the index of every round's bucket, where 0 is the smallest
-                bucket.
+            bucket_of_round: int64 [rounds], ascending: the index of every round's bucket; 0 is the smallest bucket.
             seed: seed of the random order.
         """
         if self.order == "random":
@@ -169,7 +172,10 @@ class BucketBatches(Batching):
 def _fill_buckets(
     rows: FittedRows, buckets: list[_BucketCounts], world_size: int, seed: int
 ) -> Iterator[Iterator[_Round]]:
-    """Yield one iterator for every bucket, smallest bucket first; each iterator yields the rounds of its bucket."""
+    """Yield, for every bucket, an iterator over the bucket's rounds. The smallest bucket comes first.
+
+    A round is a list of micro-batches, one for each rank.
+    """
     bucket_of_row = rows.sizes.bucket
     assert bucket_of_row is not None
     taken_over: list[_Unit] = []
@@ -184,7 +190,7 @@ def _fill_buckets(
 
 
 def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Unit]:
-    """Return `number` units: the given units, followed by copies of `others` for the missing units."""
+    """Return the units, followed by copies of `others` with masked labels, so that there are `number` units."""
     copied = (others[place % len(others)] for place in range(number - len(units)))
     return units + [[(row, True) for row, _ in unit] for unit in copied]
 
@@ -192,12 +198,12 @@ def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Uni
 def _balance_ranks(
     units: list[_Unit], bucket: _BucketCounts, world_size: int, sizes: RowSizes, seed: int
 ) -> Iterator[_Round]:
-    """Yield the rounds of one bucket, each with about equal attention cost on all ranks."""
+    """Yield the rounds of one bucket. In a round, the micro-batches of all ranks have about equal attention cost."""
     if not units:
         return
     squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
     cost = jitter_attention(squared_lengths, seed)
-    # for `balance`, every unit is a micro-batch, and the units of one micro-batch are an optimizer step
+    # `balance` gets units in place of micro-batches, and the units of one micro-batch in place of an optimizer step
     places = balance(cost, world_size, bucket.rows_each, seed).reshape(bucket.rounds, bucket.rows_each, world_size)
     for of_round in places.transpose(0, 2, 1).tolist():
         yield [list(chain.from_iterable(units[place] for place in of_rank)) for of_rank in of_round]

@@ -1,4 +1,7 @@
-"""Facts about a dataset that ranks compare to detect differences: rows, tokens, lengths, content of a few rows."""
+"""Facts about the dataset of one rank. Ranks exchange these facts to detect that their datasets differ.
+
+The facts are the number of rows, the number of tokens, a digest of all row sizes, and the content of a few rows.
+"""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -10,7 +13,7 @@ import numpy as np
 from hf_packing.sampling.row_sizes import SAMPLED_TOKENS, RowSizes, rows_to_sample, sample_of_rows
 
 _READ_TWICE = 32
-"""At most this many rows are read twice, to detect rows that differ from one reading to the next."""
+"""The largest number of rows to read twice. Two reads of a row show whether the content of the row changes."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,11 @@ class DataFacts:
     lengths: tuple[int, ...]
     """The number of tokens in each sampled row. Sampled rows are spread evenly over the dataset."""
     contents: tuple[tuple[int, str], ...]
-    """(Row number, hex digest of the content) for sampled rows; empty if rows change from one reading to the next."""
+    """Pairs (row number, hex digest of the row's content) for sampled rows; empty if rows change between two reads."""
 
 
 def data_facts(dataset: Any, sizes: RowSizes) -> DataFacts:
-    """Return the facts by which other ranks compare this dataset with their own datasets.
+    """Return the facts about this rank's dataset, for comparison with the datasets of other ranks.
 
     Args:
         dataset: a map-style dataset.
@@ -49,8 +52,8 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
     Args:
         one: facts about the first dataset.
         other: facts about the second dataset.
-        here: the rank that has the first dataset, such as "rank 0".
-        there: the rank that has the second dataset.
+        here: a name for the holder of the first dataset, such as "rank 0".
+        there: a name for the holder of the second dataset, such as "rank 1".
     """
     if (one.rows, one.tokens) != (other.rows, other.tokens):
         return (
@@ -61,7 +64,10 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
         if length != other_length:
             return f"row {row} has {length:,} tokens on {here}, but {other_length:,} tokens on {there}"
     if one.sizes != other.sizes:
-        return f"{here} and {there} both have {one.rows:,} rows and {one.tokens:,} tokens, but row lengths differ"
+        return (
+            f"{here} and {there} both have {one.rows:,} rows and {one.tokens:,} tokens, but some rows have different "
+            "lengths, segments or buckets"
+        )
     for (row, content), (_, other_content) in zip(one.contents, other.contents, strict=False):
         if content != other_content:
             return f"row {row} has the same length on {here} and on {there}, but different tokens or labels"
@@ -69,24 +75,29 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
 
 
 def _contents_sampled(sizes: RowSizes) -> tuple[tuple[int, str], ...]:
-    """Return (row number, hex digest) pairs for the rows whose first tokens are in `sizes.sample`.
+    """Return pairs (row number, hex digest of the row's first tokens) for the rows whose tokens are in `sizes.sample`.
 
-    The sample holds the tokens column by column. A sample that cannot be split into rows gives a single pair.
+    The sample holds one column after another. If the sample cannot be split into rows, the result is one pair, with a
+    digest of the whole sample.
     """
     sampled = rows_to_sample(len(sizes))
     widths = np.minimum(sizes.tokens[sampled], SAMPLED_TOKENS)
     values = np.frombuffer(sizes.sample, dtype="<i8")
-    if not (total := int(widths.sum())) or len(values) % total:  # some rows have a column that other rows lack
+    if not (total := int(widths.sum())) or len(values) % total:  # a column is missing in some rows
         return ((int(sampled[0]), _digest(sizes.sample)),)
     rows = np.split(values.reshape(-1, total), np.cumsum(widths)[:-1], axis=1)
     return tuple((row, _digest(values.tobytes())) for row, values in zip(sampled.tolist(), rows, strict=True))
 
 
 def _contents_read(dataset: Any, rows: int) -> tuple[tuple[int, str], ...]:
-    """Return (row number, hex digest) pairs for rows that are computed when they are read.
+    """Return pairs (row number, hex digest of the row's content) for a few rows, which are read from the dataset.
 
-    For a datasets.Dataset, the digests are those of the stored rows, which are the inputs of the transform. Other rows
-    are read twice, and no pairs are returned if the two readings differ.
+    For a datasets.Dataset, the stored rows are read, before any transform. Rows of any other dataset are read twice. If
+    the two reads differ, the result is empty.
+
+    Args:
+        dataset: a map-style dataset.
+        rows: number of rows in the dataset.
     """
     sampled = rows_to_sample(rows)
     numbers = sampled[:: -(-len(sampled) // _READ_TWICE) or 1].tolist()

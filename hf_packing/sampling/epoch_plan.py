@@ -1,8 +1,8 @@
-"""The interface of batchings, which fit rows to micro-batches and plan every epoch for all ranks.
+"""Batching, the base class of objects that decide which rows share a micro-batch, and EpochPlan, their result.
 
-First, a batching fits the rows, once; rows longer than a micro-batch may be cut or dropped. The batching then
-plans every epoch as a pure function of the fitted rows, the seed and the `Epoch`. So every rank computes the same plan
-of all ranks, without communication.
+A batching first fits the rows of a dataset to micro-batches, once. Rows that are too long for a micro-batch may be cut
+or dropped. The batching then plans every epoch as a pure function of the fitted rows, the seed and the `Epoch`. So
+every rank computes the same plan, which covers all ranks, without communication.
 """
 
 from abc import ABC, abstractmethod
@@ -22,12 +22,12 @@ MAX_RANKS = 2**20
 
 BoolArray = npt.NDArray[np.bool_]
 SampledRow = tuple[int, bool]
-"""A row number, and whether the row is a copy with masked labels."""
+"""A pair: a row number, and True if the row is a copy with masked labels."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The number of an epoch, with the number of ranks and the number of micro-batches per optimizer step.
+    """The number of an epoch, the number of ranks, and the number of micro-batches per optimizer step.
 
     Args:
         number: number of the epoch, from 0.
@@ -57,23 +57,23 @@ class Epoch:
 class EpochPlan:
     """The rows of every micro-batch of every rank in one epoch.
 
-    All ranks have the same number of micro-batches, and run micro-batches with the same number at the same time. If the
-    rows do not divide evenly, copies of rows with masked labels fill the gaps, so that no row is trained on twice. If a
-    batching cuts long documents, the rows of the plan are the pieces.
+    All ranks have the same number of micro-batches, and run their i-th micro-batches at the same time. If rows are too
+    few for all micro-batches, copies of rows are added. The labels of copies are masked, so that no row is trained on
+    twice. If the batching cuts long documents, the rows of the plan are the pieces of documents.
     """
 
     world_size: int
     rows: IntArray
     """int64 [rows and copies]: row numbers, ordered by micro-batch, then by rank."""
     is_copy: BoolArray
-    """bool [rows and copies]: whether the row is a copy with masked labels."""
+    """bool [rows and copies]: True for each copy with masked labels."""
     offsets: IntArray
-    """int64 [num_micro_batches * world_size + 1]: the i-th micro-batch, over all ranks, is rows[offsets[i]:offsets[i +
-    1]]."""
+    """int64 [num_micro_batches * world_size + 1]: micro-batch n of rank r is rows[offsets[i]:offsets[i + 1]], where i
+    is n * world_size + r."""
     left_out: IntArray
-    """int64 [rows of the dataset in no micro-batch]: numbers of the rows that are empty, or too long and dropped."""
+    """int64 [left-out rows]: numbers of the dataset's rows that are in no micro-batch: empty rows and dropped rows."""
     bucket: IntArray | None = None
-    """int64 [num_micro_batches], tokens: the bucket of all ranks; None for a batching without buckets."""
+    """int64 [num_micro_batches], tokens: the bucket that all ranks use; None for a batching without buckets."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -86,31 +86,31 @@ class EpochPlan:
         return int(self.is_copy.sum())
 
     def micro_batch(self, number: int, rank: int) -> list[SampledRow]:
-        """Return the rows of one micro-batch, as (row number, whether the row is a copy)."""
+        """Return the rows of micro-batch `number` of a rank, as pairs (row number, True if the row is a copy)."""
         place = number * self.world_size + rank
         rows = slice(self.offsets[place], self.offsets[place + 1])
         return list(zip(self.rows[rows].tolist(), self.is_copy[rows].tolist(), strict=True))
 
     def micro_batches(self, rank: int, first: int = 0) -> Iterator[list[SampledRow]]:
-        """Yield the micro-batches of a rank, beginning with micro-batch number `first`."""
+        """Yield the micro-batches of a rank in order, as `micro_batch` returns them, from number `first` on."""
         return (self.micro_batch(number, rank) for number in range(first, self.num_micro_batches))
 
     def per_micro_batch(self, of_row: IntArray, counted: BoolArray | Literal[True] = True) -> npt.NDArray[np.int64]:
-        """Return the sum of `of_row` over the rows of each micro-batch, int64 [num_micro_batches, world_size].
+        """Return the sum of a value over the rows of each micro-batch, int64 [num_micro_batches, world_size].
 
         Args:
-            of_row: integers [rows]: the number to add up for each row.
-            counted: bool [rows and copies]: which rows and copies to count; True to count all.
+            of_row: integers [rows]: the value of each row, such as its number of tokens.
+            counted: bool [rows and copies]: True for each row or copy to count; a single True to count all.
         """
         total = np.concatenate([[0], np.cumsum(of_row[self.rows] * counted, dtype=np.int64)])
         return np.diff(total[self.offsets]).reshape(-1, self.world_size)
 
     def utilization(self, of_row: IntArray) -> float:
-        """Return how busy the ranks are, from 0 to 1; 1 if no rank waits for another rank.
+        """Return the mean utilization of the ranks, from 0 to 1. The value 1 means that ranks never wait.
 
-        For micro-batches that run at the same time, utilization is the mean over ranks divided by the maximum over
-        ranks. The result is averaged over the epoch. Copies count in the maximum, since copies take time, but not in
-        the mean, since nothing is learned from copies.
+        For micro-batches that run at the same time, utilization is the mean work over ranks, divided by the maximum
+        work over ranks. The result is the average over the epoch. Copies of rows count in the maximum, since copies
+        take time, but not in the mean, since nothing is learned from copies.
 
         Args:
             of_row: integers [rows]: the work for each row, either tokens or attention cost.
@@ -120,54 +120,54 @@ class EpochPlan:
         return float(((time - wasted).mean(axis=1) / time.max(axis=1)).mean())
 
     def largest_micro_batch(self, sizes: RowSizes) -> int:
-        """Return the number of tokens in the largest micro-batch."""
+        """Return the number of tokens in the largest micro-batch, given the sizes of all rows."""
         return int(self.per_micro_batch(sizes.tokens).max())
 
 
 @dataclass(frozen=True, eq=False)
 class FittedRows:
-    """Rows that fit into the micro-batches of a batching: whole rows, or pieces of rows that were too long."""
+    """The rows of a dataset that fit into micro-batches: whole rows, or pieces of rows that were too long."""
 
     sizes: RowSizes
     """Sizes of the pieces, or of the dataset's rows if no row is cut."""
     pieces: Pieces | None
     """The row that each piece comes from, and the slice of that row; None if no row is cut."""
     kept: IntArray
-    """int64 [pieces in micro-batches]: numbers of the pieces (or of the uncut rows) that have a token and fit."""
+    """int64 [kept pieces]: numbers of the pieces (rows, if no row is cut) that micro-batches are made of."""
     left_out: IntArray
-    """int64 [rows of the dataset in no micro-batch]: numbers of the rows that are empty or dropped."""
+    """int64 [left-out rows]: numbers of the dataset's rows that are in no micro-batch: empty rows and dropped rows."""
     lost_tokens: int
     """Number of tokens in no micro-batch: all tokens of dropped rows, and the cut-off ends of truncated rows."""
     fewest_micro_batches: int | None = None
-    """Number of micro-batches, over all ranks, that hold the kept pieces; None if the batching has no token budget."""
+    """Number of micro-batches, over all ranks, that is enough for all kept pieces; None if there is no token budget."""
 
 
 def keep_rows(sizes: RowSizes, keep: BoolArray) -> FittedRows:
-    """Return FittedRows that keep some rows of a dataset and leave out all other rows; no row is cut.
+    """Return FittedRows with some of a dataset's rows. All other rows are left out, and no row is cut.
 
     Args:
         sizes: sizes of the dataset's rows.
-        keep: bool [rows]: whether to keep the row.
+        keep: bool [rows]: True for each row to keep.
     """
     return FittedRows(sizes, None, np.flatnonzero(keep), np.flatnonzero(~keep), int(sizes.tokens[~keep].sum()))
 
 
 @dataclass(frozen=True)
 class Batching(ABC):
-    """Base class of TokenBudget, BucketBatches and InOrder, which decide which rows share a micro-batch."""
+    """The base class of TokenBudget, BucketBatches and InOrder. A batching decides which rows share a micro-batch."""
 
     needs_row_per_rank: ClassVar[bool] = True
-    """Whether a dataset with fewer rows than ranks is refused."""
+    """True if a dataset must have at least one row for every rank."""
 
     seed: int = field(default=0, kw_only=True)
 
     @abstractmethod
     def fit(self, sizes: RowSizes) -> FittedRows:
-        """Return the rows that micro-batches are made of, cut if needed; raise PackingError if the rows do not fit."""
+        """Return the rows to make micro-batches of. Rows that are too long are cut, left out or refused."""
 
     @abstractmethod
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        """Return the number of micro-batches of each rank, which is the same in every epoch."""
+        """Return the number of micro-batches of each rank. The number does not depend on the number of the epoch."""
 
     @abstractmethod
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
@@ -195,10 +195,10 @@ class Batching(ABC):
         return self.plan_fitted(rows, epoch)
 
     def check_enough_rows(self, rows: FittedRows, epoch: Epoch) -> None:
-        """Raise PackingError if a rank would have no row."""
+        """Raise PackingError if there are no rows, or fewer rows than ranks although needs_row_per_rank is True."""
         ranks = epoch.world_size if self.needs_row_per_rank else 1
         if len(rows.kept) < ranks:
-            without = f", besides {len(rows.left_out)} empty or dropped rows" if len(rows.left_out) else ""
+            without = f", not counting {len(rows.left_out)} empty or dropped rows" if len(rows.left_out) else ""
             raise PackingError(
                 f"dataset: expected at least one row for each of {ranks} ranks, got {len(rows.kept)} rows{without}"
             )
@@ -208,7 +208,7 @@ class Batching(ABC):
         return int(derive_key(self.seed, f"epoch {epoch.number}")) >> 1
 
     def _set_checked(self, **values: Any) -> None:
-        """Set fields of the frozen instance to their checked values."""
+        """Set fields of this frozen dataclass to values that have been checked."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

@@ -27,37 +27,44 @@ MicroBatches = list[list[int]]
 """The rows of each micro-batch."""
 
 LINEAR_COST = 6 * 2048
-"""In a model of width 2048, linear layers take as long for one token as attention takes for 6 * 2048 token pairs."""
+"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens.
+
+The value holds for a model of width 2048.
+"""
 
 _LENGTH_JITTERS = (0.2, 0.03, 0.0)
-"""Lengths are randomly reduced by up to this share before sorting; the first share that lets all rows fit is used."""
+"""Before rows are sorted by length, lengths are reduced at random by up to the first of these shares.
+
+If the rows then do not fit, the next share is tried.
+"""
 
 _LOOSE = 0.95
-"""If micro-batches would be less full than this, all rows are spread evenly over the micro-batches, not packed."""
+"""If rows fill less than this share of the space in all micro-batches, rows are spread evenly instead of packed."""
 
 _GRAINS = 2**16
-"""Large budgets count free room in units of about budget / 65536, so that few distinct values are searched."""
+"""Budgets above this number of tokens count free space in coarser units, so that few distinct values are searched."""
 
 _REFILLED_PER_ADDED = 8
-"""How many micro-batches are refilled for each additional micro-batch, so that no micro-batch loses many rows."""
+"""The number of micro-batches to refill for each additional micro-batch, so that no micro-batch loses many rows."""
 
 _REFILLED_ROUNDS = 4
-"""At least this many micro-batches per rank are refilled."""
+"""The smallest number of micro-batches per rank to refill."""
 
 _TIE_BREAK = 1e-12
 """Scale of random numbers that break ties between ranks, so that no rank gets the costliest micro-batch every time."""
 
 _COST_JITTER = 0.01
-"""Attention cost is randomly reduced by up to this share, so that rounds have other micro-batches in every epoch."""
+"""Attention cost is randomly reduced by up to this share, so that rounds are composed differently in every epoch."""
 
 _EVEN = 0.99
-"""Rounds whose mean cost is at least this share of their largest cost count as even, and stay as they are."""
+"""A round is even, and stays unchanged, if its mean cost is at least this share of its largest cost."""
 
 
 def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
-    """Return how many micro-batches best-fit decreasing needs for all rows; that many are enough in every epoch.
+    """Return the number of micro-batches that best-fit decreasing needs for all rows.
 
-    For a small budget, the number is computed from the histogram of lengths, which is faster and gives the same result.
+    This number of micro-batches is enough for `fill` in every epoch. For a small budget, the number is computed from
+    the histogram of lengths, which is faster and gives the same result.
 
     Args:
         tokens: integers [rows], from 1 to max_tokens: the length of each row.
@@ -74,7 +81,8 @@ def fill(tokens: IntArray, max_tokens: int, num_micro_batches: int, world_size: 
     """Put rows into micro-batches of at most max_tokens tokens, and return the rows of each micro-batch.
 
     Args:
-        tokens: integers [rows], from 1 to max_tokens: the length of each row; at least as many rows as micro-batches.
+        tokens: integers [rows], from 1 to max_tokens: the length of each row. There must be at least as many rows as
+            micro-batches.
         max_tokens: the most tokens that a micro-batch may have.
         num_micro_batches: number of micro-batches to make, over all ranks; at least the number that
             `fewest_micro_batches` returns.
@@ -93,20 +101,29 @@ def fill(tokens: IntArray, max_tokens: int, num_micro_batches: int, world_size: 
 
 
 def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:
-    """Return the rows of all micro-batches, int64 [rows], and the micro-batches' offsets, int64 [micro-batches + 1]."""
+    """Return the rows of all micro-batches as one array, with offsets.
+
+    Returns:
+        rows, int64 [rows], and offsets, int64 [micro-batches + 1]. Micro-batch i is rows[offsets[i]:offsets[i + 1]].
+    """
     rows = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64)
     return rows, np.cumsum([0, *map(len, micro_batches)])
 
 
 def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the sum of `of_row`, an array [rows], over the rows of each micro-batch, as an array [micro-batches]."""
+    """Return the sum of a value over the rows of each micro-batch, as an array [micro-batches].
+
+    Args:
+        micro_batches: the rows of each micro-batch.
+        of_row: numbers [rows]: the value of each row, such as its number of tokens.
+    """
     rows, offsets = flatten(micro_batches)
     total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
     return total
 
 
 def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, seed: int) -> IntArray:
-    """Return the micro-batch that each rank runs in each round, int64 [rounds, world_size].
+    """Return the index of the micro-batch that each rank runs in each round, int64 [rounds, world_size].
 
     In a round, every rank runs one micro-batch. The micro-batches of a round have about equal cost.
 
@@ -121,16 +138,21 @@ def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, s
 
 
 def jitter_attention(squared_lengths: npt.NDArray[Any], seed: int) -> npt.NDArray[np.float64]:
-    """Return the attention cost `squared_lengths`, reduced at random by up to 1 %, float64 [micro-batches]."""
+    """Return the attention cost of each micro-batch, reduced at random by up to 1 %, float64 [micro-batches].
+
+    Args:
+        squared_lengths: numbers [micro-batches]: the sum of squared segment lengths, which is the attention cost.
+        seed: seed of the random reduction.
+    """
     chance = random_order(len(squared_lengths), seed, "nearly") / len(squared_lengths)
     reduced: npt.NDArray[np.float64] = squared_lengths * (1 - _COST_JITTER * chance)
     return reduced
 
 
 def group_by_cost(cost: npt.NDArray[np.float64], world_size: int, seed: int) -> IntArray:
-    """Return the micro-batches of each round, which have similar cost, int64 [rounds, world_size].
+    """Return the indices of the micro-batches in each round, int64 [rounds, world_size].
 
-    The arguments are those of `balance`.
+    The micro-batches of a round have similar cost. The order of rounds is random. The arguments are those of `balance`.
     """
     chance = random_order(len(cost), seed, "equal costs")
     ascending = chance[np.argsort(cost[chance], kind="stable")].reshape(-1, world_size)
@@ -138,15 +160,16 @@ def group_by_cost(cost: npt.NDArray[np.float64], world_size: int, seed: int) -> 
 
 
 def assign_ranks(cost: npt.NDArray[np.float64], rounds: IntArray, accumulation: int, seed: int) -> IntArray:
-    """Return the rounds with each micro-batch in the column of its rank, int64 [rounds, world_size].
+    """Assign the micro-batches of each round to ranks. Return indices of micro-batches, int64 [rounds, world_size].
 
-    The costliest micro-batch of a round goes to the rank that has worked least since the last optimizer step.
+    Column r of the result belongs to rank r. The costliest micro-batch of a round goes to the rank with the least work
+    so far in the optimizer step.
 
     Args:
         cost: float64 [micro-batches]: the cost of each micro-batch.
-        rounds: int64 [rounds, world_size]: the micro-batches that run at the same time, in any order.
+        rounds: int64 [rounds, world_size]: indices of the micro-batches that run at the same time, in any order.
         accumulation: number of rounds in one optimizer step.
-        seed: seed that decides the order of ranks that have worked equally.
+        seed: seed that decides between ranks with equal work.
     """
     world_size = rounds.shape[1]
     ascending = np.take_along_axis(rounds, np.argsort(cost[rounds], axis=1, kind="stable"), axis=1)
@@ -169,11 +192,13 @@ def redistribute_rows(
     tokens: IntArray,
     max_tokens: int,
 ) -> MicroBatches:
-    """Return the micro-batches, with the rows of uneven rounds redistributed; the largest cost of a round never grows.
+    """Redistribute the rows of every uneven round among the round's micro-batches, and return all micro-batches.
+
+    A round stays unchanged if redistribution would not reduce the largest cost of its micro-batches.
 
     Args:
         micro_batches: the rows of each micro-batch.
-        rounds: int64 [rounds, world_size]: the micro-batches that run at the same time.
+        rounds: int64 [rounds, world_size]: indices of the micro-batches that run at the same time.
         cost: float64 [rows]: the cost of each row.
         tokens: integers [rows]: the length of each row.
         max_tokens: the most tokens that a micro-batch may have.
@@ -197,14 +222,20 @@ def _longest_first(rows: IntArray, tokens: IntArray) -> IntArray:
 
 
 def _roughly_longest_first(tokens: IntArray, jitter: float, seed: int) -> IntArray:
-    """Return row numbers, longest row first, after reducing each length at random by up to the share `jitter`."""
-    rows = random_order(len(tokens), seed, "rows that meet")  # never change this string, since it seeds all plans
+    """Return all row numbers, sorted by randomly reduced lengths, longest row first.
+
+    Args:
+        tokens: integers [rows]: the length of each row.
+        jitter: the largest share by which a length is reduced, from 0 to 1.
+        seed: seed of the random reduction.
+    """
+    rows = random_order(len(tokens), seed, "rows that meet")  # never change this string: it is part of the seed
     chance = np.arange(len(tokens)) / len(tokens)
     return rows[np.argsort(-tokens[rows] * (1 - jitter * chance), kind="stable")]
 
 
 def _best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> MicroBatches:
-    """Place each row in turn in the fullest micro-batch that has room for the row, and return all micro-batches."""
+    """Place each row in turn in the fullest micro-batch with enough space, or else in a new micro-batch."""
     grain = -(-max_tokens // _GRAINS)
     lengths = tokens[rows]
     micro_batches: MicroBatches = []
@@ -237,10 +268,12 @@ def _split_more(
 ) -> MicroBatches:
     """Spread the rows over `more` additional micro-batches, and return all micro-batches.
 
-    The micro-batches with the shortest rows are emptied. The rows are then redistributed over the emptied and the
-    additional micro-batches, longest row first. The number of emptied micro-batches is chosen so that no micro-batch
-    loses many rows, that refilled micro-batches form whole rounds, and that the shortest rows do not always share a
-    micro-batch. If `more` is 0, the emptied micro-batches only become more even.
+    The micro-batches with the smallest sums of squared row lengths are emptied. Their rows are redistributed over the
+    emptied and the additional micro-batches, longest row first. If this is impossible, the fullest micro-batches are
+    split instead. If `more` is 0, no micro-batch is added, but the emptied micro-batches become more even.
+
+    Several micro-batches are emptied, so that each loses only a few rows, and so that the shortest rows do not always
+    share a micro-batch. The refilled micro-batches form whole rounds, in which every rank runs one micro-batch.
     """
     by_squares = np.argsort(sum_rows(micro_batches, tokens.astype(np.int64) ** 2), kind="stable")
     refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_ROUNDS * world_size) // world_size) * world_size
@@ -254,9 +287,9 @@ def _split_more(
 
 
 def _deal_evenly(rows: IntArray, tokens: IntArray, num_micro_batches: int) -> MicroBatches:
-    """Place each row in turn in the micro-batch with the fewest tokens, and return all micro-batches.
+    """Place each row in turn in the micro-batch with the fewest tokens so far, and return all micro-batches.
 
-    There must be at least as many rows as micro-batches, so that no micro-batch is empty.
+    There must be at least as many rows as micro-batches. Otherwise some micro-batches would stay empty.
     """
     dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
     heap = [(0, number) for number in range(num_micro_batches)]
@@ -268,7 +301,10 @@ def _deal_evenly(rows: IntArray, tokens: IntArray, num_micro_batches: int) -> Mi
 
 
 def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> MicroBatches:
-    """Split the fullest micro-batch with two or more rows, `more` times in turn, and return all micro-batches."""
+    """Split a micro-batch in two, `more` times, and return all micro-batches.
+
+    The micro-batch to split is always the one with the most tokens among all micro-batches with two or more rows.
+    """
     split = list(micro_batches)
     total = sum_rows(micro_batches, tokens).tolist()
     fullest = [(-total[number], number) for number, rows in enumerate(micro_batches) if len(rows) > 1]
@@ -286,10 +322,12 @@ def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> 
 def _deal_by_cost(
     rows: IntArray, cost: npt.NDArray[np.float64], tokens: IntArray, max_tokens: int, num_micro_batches: int
 ) -> MicroBatches | None:
-    """Place each row, costliest first, in the cheapest micro-batch that has room, and return all micro-batches.
+    """Place each row in the micro-batch with the least cost so far and enough space; the costliest row comes first.
 
-    There are at least as many rows as micro-batches, so no micro-batch stays empty. Return None if a row fits in no
-    micro-batch.
+    There must be at least as many rows as micro-batches. Otherwise some micro-batches would stay empty.
+
+    Returns:
+        The rows of each micro-batch, or None if a row fits in no micro-batch.
     """
     dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
     room = [max_tokens] * num_micro_batches

@@ -26,7 +26,7 @@ from hf_packing.planning.lengths import IntArray, check_whole_numbers
 
 _SAMPLED_ROWS = 256
 SAMPLED_TOKENS = 64
-"""At most this many tokens are kept from the beginning of each sampled row."""
+"""The largest number of tokens to take from the beginning of each sampled row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +42,9 @@ class RowSizes:
     bucket: IntArray | None = None
     """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
     packed: bool = False
-    """Whether rows are packs, which cannot be cut."""
+    """True if rows are packs, which cannot be cut."""
     sample: bytes = b""
-    """The first tokens of a few rows as bytes, to tell apart datasets whose rows have the same lengths."""
+    """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -84,24 +84,24 @@ def sizes_of_packs(seq_lengths: IntArray, offsets: IntArray, bucket: IntArray | 
 def sizes_of(dataset: Any) -> RowSizes:
     """Return the sizes of a dataset's rows.
 
-    A `datasets.Dataset` without a transform is measured by its columns; only a sample of its tokens is read. All rows
-    of any other dataset are read.
+    For a `datasets.Dataset` without a transform, the sizes come from the Arrow columns, and the tokens of only a few
+    rows are read. For any other dataset, all rows are read.
 
     Args:
         dataset: a map-style dataset of packed rows, with a column `seq_lengths`, or of documents, with a column
             `input_ids`. Columns that the dataset's format hides are ignored.
 
     Raises:
-        PackingError: a dataset that is not map-style or has neither column; seq_lengths that do not add up to the
-            tokens of a row; packed rows whose segment borders are hidden, or are only in other columns, such as
-            position_ids.
+        PackingError: the dataset is not map-style, or has neither column; the seq_lengths of a row do not add up to its
+            number of tokens; the rows are packed, but the dataset's format or transform hides the segment borders; or
+            the rows have a column with segment borders, such as position_ids, but no column seq_lengths.
     """
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset))
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(
-            f"dataset: expected a map-style dataset, whose length is known, got {type(dataset).__name__}"
+            f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}"
         )
     sizes = _sizes_by_reading(dataset)
     if isinstance(dataset, datasets.Dataset) and not sizes.packed:
@@ -110,18 +110,21 @@ def sizes_of(dataset: Any) -> RowSizes:
 
 
 def rows_to_sample(num_rows: int) -> IntArray:
-    """Return the numbers of the rows to sample, spread evenly over a dataset, int64 [sampled rows]."""
+    """Return the numbers of the rows to sample, int64 [sampled rows]. These rows are spread evenly over a dataset."""
     return np.unique(np.linspace(0, max(num_rows - 1, 0), _SAMPLED_ROWS).astype(np.int64))[:num_rows]
 
 
 def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the first tokens of rows as bytes, column by column; a table of the same rows gives the same bytes."""
+    """Return the first tokens, labels and mask values of the given rows as bytes, one column after another.
+
+    `_sizes_in_table` makes the same bytes from an Arrow table of these rows.
+    """
     columns = ([row[name] for row in rows if name in row] for name in (INPUT_IDS, LABELS, *LOSS_MASKS))
     return b"".join(_sample_of_values(values) for column in columns for values in column)
 
 
 def _sample_of_values(values: Any) -> bytes:
-    """Return the first values of a row as bytes. Malformed values are accepted; the collator refuses such a row."""
+    """Return the first values of a row's column as bytes. Malformed values raise no error here, but in the collator."""
     try:
         with np.errstate(invalid="ignore"):  # converting NaN or infinity to integers warns
             return np.asarray(values)[:SAMPLED_TOKENS].astype("<i8").tobytes()
@@ -174,7 +177,7 @@ def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray | N
 
 
 def _sizes_by_reading(dataset: Any) -> RowSizes:
-    """Read all rows, and return their sizes, where rows are made on access, for example by a transform."""
+    """Read all rows of a dataset and return their sizes, for a dataset whose rows are computed on access."""
     first: Mapping[str, Any] = {}
     packs, tokens, buckets = [], [], []
     for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
@@ -225,13 +228,16 @@ def _check_columns(names: Any) -> None:
         )
     if packed := [name for name in SEGMENT_COLUMNS if name in names]:
         raise PackingError(
-            f"dataset: expected a column 'seq_lengths' beside {packed[0]!r}, which is not enough to measure the "
-            "segments of a row; pack() writes both columns"
+            f"dataset: expected a column 'seq_lengths', since rows with a column {packed[0]!r} count as packed rows; "
+            "pack() writes both columns"
         )
 
 
 def _check_columns_like_first(row: Mapping[str, Any], first: Mapping[str, Any], number: int) -> None:
-    """Raise PackingError if only one of this row and the first row has labels, a loss mask, seq_lengths or a bucket."""
+    """Raise PackingError if a row does not have the same columns as the first row of the dataset.
+
+    Only the columns for labels, loss masks, segment lengths and buckets are compared.
+    """
     of_packs = (SEQ_LENGTHS, BUCKET) if SEQ_LENGTHS in row else (SEQ_LENGTHS,)
     for name in (*of_packs, LABELS, *LOSS_MASKS):
         if (name in row) != (name in first):
@@ -269,13 +275,14 @@ def _check_seq_lengths(seq_lengths: IntArray, sizes: RowSizes, tokens: IntArray)
 
 
 def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
-    """Raise PackingError if packed rows have a transform that does not return the borders of segments.
+    """Raise PackingError if the dataset stores packed rows, but its transform removes the columns with segment borders.
 
-    For example, `map` keeps a transform that was made for documents.
+    This happens, for example, if a dataset with a transform for documents was packed by `map`, which keeps the
+    transform.
     """
     if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
         raise PackingError(
-            f"column {borders[0]!r}: expected this column in the rows that the dataset's transform returns, since "
-            "the stored rows are packed; call .with_format(None) if the transform was made for documents, or remove "
-            "the column if the rows are not packed"
+            f"column {borders[0]!r}: expected this column in the output of the dataset's transform, since the stored "
+            "rows have this column; call .with_format(None) to remove a transform that was made for documents, or "
+            "remove the column if the rows are not packed"
         )

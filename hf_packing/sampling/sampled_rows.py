@@ -28,19 +28,19 @@ Row = dict[str, Any]
 
 
 class SampledRows(torch.utils.data.Dataset[Row]):
-    """A map-style dataset indexed by micro-batches of a sampler: lists of (row number, whether the row is a copy).
+    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler.
 
-    All labels of a copy are masked. A row without labels gets labels from its tokens and loss masks. If a row has
-    labels and loss masks, the masks are passed on, and the collator compares the masks with the labels. If accelerate
-    does not find the sampler, accelerate calls `set_epoch` on the dataset, so this class passes the epoch on to the
-    sampler.
+    A micro-batch is a list of pairs (row number, True if the row is a copy). All labels of a copy are masked. A row
+    without labels gets labels from its tokens and loss masks. If a row has labels and loss masks, the masks are passed
+    on, and the collator compares the masks with the labels. If accelerate does not find the sampler, accelerate calls
+    `set_epoch` on the dataset, so this class passes the epoch on to the sampler.
 
     Args:
         dataset: the map-style dataset that the sampler was made for.
         sampler: the sampler of this rank.
         unread: names of columns that are not read.
-        apply_masks: whether a row with loss masks but without labels gets labels; if False, the collator refuses such a
-            row.
+        apply_masks: whether to make labels for a row with loss masks but without labels; if False, the collator
+            refuses such a row.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
         if (rows := len(self.dataset)) != (planned := len(self.sampler.sizes)):
             raise PackingError(
-                f"dataset: expected {planned} rows, as when batches were planned, got {rows}; added or removed rows "
-                "take effect at the next train() or evaluate(), or after a new call of prepare_dataloader"
+                f"dataset: expected {planned} rows, as when batches were planned, got {rows}; rows can only be "
+                "added or removed between calls of train() or evaluate(), or before a call of prepare_dataloader"
             )
 
     def _with_labels(self, row: Row) -> Row:
-        """Return the row with labels.
+        """Return the row with labels, which are made from tokens and loss masks if the row has no labels.
 
-        A row whose loss masks must not be applied is returned without labels, so that the collator refuses the row.
+        If apply_masks is False, a row with loss masks but without labels stays unchanged, and the collator refuses it.
         """
         masks = [name for name in LOSS_MASKS if name in row]
         if LABELS in row or (masks and not self.apply_masks):
@@ -113,9 +113,13 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         return {**row, LABELS: labels}
 
     def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        """Raise PackingError if the length of a row differs from the length that micro-batches were planned with.
+        """Raise PackingError if a row does not have the length that was known when micro-batches were planned.
 
-        A row without input_ids, or with a column that does not have one value for each token, is an error, too.
+        Also raise PackingError if a row has no input_ids, or if a per-token column has a different length.
+
+        Args:
+            numbers: numbers of the rows in the dataset.
+            rows: the rows, as the dataset returned them.
         """
         for number, row in zip(numbers, rows, strict=True):
             if INPUT_IDS not in row:
@@ -136,7 +140,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 
 
 def _columns_to_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
-    """Return the names of columns with a value per token or with segment borders, except the columns in `unread`."""
+    """Return the names of the columns to read: per-token columns and columns with segment borders, except `unread`."""
     known = set(names).difference(unread)
     return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS) if name in known]
 
@@ -144,7 +148,7 @@ def _columns_to_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[s
 def _shape_of(values: Any) -> tuple[int | str, ...]:
     try:
         return tuple(np.shape(values))
-    except ValueError:  # lists of several lengths
+    except ValueError:  # nested lists of different lengths
         return (len(values), "several lengths")
 
 

@@ -1,4 +1,4 @@
-"""The sampler for the micro-batches of one rank; InOrder, a batching for evaluation; the summary of an epoch.
+"""RankBatchSampler, the sampler of one rank; InOrder, a batching for evaluation; EpochSummary, the counts of an epoch.
 
 A DataLoader takes RankBatchSampler as its batch_sampler. RankBatchSampler is not a subclass of torch's BatchSampler and
 has no batch_size. Otherwise accelerate would assume that all batches have the same number of rows, and would lose rows.
@@ -26,14 +26,15 @@ from hf_packing.sampling.row_sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 2
-"""Version of the plans. Increase the number whenever a change to the code gives different micro-batches for the same
-arguments, so that training does not resume from older checkpoints."""
+"""Version of the plans. Increase this number with every code change that gives different micro-batches for the same
+arguments. Training then refuses to resume from older checkpoints."""
 
 
 class RankBatchSampler:
-    """The micro-batches of one rank in the current epoch, as lists of (row number, whether it is a copy).
+    """A batch sampler that yields the micro-batches of one rank in the current epoch.
 
-    Copies have masked labels; they fill micro-batches where rows do not divide evenly.
+    A micro-batch is a list of pairs (row number, True if the row is a copy). Copies have masked labels, and are added
+    if rows are too few to fill all micro-batches.
 
     Args:
         batching: TokenBudget, BucketBatches or InOrder.
@@ -66,9 +67,9 @@ class RankBatchSampler:
         """The rows that micro-batches are made of; rows that were too long are cut or left out."""
         batching.check_enough_rows(self.rows, first_epoch)
         self.epoch = first_epoch
-        """The epoch of the next iteration."""
+        """The epoch whose micro-batches the next iteration yields."""
         self.first_micro_batch = 0
-        """Number of the first micro-batch of the next iteration; earlier micro-batches are skipped without reading."""
+        """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
         self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
         self._planned: tuple[Epoch, EpochPlan] | None = None
 
@@ -76,7 +77,7 @@ class RankBatchSampler:
         return self._num_micro_batches
 
     def set_epoch(self, number: int) -> None:
-        """Set the epoch of the next iteration."""
+        """Set the number of the epoch, from 0, whose micro-batches the next iteration yields."""
         self.epoch = Epoch(number, self.world_size, self.accumulation)
 
     @property
@@ -90,7 +91,7 @@ class RankBatchSampler:
         return self.plan.micro_batches(self.rank, self.first_micro_batch)
 
     def plan_inputs(self) -> dict[str, str | int]:
-        """Return all values that decide the micro-batches, except the epoch. Checkpoints store these values."""
+        """Return all values that determine the micro-batches, except the epoch. Checkpoints store these values."""
         return {
             "plans": _PLANS_VERSION,
             "batching": repr(self.batching),
@@ -100,12 +101,12 @@ class RankBatchSampler:
         }
 
     def check_can_resume(self, saved: dict[str, str | int], whole_epochs: bool = False) -> None:
-        """Refuse to resume from a checkpoint that was saved with different micro-batches.
+        """Raise PackingError if a checkpoint was saved with different micro-batches.
 
         Args:
             saved: the values that `plan_inputs` returned when the checkpoint was saved.
-            whole_epochs: whether the checkpoint was saved between two epochs; if so, world_size and accumulation may
-                change.
+            whole_epochs: whether the checkpoint was saved at the end of an epoch; if so, world_size and accumulation
+                may differ.
 
         Raises:
             PackingError: a value has changed since the checkpoint was saved; the message names the value.
@@ -121,9 +122,10 @@ class RankBatchSampler:
 
 @dataclass(frozen=True)
 class InOrder(Batching):
-    """Make micro-batches of rows_per_batch rows in the order of the dataset, for evaluation.
+    """A batching for evaluation: each micro-batch has rows_per_batch successive rows of the dataset.
 
-    The ranks take micro-batches in turn. Copies of rows, with masked labels, fill up the last micro-batches.
+    Ranks take micro-batches in turn. If rows are too few to fill the last micro-batches, copies of rows with masked
+    labels are added.
 
     Args:
         rows_per_batch: number of rows in a micro-batch.
@@ -163,7 +165,7 @@ class InOrder(Batching):
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """Counts of one epoch over all ranks; `print` shows the counts as sentences."""
+    """Counts of one epoch over all ranks, which `print` shows as text."""
 
     optimizer_steps: int
     num_micro_batches: int
@@ -179,17 +181,18 @@ class EpochSummary:
     largest_micro_batch: int
     """Number of tokens in the largest micro-batch."""
     token_utilization: float
-    """Tokens per micro-batch: mean over ranks / maximum over ranks, averaged over the epoch; 1 if no rank waits."""
+    """Mean number of tokens over ranks / maximum over ranks, averaged over micro-batches; 1 if no rank waits."""
     attention_utilization: float
-    """The same ratio as token_utilization for attention cost, the sum of squared segment lengths."""
+    """The same ratio as token_utilization, but of attention cost, which is the sum of squared segment lengths."""
     copies: int
-    """Number of copies of rows with masked labels, which are added if rows do not divide evenly."""
+    """Number of copies of rows with masked labels, which are added if rows are too few for all micro-batches."""
     left_out: int
     """Number of rows that are empty, or too long and dropped."""
     lost_tokens: int
-    """Number of tokens lost from dropped rows and truncated documents."""
+    """Number of tokens in dropped rows and in the cut-off ends of truncated documents."""
     unpacked_documents_per_step: int | None = None
-    """Documents in a step without packing; None if match_documents_per_step is set, or cannot take this value."""
+    """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
+    cannot be set to this number."""
 
     def __str__(self) -> str:
         text = (
@@ -240,7 +243,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
 
 
 def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
-    """Return whether match_documents_per_step is not yet set, and could be set to this number of documents."""
+    """Return whether match_documents_per_step of the sampler's batching is None, but could be set to `documents`."""
     batching = sampler.batching
     if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
         return False

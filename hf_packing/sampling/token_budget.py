@@ -1,4 +1,4 @@
-"""TokenBudget: micro-batches of up to max_tokens tokens, planned anew for every epoch, with equal work on all ranks."""
+"""TokenBudget, a batching whose micro-batches have at most max_tokens tokens, with about equal work on all ranks."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -31,24 +31,25 @@ _MOST_LINEAR = 1e12
 
 @dataclass(frozen=True)
 class TokenBudget(Batching):
-    """Make micro-batches of at most max_tokens tokens, from packed rows or from plain documents.
+    """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 
     Plain documents are packed during training, and different documents share a micro-batch in every epoch. All ranks
-    have the same number of micro-batches. This number is the same in every epoch, and no micro-batch is empty. If rows
-    do not divide evenly, micro-batches are split. Copies of rows, with masked labels, are added only if every
-    micro-batch already has a single row.
+    have the same number of micro-batches. This number is the same in every epoch, and no micro-batch is empty. If the
+    number of micro-batches is not a multiple of the number of ranks, some micro-batches are split. If every micro-batch
+    already has a single row, copies of rows with masked labels are added instead.
 
-    Packed rows that are as long as the budget are not combined. Rows of about equal cost then run at the same time on
-    different ranks. If several combinations of rows have about equal cost, the combinations differ between epochs.
+    Each packed row that is as long as the budget is a micro-batch of its own. Rows of about equal cost then run at the
+    same time on different ranks. Which of these rows run at the same time changes from epoch to epoch.
 
     Args:
         max_tokens: the most tokens that a micro-batch may have.
-        balance: the quantity to equalize among micro-batches that run at the same time: "tokens", or "attention" for
-            all work, which is linear_cost * tokens + the sum of squared segment lengths.
+        balance: the quantity to equalize among micro-batches that run at the same time: "tokens" for the number of
+            tokens, or "attention" for all work, which is linear_cost * tokens + the sum of squared segment lengths.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
-            of tokens; None to compute the ratio from the model's configuration, if the model is known.
-        match_documents_per_step: average number of documents in an optimizer step, over all ranks, to keep the schedule
-            of training without packing; None to take as many documents as fit.
+            of tokens; None to compute this ratio from the model's configuration, or 12288 if there is no model.
+        match_documents_per_step: average number of documents in an optimizer step, over all ranks. Set this to the
+            number of documents per step without packing to keep the number of optimizer steps; None to take as many
+            documents as fit.
         overflow: treatment of a row with more than max_tokens tokens: "error" or "drop"; for documents also "split" or
             "truncate".
         seed: seed that decides, together with the epoch, the order of rows and which rows share a micro-batch.
@@ -112,7 +113,7 @@ class TokenBudget(Batching):
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         wanted = self.num_micro_batches(rows, epoch) * epoch.world_size
         filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), epoch.world_size, seed)
-        # if micro-batches are missing, each has a single row, and copies of the shortest rows are added
+        # if rows are fewer than micro-batches, copies of the shortest rows become the missing micro-batches
         copies = np.argsort(tokens, kind="stable")[: wanted - len(filled), None].tolist()
         micro_batches = filled + copies
 
@@ -127,7 +128,7 @@ class TokenBudget(Batching):
         return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
 
     def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Return the cost of rows or of micro-batches, float64. The arguments and the result have the same shape."""
+        """Return the cost of each row or micro-batch, float64 [n], from its tokens and squared lengths, numbers [n]."""
         if self.balance == "tokens":
             return tokens.astype(np.float64)
         linear = LINEAR_COST if self.linear_cost is None else self.linear_cost
@@ -136,12 +137,13 @@ class TokenBudget(Batching):
 
 
 def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:
-    """Return the rows that fit into micro-batches; longer rows are cut, or left out.
+    """Return the rows that fit into micro-batches. Rows that are too long are cut or left out.
 
     Args:
         sizes: the sizes of the dataset's rows.
         max_tokens: the most tokens that a micro-batch may have.
-        overflow: treatment of a longer row: "error" or "drop"; for documents also "split" or "truncate".
+        overflow: treatment of a row with more than max_tokens tokens: "error" or "drop"; for documents also "split" or
+            "truncate".
 
     Raises:
         PackingError: a row is too long and overflow is "error", or a packed row would have to be cut.
@@ -152,11 +154,11 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
     if overflow == "error" or (sizes.packed and overflow != "drop"):
         row = int(too_long[0])
         accepted = (
-            "pack rows of at most max_tokens, or use overflow='drop'"
+            "pack into rows of at most max_tokens tokens, or use overflow='drop'"
             if sizes.packed
             else "use overflow='split', 'truncate' or 'drop'"
         )
-        others = f" (number of other rows that are too long: {len(too_long) - 1})" if len(too_long) > 1 else ""
+        others = f" (rows that are too long: {len(too_long)} in all)" if len(too_long) > 1 else ""
         raise PackingError(
             f"max_tokens: row {row} has {sizes.tokens[row]} tokens, but a micro-batch may have at most "
             f"{max_tokens}{others}; {accepted}"
@@ -175,13 +177,13 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Counts that decide whether packed rows can keep the number of optimizer steps of training without packing."""
+    """The counts that determine the number of optimizer steps in an epoch if match_documents_per_step is set."""
 
     documents: int
     fewest: int
-    """The number of micro-batches, over all ranks, that the rows need."""
+    """The number of micro-batches, over all ranks, that best fit needs for all rows."""
     most: int
-    """The largest number of micro-batches, over all ranks, with at least one row in each: the number of rows."""
+    """The largest possible number of micro-batches, over all ranks: one for each row."""
     max_tokens: int
 
     def optimizer_steps(self, per_step: int, epoch: Epoch) -> int:
@@ -198,7 +200,7 @@ class _Schedule:
         steps = -(-self.documents // per_step)
         if self._fits(per_step, epoch.slots):
             return steps
-        of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches"
+        of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches (accumulation x ranks)"
         if steps * epoch.slots < self.fewest:
             expected = f"at most as many documents as fit into {of_step} of {self.max_tokens} tokens"
             accumulation = -(-self.fewest // (steps * epoch.world_size))
@@ -215,8 +217,8 @@ class _Schedule:
             remedies.append(f"match_documents_per_step={documents}")
         hint = f"; use {', or '.join(remedies)}" if remedies else ""
         raise PackingError(
-            f"match_documents_per_step: expected {expected}, got {per_step} documents per optimizer step and "
-            f"{self.documents} documents in all{hint}"
+            f"match_documents_per_step: expected {expected}, got {per_step} documents per optimizer step, and "
+            f"{self.documents} documents per epoch{hint}"
         )
 
     def _fits(self, per_step: int, slots: int) -> bool:
@@ -226,9 +228,9 @@ class _Schedule:
 
 
 def with_linear_cost(batching: Batching, config: Any) -> Batching:
-    """Return the batching with the linear_cost of a model.
+    """Return the batching with linear_cost set to the value of a model.
 
-    The batching stays unchanged if linear_cost is already set, if the batching is no TokenBudget, or if config is None.
+    The batching stays unchanged if it is not a TokenBudget, if linear_cost is already set, or if config is None.
     """
     if config is None or not isinstance(batching, TokenBudget) or batching.linear_cost is not None:
         return batching
@@ -236,7 +238,7 @@ def with_linear_cost(batching: Batching, config: Any) -> Batching:
 
 
 def linear_cost_of(config: Any) -> float:
-    """Return the time that linear layers take for one token, in units of the time of attention for a pair of tokens.
+    """Return the time that linear layers take for one token, relative to the time of attention for one pair of tokens.
 
     For one token, linear layers take two operations per weight. For one pair of tokens, attention takes four operations
     per dimension. In a causal model, half of the pairs are masked, but attention kernels reach about half the speed of
@@ -267,6 +269,6 @@ def linear_cost_of(config: Any) -> float:
 
 
 def _first_of(config: Any, *names: str) -> int:
-    """Return the first nonzero integer among the values of the named fields, or 0 if no value is a nonzero integer."""
+    """Return the value of the first named field that is a nonzero integer, or 0 if there is no such field."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value), 0)

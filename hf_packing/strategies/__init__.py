@@ -1,13 +1,15 @@
-"""Strategies, which decide which documents share a pack. Each strategy is in the same file as the strategy's algorithm.
+"""Packing strategies. A strategy decides which documents share a pack.
 
-    base.py         base classes of strategies, the registry, plan_packing and plan_counts
-    greedy.py       BestFit and ShortestPackFirst, which need only counts of lengths
-    nnls.py         NonNegativeLeastSquares, which needs only counts of lengths, and scipy
-    optimal/        Optimal, which needs only counts of lengths, and scipy
+A counting strategy needs only the number of documents of each length. The other strategies need the length of each
+document, in the order of the documents. Each strategy is in the same file as the algorithm that the strategy uses.
+
+    base.py         base classes of strategies, the strategy registry, plan_packing and plan_counts
+    greedy.py       BestFit and ShortestPackFirst, which are counting strategies
+    nnls.py         NonNegativeLeastSquares, a counting strategy that needs scipy
+    optimal/        Optimal, a counting strategy that needs scipy
     fill_columns.py turns solutions of NonNegativeLeastSquares and Optimal into packs
-    bucket.py       Bucket, which needs only counts of lengths, and BucketByLength, which needs documents in order; the
-                    packs of both strategies have several capacities
-    sequential.py   FixedLength, FirstCome and Multipack, which need documents in order
+    bucket.py       Bucket, a counting strategy, and BucketByLength; both strategies make packs of several capacities
+    sequential.py   FixedLength, FirstCome and Multipack
     compare.py      compare, which plans the same lengths with several strategies
 
 A new strategy is a class with `@register_strategy` in a module of this package, a page in docs/strategies, and tests of

@@ -1,4 +1,4 @@
-"""Base classes of strategies, the registry of all strategies, and the functions `plan_packing` and `plan_counts`."""
+"""Base classes of strategies, the strategy registry, and the functions `plan_packing` and `plan_counts`."""
 
 import importlib
 import pkgutil
@@ -37,34 +37,39 @@ def _package_version() -> str:
 class Strategy(ABC):
     """Base class of strategies. A strategy decides which documents share a pack, and packs a batch of rows when called.
 
-    In `datasets.map(strategy, batched=True)`, the batch is a dict of lists, a dict of arrays, a pyarrow Table or a data
-    frame. The call returns one row for each pack, with `input_ids`, `labels`, `position_ids` and `seq_lengths` as
-    int32, and with `bucket` if the strategy has buckets. The rows are returned as a Table if the call comes from
-    `Dataset.map` or if the batch is a Table or a data frame, and otherwise as a dict like the batch. Each batch is
-    planned separately, so large batches pack better; `hf_packing.pack` plans over the whole dataset.
+    Use a strategy as in `dataset.map(strategy, batched=True)`, or call the strategy with a batch of rows: a dict of
+    lists, a dict of arrays, a pyarrow Table or a data frame. The call returns one row for each pack, with the int32
+    columns `input_ids`, `labels`, `position_ids` and `seq_lengths`, and with a column `bucket` if packs have several
+    capacities. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch is a Table or a
+    data frame, and otherwise as a dict. Each batch is planned separately, so larger batches need less padding;
+    `hf_packing.pack` plans over the whole dataset.
     """
 
     package_version: str = field(default_factory=_package_version, init=False, repr=False)
-    """Version of hf_packing, part of the hash that `datasets` caches by. The hash does not cover a strategy's code."""
+    """The version of hf_packing.
+
+    `datasets` hashes the fields of a strategy, but not the strategy's code, to find cached results of `map`. Because of
+    this field, a new version of hf_packing does not reuse results of an old version.
+    """
 
     has_buckets: ClassVar[bool] = False
-    """Whether packs have several capacities. If so, a column `bucket` has the capacity of each row's pack."""
+    """True if packs have several capacities. Packed rows then have a column `bucket` with the capacity of the pack."""
 
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Return a plan for lengths that were already checked."""
+        """Return a plan for documents of the given lengths. The lengths must be a result of `check_lengths`."""
 
     def __call__(self, batch: Any, *others: Any, **options: Any) -> Any:
         if others or options:
             given = ", ".join([*(type(other).__name__ for other in others), *options])
             raise PackingError(
-                f"batch: expected no arguments besides the batch, got {given}; call map without with_indices, "
-                "with_rank, input_columns and fn_kwargs"
+                f"batch: expected no arguments besides the batch, got {given}; call map without the arguments "
+                "with_indices, with_rank, input_columns and fn_kwargs"
             )
         return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
 
     def set_fields(self, **values: Any) -> None:
-        """Set fields of the frozen instance to checked values; called by `__post_init__`."""
+        """Set fields of the frozen instance. `__post_init__` uses this method to store checked values."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -75,7 +80,7 @@ class CountingStrategy(Strategy):
 
     @abstractmethod
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
-        """Return a table of packs for the counted documents."""
+        """Return a plan for the counted documents, as a PatternTable."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return self.plan_counts(count_lengths(lengths)).plan(lengths)
@@ -83,22 +88,25 @@ class CountingStrategy(Strategy):
 
 @dataclass(frozen=True)
 class Solution:
-    """Packs for counted segments, and facts about the search for these packs."""
+    """The result of `OneCapacity.solve`: packs for counted segments, and remarks on how the packs were found."""
 
     patterns: Patterns
     lower_bound: int = 0
-    """Lower bound on the number of packs, proven by the search under the strategy's limits; 0 if no bound is proven."""
+    """A lower bound on the number of packs that the segments need under the limits `max_length` and `max_documents`.
+
+    0 if the search has proven no bound.
+    """
     note: str = ""
-    """Remark on how the search went; empty if there is nothing to report."""
+    """A remark on how the packs were found; empty if there is nothing to report."""
     gave_up: bool = False
-    """Whether the search hit a limit and returned the packs of a simpler strategy."""
+    """True if the search hit a limit and returned the packs of a simpler strategy."""
 
 
 @dataclass(frozen=True)
 class OneCapacity(CountingStrategy):
-    """Base class of counting strategies whose packs all have the capacity max_length.
+    """Base class of counting strategies (CountingStrategy) whose packs all have the capacity max_length.
 
-    Only documents longer than max_length are cut.
+    A document of at most max_length tokens is never cut.
     """
 
     max_length: int
@@ -116,7 +124,11 @@ class OneCapacity(CountingStrategy):
 
     @abstractmethod
     def solve(self, counts: IntArray) -> Solution:
-        """Return packs for pieces of at most max_length tokens; counts[n] is the number of pieces of n tokens."""
+        """Return packs for the counted segments, as a Solution. No segment is longer than max_length.
+
+        Args:
+            counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
+        """
 
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
         cuts = cut_by_overflow(counts, self.max_length, self.overflow)
@@ -137,12 +149,18 @@ class OneCapacity(CountingStrategy):
 
 
 def check_optional_seed(seed: Any) -> int | None:
-    """Return None, or a seed as an int; raise PackingError if the seed is invalid."""
+    """Return `seed` as an int, or None if `seed` is None.
+
+    Raise PackingError if `seed` is neither None nor an integer from 0 to 2**63 - 1.
+    """
     return None if seed is None else check_seed(seed)
 
 
 def check_max_documents(max_documents: Any) -> int | None:
-    """Return None, or a limit on documents per pack as an int; raise PackingError if the limit is invalid."""
+    """Return `max_documents`, a limit on documents per pack, as an int, or None if `max_documents` is None.
+
+    Raise PackingError if `max_documents` is neither None nor an integer from 1 to 2**31 - 1.
+    """
     return None if max_documents is None else check_whole_number("max_documents", max_documents)
 
 
@@ -157,12 +175,18 @@ def check_strategy(strategy: Any) -> Strategy:
 
 
 def load_scipy_optimize(strategy: str) -> Any:
-    """Return `scipy.optimize`, or raise MissingDependencyError with the command that installs scipy."""
+    """Return the module `scipy.optimize`.
+
+    If scipy is not installed, raise MissingDependencyError with the name of the strategy and the command that installs
+    scipy.
+    """
     try:
         import scipy.optimize
         import scipy.sparse
     except ImportError as error:
-        raise MissingDependencyError(f'{strategy} needs scipy; run pip install "hf-packing[optimal]"') from error
+        raise MissingDependencyError(
+            f'{strategy} needs scipy, which is not installed; run pip install "hf-packing[optimal]"'
+        ) from error
     return scipy.optimize
 
 
@@ -171,13 +195,16 @@ _S = TypeVar("_S", bound=Strategy)
 
 
 def register_strategy(strategy: type[_S]) -> type[_S]:
-    """Add a strategy class to the registry under its name in snake case, such as "best_fit"; used as a decorator."""
+    """Add a strategy class to the registry, and return the class; used as a class decorator.
+
+    The key in the registry is the class name in snake case, such as "best_fit" for BestFit.
+    """
     _REGISTERED[re.sub(r"(?<!^)(?=[A-Z])", "_", strategy.__name__).lower()] = strategy
     return strategy
 
 
 def registered_strategies() -> dict[str, type[Strategy]]:
-    """Return the classes of all strategies in hf_packing by name, sorted by name.
+    """Return all registered strategy classes, as a dict from snake-case names to classes, sorted by name.
 
     Example:
         >>> list(registered_strategies())[:3]
@@ -189,19 +216,20 @@ def registered_strategies() -> dict[str, type[Strategy]]:
 
 
 def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
-    """Plan packs from document lengths alone.
+    """Plan packs from document lengths, without a dataset.
 
     Args:
-        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array. Empty documents are put in
-            no pack, but counted in the plan's metrics.
+        lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array. Documents of length 0 are
+            not packed, but the plan's metrics count them.
         strategy: strategy to plan with, such as BestFit(2048).
 
     Returns:
-        PackingPlan.
+        PackingPlan: the assignment of documents to packs.
 
     Raises:
-        PackingError: `lengths` are negative, not integers or not 1-d, `strategy` is not a strategy, or the strategy has
-            overflow="error" and a document is too long.
+        PackingError: `lengths` are negative, not integers or not 1-d, `strategy` is not an instance of Strategy, or the
+            strategy has overflow="error" and a document is too long.
+        MissingDependencyError: the strategy needs scipy, but scipy is not installed.
 
     Example:
         >>> import hf_packing as hfp
@@ -212,9 +240,10 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
 
 
 def read_lengths(lengths: Any) -> IntArray:
-    """Return checked lengths as an integer array.
+    """Check document lengths with `check_lengths`, and return the lengths as an int32 or int64 array [documents].
 
-    A lazy column of `datasets` is read in one piece, since NumPy would read the column row by row.
+    If `lengths` is a lazy column of `datasets`, the whole column is read at once, since NumPy would read the column row
+    by row.
     """
     if type(lengths).__module__.partition(".")[0] == "datasets":
         lengths = lengths[:]
@@ -222,21 +251,23 @@ def read_lengths(lengths: Any) -> IntArray:
 
 
 def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
-    """Plan packs from a histogram of document lengths alone.
+    """Plan packs from a histogram of document lengths, before any document is assigned to a pack.
 
-    Use this function for more documents than fit in memory, or for many workers.
+    Use this function if the lengths of all documents do not fit in memory, or if several workers pack one dataset.
 
     Args:
-        counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens, as `np.bincount` returns.
-        strategy: strategy that needs only counts, such as BestFit, Optimal or Bucket.
+        counts: 1-d integers [longest + 1]: counts[n] is the number of documents of n tokens, as returned by
+            `np.bincount(lengths)`.
+        strategy: strategy that needs only counts of lengths, such as BestFit, Optimal or Bucket.
 
     Returns:
-        PatternTable. The table's method `deal` assigns documents shard by shard, with the same result as `plan_packing`
-        for all documents.
+        PatternTable: the packs to make. The table's method `deal` assigns documents to packs, one shard of documents
+        at a time. All shards together get the same packs as with `plan_packing`.
 
     Raises:
-        PackingError: `counts` are negative, not integers or not 1-d, `strategy` needs the documents in order, or the
-            strategy has overflow="error" and a document is too long.
+        PackingError: `counts` are negative, not integers or not 1-d, `strategy` is not a strategy that needs only
+            counts of lengths, or the strategy has overflow="error" and a document is too long.
+        MissingDependencyError: the strategy needs scipy, but scipy is not installed.
 
     Example:
         >>> import hf_packing as hfp
@@ -247,7 +278,7 @@ def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
     if not isinstance(strategy, CountingStrategy):
         counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
         raise PackingError(
-            f"strategy: expected a strategy that needs only counts ({', '.join(counting)}), got {strategy!r}, which "
-            "needs the documents in order"
+            f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
+            f"{strategy!r}, which needs the length of each document; use plan_packing with this strategy"
         )
     return strategy.plan_counts(counts_of_histogram(check_counts(counts)))

@@ -25,30 +25,30 @@ from hf_packing.strategies.base import CountingStrategy, Strategy, check_optiona
 from hf_packing.strategies.sequential import concatenate_and_cut
 
 _BUCKET_LENGTHS = (2048, 4096, 8192, 16384)
-"""Default capacities, from arXiv 2407.07495."""
+"""Default bucket lengths (capacities of packs in tokens), from arXiv 2407.07495."""
 
 
 @register_strategy
 @dataclass(frozen=True)
 class Bucket(CountingStrategy):
-    """Fill packs of several capacities (buckets) with the longest documents first.
+    """A strategy that fills packs of several capacities (buckets), longest documents first.
 
-    Each pack has the smallest capacity that holds the longest remaining document, and takes the longest documents that
-    fit. If more than `padding_threshold` of a pack stays free, the shortest remaining document is cut to fill the pack;
-    among documents of equal length, the remainder of a cut document is cut before a whole document (Algorithm 1 of
-    "Bucket pre-training is all you need", arXiv 2407.07495). A document longer than the largest bucket is cut into full
-    packs and a remainder. No token is dropped.
+    Packs are made one after the other. Each pack gets the smallest capacity that holds the longest remaining document,
+    and takes the longest documents that fit. If the free share of the pack is then above `padding_threshold`, the
+    shortest remaining document is cut: the first part fills the pack, and the second part is packed later. If several
+    documents have this shortest length, the second part of an earlier cut is chosen before a whole document. This is
+    Algorithm 1 of "Bucket pre-training is all you need" (arXiv 2407.07495). A document longer than the largest bucket
+    is cut into full packs of the largest bucket and a remainder. No token is dropped.
 
     Args:
-        bucket_lengths: capacities in tokens, ascending, each at least 1.
+        bucket_lengths: capacities of packs in tokens, ascending without repeats, each at least 1.
         padding_threshold: share of a pack that may stay free, from 0 to 1. With 1, only documents longer than the
             largest bucket are cut.
         seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
-            shuffling. Shuffling documents of equal length also chooses which of these documents are cut.
+            shuffling. The seed also decides which of several documents of equal length are cut.
 
     Raises:
-        PackingError: `bucket_lengths` is empty, unsorted or has repeats, or an argument does not match its description
-            above.
+        PackingError: an argument does not match its description above.
 
     Example:
         >>> import hf_packing as hfp
@@ -79,19 +79,19 @@ class Bucket(CountingStrategy):
 @register_strategy
 @dataclass(frozen=True)
 class BucketByLength(Strategy):
-    """Put each document in the smallest bucket that holds the document, then concatenate and cut each bucket.
+    """A strategy that sorts documents into buckets by length, then concatenates and cuts the documents of each bucket.
 
-    This strategy is the multi-bucket baseline of arXiv 2407.07495. Documents longer than the largest bucket go to the
-    largest bucket.
+    Each document goes to the smallest bucket that holds the document. Documents longer than the largest bucket go to
+    the largest bucket. The packs of a bucket have the bucket's capacity, and only the last pack of each bucket is
+    padded. This strategy is the multi-bucket baseline of arXiv 2407.07495.
 
     Args:
-        bucket_lengths: capacities in tokens, ascending, each at least 1.
+        bucket_lengths: capacities of packs in tokens, ascending without repeats, each at least 1.
         seed: seed for shuffling the packs and the segments in each pack; None for no shuffling. Without shuffling,
             packs are sorted by capacity, and documents keep their order.
 
     Raises:
-        PackingError: `bucket_lengths` is empty, unsorted or has repeats, or an argument does not match its description
-            above.
+        PackingError: an argument does not match its description above.
 
     Example:
         >>> import hf_packing as hfp
@@ -116,16 +116,19 @@ class BucketByLength(Strategy):
 
 
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:
-    """Return the bucket lengths as a tuple of ints, or raise PackingError if the bucket lengths are invalid."""
+    """Return the bucket lengths as a tuple of ints.
+
+    Raise PackingError if the bucket lengths are not a sequence of integers, or are empty or not strictly ascending.
+    """
     if isinstance(bucket_lengths, (str, bytes)) or not isinstance(bucket_lengths, (Sequence, np.ndarray)):
         raise PackingError(f"bucket_lengths: expected a sequence of integers, got {bucket_lengths!r}")
     if not len(bucket_lengths):
-        raise PackingError("bucket_lengths: expected at least one length, got none")
+        raise PackingError("bucket_lengths: expected at least one length, got an empty sequence")
     lengths = tuple(check_whole_number("bucket_lengths", length, maximum=INT32_MAX) for length in bucket_lengths)
     for shorter, longer in pairwise(lengths):
         if shorter >= longer:
             raise PackingError(
-                f"bucket_lengths: expected ascending lengths without repeats, got {longer} after {shorter}"
+                f"bucket_lengths: expected ascending lengths without repeats, got {', '.join(map(str, lengths))}"
             )
     return lengths
 
@@ -141,9 +144,10 @@ _PieceLengths = tuple[int, ...]
 
 
 class _Given(NamedTuple):
-    """The pieces that were cut off a document so far: the pieces in `before`, then `copies` pieces of length `piece`.
+    """A linked list of the lengths of the pieces that have been cut off a document so far.
 
-    A linked list, so that adding a piece is cheap.
+    The list consists of the pieces in `before`, followed by `copies` pieces of `piece` tokens each. Adding a piece to a
+    linked list is cheap.
     """
 
     before: "_Given | None"
@@ -152,7 +156,7 @@ class _Given(NamedTuple):
 
 
 def _pieces_of(given: _Given | None) -> _PieceLengths:
-    """Return the lengths of the pieces in document order."""
+    """Return a linked list of piece lengths as a tuple, in document order."""
     pieces: list[int] = []
     while given is not None:
         pieces += [given.piece] * given.copies
@@ -163,22 +167,29 @@ def _pieces_of(given: _Given | None) -> _PieceLengths:
 class _Fragments:
     """The remainders of cut documents, called fragments, grouped by length.
 
-    Each entry is (number of fragments, document length, pieces that were already cut off).
+    `of_length[n]` lists the fragments of n tokens. Each entry stands for equal fragments, and consists of the number of
+    fragments, the length of the whole document, and the pieces that were already cut off the document.
     """
 
     def __init__(self) -> None:
         self.of_length: dict[int, list[tuple[int, int, _Given | None]]] = {}
 
     def add(self, length: int, number: int, document_length: int, given: _Given | None) -> None:
-        """Add `number` fragments of this length, left over from documents after the pieces `given` were cut off."""
+        """Add `number` equal fragments of `length` tokens.
+
+        Each fragment is the remainder of a document of `document_length` tokens after the pieces `given` were cut off.
+        """
         self.of_length.setdefault(length, []).append((number, document_length, given))
 
     def number(self, length: int) -> int:
-        """Return the number of fragments of this length."""
+        """Return the number of fragments of `length` tokens."""
         return sum(number for number, _, _ in self.of_length.get(length, ()))
 
     def cut(self, length: int, room: int, whole: dict[int, int]) -> None:
-        """Cut `room` tokens off a fragment of this length, or off a whole document if there is no such fragment."""
+        """Cut `room` tokens off a fragment of `length` tokens, or off a whole document if there is no such fragment.
+
+        `whole` has the number of uncut documents of each length. If a whole document is cut, `whole` is updated.
+        """
         if length in self.of_length:
             number, document_length, given = self.of_length[length].pop()
             if number > 1:
@@ -191,7 +202,10 @@ class _Fragments:
         self.add(length - room, 1, document_length, _Given(given, room, 1))
 
     def groups(self) -> list[tuple[int, int, _PieceLengths]]:
-        """Return (document length, number of documents, pieces) for every way in which documents were cut."""
+        """Return the cut documents in groups of documents that have the same length and were cut in the same way.
+
+        Each group is (document length, number of documents, piece lengths).
+        """
         number: dict[tuple[int, _PieceLengths], int] = {}
         for length, fragments in self.of_length.items():
             for documents, document_length, given in fragments:
@@ -203,18 +217,17 @@ class _Fragments:
 def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_threshold: float) -> tuple[Patterns, Cuts]:
     """Pack counted documents by Algorithm 1 of arXiv 2407.07495.
 
-    Packs are made one after the other. Each pack has the smallest capacity that holds the longest remaining document,
-    and takes the longest documents that fit. If more than `padding_threshold` of the pack stays free, the shortest
-    remaining document is cut to fill the pack, and the rest of that document is packed later. If no document is cut,
-    the same pack is made again until one of the pack's lengths runs out, so identical packs are made in bulk.
+    The docstring of `Bucket` describes the algorithm. If no document is cut to fill a pack, all identical packs that
+    the remaining documents allow are made at once.
 
     Args:
         counts: number of documents of each length.
         capacities: capacity of each bucket in tokens, ascending.
-        padding_threshold: share of a pack that may stay free before a document is cut to fill the pack.
+        padding_threshold: largest share of a pack that may stay free. If more stays free, a document is cut to fill the
+            pack.
 
     Returns:
-        Patterns of the packs, and Cuts of the documents.
+        Patterns, which describe the packs; and Cuts, which describe the pieces of the documents.
     """
     largest = capacities[-1]
     patterns, groups, whole, fragments = _cut_at_largest(counts, largest)
@@ -248,8 +261,8 @@ def _cut_at_largest(
     """Cut documents longer than the largest bucket into full packs and a remainder.
 
     Returns:
-        Patterns of the full packs; groups of documents that need no further packing, including empty documents; number
-        of remaining whole documents by length; and the remainders.
+        Patterns of the full packs; groups (document length, number of documents, piece lengths) of documents that are
+        empty or fill packs exactly; a dict with the number of uncut documents of each length; and the remainders.
     """
     long = counts.length > largest
     check_num_pieces(float(counts.documents[long].astype(float) @ (counts.length[long] // largest)), largest)
@@ -274,7 +287,10 @@ def _cut_at_largest(
 
 
 def _with_one_more(copies: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Return `copies` with one more segment of this length."""
+    """Return the content of a pack with one more segment of `length` tokens.
+
+    `copies` and the result are lists of (segment length, number of segments).
+    """
     number = dict(copies)
     number[length] = number.get(length, 0) + 1
     return list(number.items())

@@ -1,4 +1,4 @@
-"""`compare`, which plans the same lengths with several strategies and shows the results as a table."""
+"""The function `compare`, which plans the same document lengths with several strategies and compares the plans."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from hf_packing.strategies.base import Strategy, check_strategy, plan_packing, r
 
 @dataclass(frozen=True)
 class ComparedStrategy:
-    """A strategy, and the metrics of the plan that the strategy made."""
+    """One row of a comparison: a strategy, the metrics of the strategy's plan, and the time for planning."""
 
     strategy: Strategy
     metrics: PackingMetrics
-    """Metrics of the plan; `lower_bound` is the best bound that any compared strategy proved for the same segments."""
+    """The metrics of the plan.
+
+    Each compared strategy may prove a lower bound on packs. `metrics.lower_bound` is the highest of these bounds that
+    is valid for this strategy.
+    """
     seconds: float
-    """Seconds that planning took."""
+    """The time for planning, in seconds."""
     note: str
-    """Remark of the strategy on how planning went; empty if there is nothing to report."""
+    """A remark of the strategy on how the plan was found; empty if there is nothing to report."""
 
     @property
     def name(self) -> str:
@@ -36,9 +40,10 @@ class ComparedStrategy:
 
     @property
     def gap(self) -> float | None:
-        """(Packs - lower bound) / lower bound, or None for a strategy with buckets.
+        """The relative gap between the number of packs and the lower bound, or None for a strategy with buckets.
 
-        No plan for the same segments has fewer packs than the lower bound. A strategy with buckets makes many small
+        The gap is (packs - lower bound) / lower bound. No plan for the same segments has fewer packs than the lower
+        bound, so the fewest possible packs have been found if the gap is 0. A strategy with buckets makes many small
         packs on purpose, so a gap would not be meaningful.
         """
         bound = self.metrics.lower_bound
@@ -48,7 +53,10 @@ class ComparedStrategy:
 
 
 def name_of(strategy: Strategy) -> str:
-    """Return a strategy as Python code, such as BestFit(2048), without arguments that have the default value."""
+    """Return a strategy as Python code, such as BestFit(2048).
+
+    The first argument is always included, and other arguments are included if the value is not the default.
+    """
     changed = []
     for number, field in enumerate(field for field in fields(strategy) if field.init):
         value = getattr(strategy, field.name)
@@ -60,7 +68,10 @@ def name_of(strategy: Strategy) -> str:
 
 
 class Comparison(Sequence[ComparedStrategy]):
-    """A sequence with one ComparedStrategy for each strategy, in the given order; prints as a table."""
+    """The result of `compare`: a sequence of ComparedStrategy, in the order of the strategies passed to `compare`.
+
+    `print` and notebooks show the sequence as a table.
+    """
 
     def __init__(self, rows: Sequence[ComparedStrategy]) -> None:
         self.rows = tuple(rows)
@@ -86,7 +97,7 @@ class Comparison(Sequence[ComparedStrategy]):
 
 
 def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
-    """Plan the same lengths with several strategies.
+    """Plan the same document lengths with several strategies, and return the metrics of all plans.
 
     Args:
         lengths: 1-d integers [documents]: document lengths in tokens, as a list or an array.
@@ -96,7 +107,8 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
         Comparison: a sequence of ComparedStrategy with `strategy`, `metrics`, `seconds`, `gap` and `note`.
 
     Raises:
-        PackingError: `lengths` are invalid, or `strategies` is empty or contains something that is not a strategy.
+        PackingError: `lengths` are negative, not integers or not 1-d, `strategies` is empty or has an element that is
+            not a strategy, or a strategy cannot plan the lengths.
         MissingDependencyError: a strategy needs scipy, but scipy is not installed.
 
     Example:
@@ -117,7 +129,7 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
 def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple[ComparedStrategy, PackingPlan]]:
     """Plan the lengths with one strategy after the other, and yield the metrics and the plan of each strategy.
 
-    Two plans are never in memory at the same time.
+    At most two plans are in memory at the same time, if the caller does not keep earlier plans.
     """
     lengths = read_lengths(lengths)
     with tqdm(strategies, desc="Comparing strategies", delay=1, leave=False, disable=None) as progress:
@@ -130,7 +142,15 @@ def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple
 
 
 def with_best_bounds(found: Sequence[tuple[ComparedStrategy, _Workload]]) -> list[ComparedStrategy]:
-    """Return the compared strategies, each with the best lower bound that is proven for the strategy's workload."""
+    """Return the compared strategies with the best known lower bound for each strategy.
+
+    The lower bound of one strategy is also valid for every strategy whose workload is at least as hard, as defined by
+    `_Workload.is_as_hard_as`.
+
+    Args:
+        found: pairs of a compared strategy and the strategy's workload. The metrics of the compared strategy have the
+            lower bound of the strategy's own plan.
+    """
     rows = []
     for row, workload in found:
         bound = max(row.metrics.lower_bound for row, other in found if workload.is_as_hard_as(other))
@@ -139,25 +159,26 @@ def with_best_bounds(found: Sequence[tuple[ComparedStrategy, _Workload]]) -> lis
 
 
 class _Workload(NamedTuple):
-    """The segments that a strategy had to pack, and the limits on a pack."""
+    """The packing problem that a strategy had to solve: the segments, and the limits on each pack."""
 
     capacity: int
+    """The largest capacity of a pack, in tokens."""
     segments: bytes
-    """Number of segments of each length, as bytes of an array."""
+    """The number of segments of each length, as an integer array that is converted to bytes for comparison."""
     limit: float
-    """Maximum number of documents in a pack; infinity for no limit."""
+    """The maximum number of segments in a pack; infinity for no limit."""
 
     def is_as_hard_as(self, other: _Workload) -> bool:
-        """Return whether this workload needs at least as many packs as the other workload.
+        """Return True if this workload is known to need at least as many packs as the other workload.
 
-        The result is True if both workloads have the same capacity and segments, and the limit on documents per pack is
-        not higher than the limit of the other workload.
+        This is known if both workloads have the same capacity and segments, and the limit on segments per pack in this
+        workload is not higher than in the other workload.
         """
         return self[:2] == other[:2] and self.limit <= other.limit
 
 
 def workload_of(plan: PackingPlan, strategy: Strategy) -> _Workload:
-    """Return the segments that a strategy had to pack, and the limits on a pack."""
+    """Return the workload of a strategy: the segments of the strategy's plan, and the limits on each pack."""
     limit = getattr(strategy, "max_documents", None)
     counts = np.bincount(plan.segment_length, minlength=1)
     return _Workload(int(plan.pack_capacity.max(initial=0)), counts.tobytes(), float("inf") if limit is None else limit)
@@ -167,7 +188,7 @@ _HEADER = ("", "padding", "truncation", "dropped", "concatenation", "packs", "ab
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, with the first column aligned left and the other columns aligned right."""
+    """Return rows of cells as a text table, with the first column aligned left and the other columns aligned right."""
     name, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
     lines = [
         [first.ljust(name), *(cell.rjust(width) for cell, width in zip(rest, others, strict=True))]

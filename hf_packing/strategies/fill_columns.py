@@ -1,6 +1,6 @@
-"""Turn the columns that an optimizer has chosen into packs of documents.
+"""Turn the solution of an optimizer, which is a number of packs for each column, into packs of documents.
 
-A column is a pattern of slots, and a slot is a place for one document in a pack. A document may go into a slot that is
+A column is one way to fill a pack: a combination of slots. A slot is a place for one document in a pack, and may be
 longer than the document. Documents that get no slot are packed best-fit.
 """
 
@@ -14,14 +14,23 @@ from hf_packing.planning.patterns import Patterns, Run, patterns_from_runs
 class _FreeSlots:
     """The free slots of one length. A free slot is a slot that has no document yet.
 
-    Each interval stands for consecutive packs with the same number of free slots.
+    `intervals` is a list of (first pack, number of packs, number of free slots in each pack). Each interval stands for
+    consecutive packs that have the same number of free slots.
     """
 
     def __init__(self, packs: IntArray, first_pack: IntArray, copies: IntArray) -> None:
         self.intervals = list(zip(first_pack.tolist(), packs.tolist(), copies.tolist(), strict=True))
 
     def give(self, length: int, documents: int) -> tuple[list[Run], int]:
-        """Put documents of one length into free slots; return the runs, and the number of documents without a slot."""
+        """Put documents of one length into free slots.
+
+        Args:
+            length: length of each document, in tokens.
+            documents: number of documents.
+
+        Returns:
+            Filling steps (`Run`) that put documents into packs; and the number of documents that found no free slot.
+        """
         runs = []
         while documents and self.intervals:
             first, packs, copies = self.intervals.pop()
@@ -43,16 +52,16 @@ class _FreeSlots:
 def fill_columns(
     packs: IntArray, columns: IntArray, slots: IntArray, counts: IntArray, capacity: int, max_documents: int | None
 ) -> Patterns:
-    """Pack all counted segments, as many as possible in packs that are built from the columns.
+    """Build packs from columns, and pack all counted segments, as many as possible into the slots of these packs.
 
-    First, each slot takes a document that fits in the slot but not in the next shorter slot, longer documents first.
-    Then, slots that are still free take any documents that fit, longer documents first. The remaining documents are
-    packed best-fit, into the room that is left in the packs or into new packs. Packs without any document are left out.
+    First, slots of each length take documents that fit in such a slot but not in the next shorter slot. Then, slots
+    that are still free take any documents that fit. In both steps, longer documents come first. The remaining documents
+    are packed best-fit, into the free room of these packs or into new packs. Packs without any document are left out.
 
     Args:
         packs: int64 [columns]: number of packs to build from each column.
         columns: integers [slots, columns]: number of slots of each length in each column.
-        slots: int64 [slots]: slot lengths in tokens, ascending.
+        slots: int64 [slots]: the distinct slot lengths in tokens, ascending.
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
         capacity: capacity of each pack, in tokens.
         max_documents: maximum number of segments in a pack; None for no limit.
@@ -88,7 +97,18 @@ def fill_columns(
 
 
 def _fill_rest(runs: list[Run], num_packs: int, left: IntArray, capacity: int, max_documents: int | None) -> Patterns:
-    """Pack the remaining segments best-fit, into the room that the runs leave free and into new packs."""
+    """Pack the remaining segments best-fit, into packs that have free room and into new packs.
+
+    Args:
+        runs: filling steps of the existing packs; extended in place.
+        num_packs: number of existing packs.
+        left: int64 [longest + 1]: left[n] is the number of remaining segments of n tokens.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of segments in a pack; None for no limit.
+
+    Returns:
+        Patterns of all packs that hold at least one segment.
+    """
     made = patterns_from_runs(runs, num_packs, capacity)
     open_packs = OpenPacks(capacity, max_documents)
     open_packs.runs, open_packs.num_packs = runs, num_packs

@@ -1,7 +1,7 @@
-"""The greedy strategies BestFit and ShortestPackFirst, computed from counts of lengths.
+"""The greedy strategies BestFit and ShortestPackFirst, which need only the number of documents of each length.
 
-Both strategies place the longest documents first. BestFit puts each document into the pack with the least room that
-holds the document, and ShortestPackFirst puts each document into the pack with the most room.
+Both strategies place the longest documents first. BestFit puts each document into the fullest pack in which the
+document fits, and ShortestPackFirst puts each document into the emptiest pack.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from hf_packing.strategies.base import OneCapacity, Solution, register_strategy
 @register_strategy
 @dataclass(frozen=True)
 class BestFit(OneCapacity):
-    """Best-fit decreasing: put each document, longest first, into the pack with the least room that holds the document.
+    """The best-fit decreasing strategy: each document, longest first, goes into the fullest pack in which it fits.
 
-    No document that fits in a pack is cut ("Fewer truncations improve language modeling", arXiv 2404.10830). With
-    `max_documents`, BestFit is longest-pack-first histogram packing (arXiv 2107.02027).
+    A document of at most max_length tokens is never cut ("Fewer truncations improve language modeling", arXiv
+    2404.10830). With `max_documents`, BestFit is longest-pack-first histogram packing (LPFHP, arXiv 2107.02027).
 
     Args:
         max_length: capacity of each pack in tokens, at least 1.
@@ -46,9 +46,9 @@ class BestFit(OneCapacity):
 @register_strategy
 @dataclass(frozen=True)
 class ShortestPackFirst(OneCapacity):
-    """Shortest-pack-first histogram packing (SPFHP): put each document, longest first, into the emptiest pack.
+    """The strategy shortest-pack-first histogram packing: each document, longest first, goes into the emptiest pack.
 
-    The emptiest pack is the pack with the most room. Documents that fit in no open pack each open a new pack.
+    A document that does not fit in the emptiest pack starts a new pack. The paper calls the strategy SPFHP.
     ShortestPackFirst usually needs more packs than BestFit, especially with few distinct lengths ("Efficient sequence
     packing without cross-contamination", arXiv 2107.02027).
 
@@ -76,10 +76,10 @@ class ShortestPackFirst(OneCapacity):
 
 
 def _shortest_pack_first_patterns(counts: IntArray, capacity: int, max_documents: int | None) -> Patterns:
-    """Pack counted segments worst-fit decreasing.
+    """Pack counted segments worst-fit decreasing: longest segments first, each into the pack with the most room.
 
-    Packs with the same content are filled together. These packs take several segments of one length at once, as long as
-    no other open pack has more room.
+    Packs with the same content are filled in one step. In each step, every one of these packs takes segments of one
+    length until another open pack has more room.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
@@ -97,7 +97,7 @@ def _shortest_pack_first_patterns(counts: IntArray, capacity: int, max_documents
                 packs.open(left, length, 1)
                 break
             taken = packs.take(room, left)
-            until = max(packs.most_room(), length)  # the taken packs stay first until another pack has more room
+            until = max(packs.most_room(), length)  # down to this room, no other pack has more room
             copies = min((room - until) // length + 1, packs.limit - taken.documents, left // taken.packs)
             packs.fill(taken, room, length, copies)
             left -= taken.packs * copies

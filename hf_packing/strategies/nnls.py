@@ -1,11 +1,13 @@
-"""NonNegativeLeastSquares: non-negative least squares histogram packing (NNLSHP, arXiv 2107.02027).
+"""The strategy NonNegativeLeastSquares: non-negative least squares histogram packing (NNLSHP, arXiv 2107.02027).
 
-Every way to fill a pack exactly with few documents is a column. Non-negative least squares finds the number of packs of
-each column for which the packed segments come closest to the counts. The shortest lengths have less weight, since
-replacing a short document by padding is cheap.
+A column is one way to fill a pack exactly with at most max_documents documents. Non-negative least squares finds how
+many packs to make of each column, so that the number of documents of each length in these packs is as close as possible
+to the given number. The shortest lengths have less weight, since an empty place for a short document adds little
+padding.
 
-The problem is convex, so only some of the columns are needed: the columns that the solution uses, and columns that
-would improve the solution. If no other column would improve the solution, the solution is optimal over all columns.
+The problem is convex, so the solver does not need all columns at once. Each round adds columns that would improve the
+solution, and removes columns that the solution does not use. When no column would improve the solution, the solution is
+optimal over all columns.
 """
 
 from dataclasses import dataclass, field
@@ -19,35 +21,35 @@ from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimiz
 from hf_packing.strategies.fill_columns import fill_columns
 
 _SHORT, _WEIGHT_OF_SHORT = 8, 0.09
-"""Lengths up to 8 have a weight of 0.09, as in the paper's code, since padding for short lengths is cheap."""
+"""Lengths of at most 8 tokens have a weight of 0.09 in the least squares, as in the paper's code."""
 _MAX_FULL_PACKS = 1 << 23
 _FEWEST_TRIED, _SHARE_TRIED = 256, 0.5
-"""Columns that are added at once: this number, or this share of the number of lengths if the share is more."""
+"""Maximum number of columns added in one round: 256, or half the number of lengths if that is more."""
 _GAIN_TOLERANCE = 1e-9
 
 
 @register_strategy
 @dataclass(frozen=True)
 class NonNegativeLeastSquares(OneCapacity):
-    """Pack by non-negative least squares over all ways to fill a pack exactly with few documents.
+    """A strategy that chooses among all ways to fill a pack exactly with few documents, by non-negative least squares.
 
     The paper (arXiv 2107.02027) calls this strategy NNLSHP. The strategy suits large corpora with documents of every
-    length and 2 or 3 documents in a pack. With few distinct lengths, few packs can be filled exactly, and BestFit is
-    better. `Optimal` is always better and faster. Planning takes seconds at max_length=512 and minutes at
-    max_length=2048. The strategy needs scipy: `pip install "hf-packing[optimal]"`.
+    length and 2 or 3 documents in a pack. With few distinct lengths, few packs can be filled exactly, and BestFit needs
+    fewer packs. `Optimal` usually needs fewer packs and is faster. Planning takes seconds at max_length=512 and minutes
+    at max_length=2048. The strategy needs scipy: `pip install "hf-packing[optimal]"`.
 
     Args:
         max_length: capacity of each pack in tokens, at least 1.
         overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
             tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
             "error" raises PackingError.
-        max_documents: maximum number of segments in a pack, called depth in the paper.
+        max_documents: maximum number of segments in a pack, at least 1. The paper calls this number depth.
         seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
             shuffling.
 
     Raises:
-        PackingError: an argument does not match its description above, or, when planning, there are more than 2**23
-            ways to fill a pack.
+        PackingError: an argument does not match its description above. Planning raises this error if there are more
+            than 2**23 ways to fill a pack exactly, or if max_length is above 2**23.
         MissingDependencyError: scipy is not installed. The error is raised when planning.
 
     Example:
@@ -69,8 +71,9 @@ class NonNegativeLeastSquares(OneCapacity):
 def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int) -> Patterns:
     """Pack counted segments by non-negative least squares.
 
-    Rounding to whole packs leaves some documents without a slot and some slots without a document. Documents without a
-    slot are packed best-fit into free room and new packs; in the paper, every such document gets a pack of its own.
+    The solution is rounded to whole packs, so some documents get no place in these packs, and some places stay empty.
+    Documents without a place are packed best-fit, into free room or into new packs. The paper instead puts each such
+    document into a separate pack.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
@@ -81,14 +84,15 @@ def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int)
         Patterns whose packs hold exactly the counted segments.
 
     Raises:
-        PackingError: there are more than 2**23 ways to fill a pack.
+        PackingError: there are more than 2**23 ways to fill a pack exactly, or the capacity is above 2**23.
         MissingDependencyError: scipy is not installed.
     """
     load_scipy_optimize("NonNegativeLeastSquares")
     if capacity > _MAX_FULL_PACKS or _number_of_full_packs(capacity, max_documents, _MAX_FULL_PACKS) > _MAX_FULL_PACKS:
         raise PackingError(
-            f"max_documents: expected a limit that leaves at most 2**23 ways to fill a pack, got {max_documents}, "
-            f"which leaves more ways with max_length={capacity}; use the strategy Optimal instead"
+            "max_length and max_documents: expected at most 2**23 tokens in a pack and at most 2**23 ways to fill a "
+            f"pack exactly, got max_length={capacity} and max_documents={max_documents}; use lower values, or use the "
+            "strategy Optimal"
         )
     demand = np.zeros(capacity + 1)
     demand[: len(counts)] = counts
@@ -99,14 +103,15 @@ def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int)
 
 
 def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the ways to fill a pack that the solution uses, and the number of packs of each way before rounding.
+    """Solve the least-squares problem, and return the ways to fill a pack that the solution uses.
 
     Args:
-        demand: float64 [capacity + 1]: number of documents of each length.
-        ways: int32 [ways, documents]: the lengths in each way to fill a pack, padded with zeros.
+        demand: float64 [capacity + 1]: demand[n] is the number of documents of n tokens.
+        ways: int32 [ways, documents]: the document lengths in each way to fill a pack, padded with zeros.
 
     Returns:
-        int32 [used, documents]: the ways that the solution uses; float64 [used]: number of packs of each way.
+        int32 [used, documents]: the rows of `ways` that the solution uses; float64 [used]: number of packs to make of
+        each row, not yet rounded.
     """
     nnls = load_scipy_optimize("NonNegativeLeastSquares").nnls
     weight = np.ones(len(demand))
@@ -131,7 +136,7 @@ def _least_squares(demand: IntArray, ways: IntArray) -> tuple[IntArray, IntArray
 
 
 def _number_of_each_length(ways: IntArray, capacity: int) -> IntArray:
-    """Return how often each length occurs in each way to fill a pack, int64 [capacity + 1, ways]."""
+    """Return the number of documents of each length in each way to fill a pack, int64 [capacity + 1, ways]."""
     number = np.zeros((capacity + 1, len(ways)), dtype=np.int64)
     np.add.at(number, (ways.T, np.arange(len(ways))), 1)
     number[0] = 0
@@ -139,7 +144,7 @@ def _number_of_each_length(ways: IntArray, capacity: int) -> IntArray:
 
 
 def _full_packs(capacity: int, max_documents: int) -> IntArray:
-    """Return every multiset of at most max_documents lengths whose sum is the capacity.
+    """Return all ways to fill a pack exactly: every multiset of at most max_documents lengths with sum `capacity`.
 
     Args:
         capacity: capacity of a pack in tokens, at least 1.
@@ -169,10 +174,10 @@ def _full_packs(capacity: int, max_documents: int) -> IntArray:
 
 
 def _number_of_full_packs(capacity: int, max_documents: int, enough: int) -> int:
-    """Return the number of multisets that `_full_packs` returns.
+    """Return the number of ways to fill a pack exactly, which is the number of rows that `_full_packs` returns.
 
-    A multiset is a partition of the capacity into at most max_documents parts. Counting stops when the number exceeds
-    `enough`.
+    The ways are the partitions of `capacity` into at most max_documents parts. If there are more than `enough` ways,
+    counting stops early, and the result is some number above `enough`.
     """
     ways = [1] + [0] * capacity
     # the number of partitions into at most d parts equals the number of partitions into parts of at most d

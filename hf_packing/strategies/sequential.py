@@ -1,4 +1,4 @@
-"""Strategies that take documents one after the other, in some order: FixedLength, FirstCome and Multipack."""
+"""Strategies that need the document lengths in order: FixedLength, FirstCome and Multipack."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,10 +32,9 @@ _JUMPS_AT_ONCE = 1 << 20
 @register_strategy
 @dataclass(frozen=True)
 class FixedLength(Strategy):
-    """Concatenate all documents and cut every `max_length` tokens, like the strategy "wrapped" in TRL.
+    """A baseline strategy that concatenates all documents and cuts the result every `max_length` tokens.
 
-    FixedLength is the baseline of the other strategies. Only the last pack is padded, and documents are cut wherever a
-    pack ends.
+    TRL calls this strategy "wrapped". Only the last pack has padding. A document that crosses the end of a pack is cut.
 
     Args:
         max_length: capacity of each pack in tokens, at least 1.
@@ -63,7 +62,11 @@ class FixedLength(Strategy):
 
 
 class _Concatenated(NamedTuple):
-    """Segments of documents that were concatenated and cut, and the number of segments in each pack."""
+    """The segments of documents that were concatenated and cut, and the number of segments in each pack.
+
+    `document`, `start` and `length` describe the segments in the same way as the arrays `segment_document`,
+    `segment_start` and `segment_length` of PackingPlan.
+    """
 
     document: IntArray
     start: IntArray
@@ -72,7 +75,7 @@ class _Concatenated(NamedTuple):
 
 
 def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int | None) -> PackingPlan:
-    """Return a plan that concatenates and cuts the documents of each bucket.
+    """Return a plan that concatenates the documents of each bucket, and cuts them into packs of the bucket's capacity.
 
     Each document goes to the smallest bucket that holds the document. Documents longer than the largest bucket go to
     the largest bucket.
@@ -106,7 +109,7 @@ def concatenate_and_cut(lengths: IntArray, capacities: Sequence[int], seed: int 
 
 
 def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
-    """Return the segments of documents that are concatenated and cut every `capacity` tokens."""
+    """Concatenate documents of the given lengths, cut the result every `capacity` tokens, and return the segments."""
     end = np.cumsum(lengths, dtype=np.int64)
     start = end - lengths
     first_pack = start // capacity
@@ -123,15 +126,16 @@ def _cut_every(lengths: IntArray, capacity: int) -> _Concatenated:
 @register_strategy
 @dataclass(frozen=True)
 class FirstCome(Strategy):
-    """Fill one pack at a time, in order; a document that does not fit closes the pack and opens a new pack.
+    """A strategy that fills one pack at a time with documents in a fixed or random order.
 
-    In arXiv 2407.09105, FirstCome with order="random" is called RandomPacking, and FirstCome with order="longest_first"
-    is called SortedPacking.
+    If a document does not fit in the current pack, the pack is finished, and the document starts a new pack. In arXiv
+    2407.09105, FirstCome with order="random" is called RandomPacking, and FirstCome with order="longest_first" is
+    called SortedPacking.
 
     Args:
         max_length: capacity of each pack in tokens, at least 1.
-        order: order of the documents: "random", "longest_first" (documents of equal length in random order) or
-            "dataset" (the order of the dataset).
+        order: order in which documents are packed: "random", "longest_first" (with a seed, documents of equal length
+            are shuffled) or "dataset" (the order of the dataset).
         overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
             tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
             "error" raises PackingError.
@@ -187,7 +191,13 @@ class FirstCome(Strategy):
 
 
 def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
-    """Return the order in which pieces are packed, as indices of the pieces."""
+    """Return the indices of pieces of documents in the order in which the pieces are packed, int64 [pieces].
+
+    Args:
+        length: integers [pieces]: length of each piece, in tokens.
+        order: argument `order` of FirstCome.
+        seed: seed for shuffling the pieces; None for no shuffling.
+    """
     if order == "dataset":
         return np.arange(len(length))
     turn = np.arange(len(length)) if seed is None else random_order(len(length), seed, "documents")
@@ -195,10 +205,15 @@ def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
 
 
 def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:
-    """Return the index of the first piece of each pack, int64 [packs].
+    """Fill one pack at a time with pieces in order, and return the index of each pack's first piece, int64 [packs].
 
-    For a pack that begins with a given piece, a binary search finds the first piece that no longer fits. That piece
-    begins the next pack.
+    A binary search finds, for every piece, the first later piece that does not fit in a pack that starts with the
+    piece. The later piece starts the next pack.
+
+    Args:
+        length: integers [pieces]: length of each piece, in tokens.
+        capacity: capacity of each pack, in tokens.
+        max_documents: maximum number of pieces in a pack.
     """
     end = np.cumsum(length, dtype=np.int64)
     first, piece = [], 0
@@ -216,12 +231,12 @@ def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> 
 @register_strategy
 @dataclass(frozen=True)
 class Multipack(Strategy):
-    """Shuffle documents and pack one window of documents after the other, first-fit or best-fit decreasing.
+    """A strategy that shuffles the documents, splits the shuffled documents into windows, and packs each window.
 
-    For each window, the algorithm that needs fewer packs is used. The multipack sampler that gave this strategy its
-    name packs windows first-fit decreasing and drops the last documents of an epoch (see arXiv 2407.09105). This
-    strategy drops no document at the end of an epoch. Only documents of the same window can share a pack, so the seed
-    decides which documents can share a pack.
+    Each window is packed by first-fit decreasing or best-fit decreasing, whichever needs fewer packs. Only documents of
+    the same window can share a pack, so the seed affects which documents share a pack. The strategy is named after the
+    multipack sampler (see arXiv 2407.09105), which uses first-fit decreasing and drops the last documents of an epoch.
+    This strategy drops no documents at the end of an epoch.
 
     Args:
         max_length: capacity of each pack in tokens, at least 1.
@@ -263,7 +278,7 @@ class Multipack(Strategy):
         windows = np.searchsorted(pieces.document, np.arange(0, documents + self.window, self.window))
         order, sizes = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for begin, end in zip(windows[:-1].tolist(), windows[1:].tolist(), strict=True):
-            if begin == end:  # the window has no pieces
+            if begin == end:  # all documents of the window are empty or dropped
                 continue
             window_order, window_sizes = _pack_window(pieces.length[begin:end], self.max_length)
             order.append(begin + window_order)
@@ -282,7 +297,15 @@ class Multipack(Strategy):
 
 
 def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
-    """Return the indices of a window's pieces, pack by pack, and the number of pieces in each pack."""
+    """Pack the pieces of one window by best-fit or first-fit decreasing, whichever needs fewer packs.
+
+    Args:
+        lengths: integers [pieces]: length of each piece, in tokens.
+        capacity: capacity of each pack, in tokens.
+
+    Returns:
+        int64 [pieces]: indices of the pieces, listed pack by pack; int64 [packs]: number of pieces in each pack.
+    """
     counts = np.bincount(lengths, minlength=1)
     patterns = min(
         best_fit_patterns(counts, capacity), first_fit_patterns(counts, capacity), key=lambda made: made.num_packs

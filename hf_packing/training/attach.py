@@ -1,7 +1,7 @@
-"""Define `attach`, one call that gives a Trainer planned batches, exact losses and exact evaluation.
+"""Define `attach`, a function that makes a Trainer train, evaluate and predict on packed batches.
 
-`attach` checks the arguments, plans batches, patches the model and decides who computes the loss. Only then does
-`attach` change the trainer, whose class becomes a subclass with the methods of `PackedTrainer`.
+`attach` checks the arguments, plans the batches, patches the model and decides whether attach or the trainer computes
+the loss. If all of this succeeds, `attach` replaces the trainer's class by a subclass with methods of `PackedTrainer`.
 """
 
 import math
@@ -57,30 +57,29 @@ def attach(
     match_documents_per_step: int | None = None,
     prove: bool = True,
 ) -> EpochSummary:
-    """Make a Trainer or an SFTTrainer train on planned batches.
+    """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches.
 
-    Call `attach` once, before `train()`, on all ranks at the same time. The batching then makes the micro-batches: the
-    same number on every rank and in every epoch, but in a new order each epoch. A resumed run continues exactly at the
-    next micro-batch. The model is patched to isolate documents, on its current device; with FSDP or DeepSpeed, that is
-    before the model moves to its training device. The gradient does not depend on how an optimizer step is split into
-    ranks and accumulated micro-batches. The evaluation loss is the mean over all trainable tokens. Evaluation batches
-    have per_device_eval_batch_size rows; the predictions for a batch are one flat row. per_device_train_batch_size,
-    seed, data_seed and dataloader_drop_last no longer decide which rows share a batch. Labels are the same as without
-    attach: SFTTrainer applies assistant_masks, and also completion_mask if completion_only_loss is True, or is None and
-    rows are prompts and completions. If you change a dataset or an argument later, the next train(), evaluate() or
-    predict() uses the new value or raises an error.
+    Call `attach` once, before `train()`, on all ranks at the same time. `attach` patches the model on its current
+    device, so that documents in a batch do not attend to each other. The argument `batching` then decides which rows
+    share a micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. The number
+    of micro-batches is the same on every rank and in every epoch, but their order changes every epoch. A resumed run
+    continues exactly with the next micro-batch. The gradient does not depend on how an optimizer step is split into
+    ranks and accumulated micro-batches. Labels and loss masks are used as without attach. The evaluation loss is the
+    mean over all trainable tokens, whose labels are not -100. An evaluation batch joins per_device_eval_batch_size rows
+    into one flat row, and the predictions have the same flat shape. If you change a dataset or an argument later, the
+    next train(), evaluate() or predict() uses the new value or raises an error.
 
     Args:
         trainer: a Trainer, an SFTTrainer of TRL, or an instance of a subclass that does not make its own batches.
         batching: a TokenBudget or a BucketBatches.
         loss: "token" for the mean over all trainable tokens of an optimizer step; "sequence" to average first within
             each document of the step, then over documents.
-        match_documents_per_step: mean number of documents in an optimizer step, over all ranks, to keep the schedule of
-            training without packing; None to put as many documents into a step as the batching allows.
-        prove: True to prove isolation on the model itself; False for a proof on a small copy, as in `patch_model`.
+        match_documents_per_step: mean number of documents in an optimizer step, over all ranks. With the same number as
+            without packing, an epoch has as many steps as without packing. None puts as many into a step as fit.
+        prove: True to test isolation on the model itself; False to test a small copy, as described in `patch_model`.
 
     Returns:
-        EpochSummary: counts of the first epoch, which `print` shows as sentences.
+        EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them.
 
     Raises:
         PackingError: the trainer, an argument or a dataset is not supported; data or arguments differ between ranks
@@ -111,7 +110,7 @@ def attach(
 
 
 class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A Trainer that trains, evaluates and predicts on planned batches."""
+    """A Trainer that trains, evaluates and predicts on packed batches, which `attach` planned."""
 
     planned_batches: PlannedBatches
     loss_is_scaled_for_ga = True
@@ -138,7 +137,8 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
             if eval_dataset not in known:
                 raise PackingError(
-                    f"eval_dataset: expected one of {', '.join(known) or 'the keys of a dict'}, got {eval_dataset!r}"
+                    f"eval_dataset: expected a dataset or a key of trainer.eval_dataset ({', '.join(known) or 'none'}),"
+                    f" got {eval_dataset!r}"
                 )
             name, eval_dataset = f"eval_dataset[{eval_dataset!r}]", known[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -150,7 +150,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Return the micro-batches of an optimizer step, and the number of trained tokens or documents on all ranks."""
+        """Return this rank's micro-batches of a step, and the number of trainable tokens or documents on all ranks."""
         planned = self.planned_batches
         planned.check_accumulation(self)
         batches = list(islice(epoch_iterator, num_batches))
@@ -195,12 +195,12 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         return (loss, outputs) if return_outputs else loss
 
     def _compute_evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Return the mean loss over the batch's trainable tokens, and add the batch to the running evaluation mean."""
+        """Return a batch's mean loss over trainable tokens; during an evaluation, also add the loss to its mean."""
         planned = self.planned_batches
         if planned.settled.by_trainer:
             tokens, outputs = items_in(inputs, "token"), None
             divided = {}
-            if self.compute_loss_func is not None:  # else the function would get num_items_in_batch=None
+            if self.compute_loss_func is not None:  # otherwise the function would get num_items_in_batch=None
                 divided = {ITEMS: tokens.clamp(min=1) * data_rank(self.accelerator).world_size}
             with summed_log_probs(model) as summed, without_router_loss(model):
                 loss = super().compute_loss(model, inputs, return_outputs, **divided)
@@ -234,8 +234,8 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             if (name := f"{metric_key_prefix}_loss") in output.metrics:
                 if not planned.evaluation.batches:
                     raise PackingError(
-                        "prediction_step: expected a method that calls compute_loss, got "
-                        f"{planned.decided.trainer_loss.kind.__name__}.prediction_step without such a call"
+                        "prediction_step: expected a method that calls self.compute_loss, but "
+                        f"{planned.decided.trainer_loss.kind.__name__}.prediction_step did not call compute_loss"
                     )
                 summed, tokens = planned.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
@@ -248,8 +248,8 @@ def packed_class(kind: type[Trainer]) -> type[PackedTrainer]:
     """Return the class that a trainer of class `kind` has after attach.
 
     The trainer already exists when attach is called, so attach assigns `trainer.__class__ = packed_class(kind)`. For
-    Trainer itself, the new class is PackedTrainer. Otherwise the new class is a subclass of PackedTrainer and `kind`;
-    methods of PackedTrainer run first, and call the methods of `kind` by super().
+    Trainer itself, the new class is PackedTrainer. Otherwise, the new class is a subclass of PackedTrainer and `kind`;
+    methods of PackedTrainer run first, and call the methods of `kind` through super().
 
     Raises:
         TypeError: `kind` cannot be subclassed.
@@ -260,7 +260,7 @@ def packed_class(kind: type[Trainer]) -> type[PackedTrainer]:
 
 
 class _Planned(NamedTuple):
-    """The planned batches and the class that attach gives a trainer, and the summary that attach returns."""
+    """The results of planning: the trainer's planned batches and new class, and the summary that attach returns."""
 
     batches: PlannedBatches
     kind: type[PackedTrainer]
@@ -276,9 +276,9 @@ def _check_and_plan(
     documents_per_step: int | None,
     prove: bool,
 ) -> _Planned:
-    """Check the arguments, and plan the first epoch and all evaluations. The trainer does not change."""
+    """Check the arguments and datasets of `attach`, and plan the first epoch. The trainer does not change."""
     if isinstance(trainer, PackedTrainer):
-        raise PackingError("trainer: expected a trainer that is not attached, got an attached trainer")
+        raise PackingError("trainer: expected a trainer not yet attached, got an attached trainer; call attach once")
     check_loss(loss)
     check_batching(batching)
     check_trainer(trainer, loss)
@@ -295,7 +295,7 @@ def _check_and_plan(
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
-    """Patch the model, decide whether attach or the trainer computes the loss, and check the labels of datasets."""
+    """Patch the trainer's model, decide whether attach or the trainer computes the loss, and check the labels."""
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *_evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
@@ -304,7 +304,7 @@ def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFro
 
 @contextmanager
 def _as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
-    """Context manager: if the block raises an exception, restore the trainer and the trainer's model."""
+    """Context manager: if the block raises an error, unpatch the trainer's model and restore the trainer's settings."""
     accepts_items = trainer.model_accepts_loss_kwargs
     try:
         with unpatched_on_error(trainer.model):
@@ -315,7 +315,7 @@ def _as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
 
 
 def _install(trainer: Trainer, planned: _Planned) -> None:
-    """Give the trainer on this rank its planned batches, collator, callback and class; none of these steps can fail."""
+    """Set the trainer's planned batches, collator, callback and class; none of these assignments can fail."""
     trainer.planned_batches, trainer.data_collator = planned.batches, planned.batches.collator
     trainer.add_callback(BatchesOfCheckpoint(planned.batches.decided.loss))
     trainer.__class__ = planned.kind
@@ -324,7 +324,7 @@ def _install(trainer: Trainer, planned: _Planned) -> None:
 
 
 def _with_documents_per_step(batching: Batching, documents: int) -> Batching:
-    """Return a copy of the batching that puts `documents` documents into an optimizer step, on average."""
+    """Return a copy of the batching in which match_documents_per_step is `documents`."""
     if not isinstance(batching, TokenBudget):
         raise PackingError(
             f"match_documents_per_step: expected None with {type(batching).__name__}, whose optimizer steps have a "
@@ -332,14 +332,14 @@ def _with_documents_per_step(batching: Batching, documents: int) -> Batching:
         )
     if batching.match_documents_per_step not in (None, documents):
         raise PackingError(
-            f"match_documents_per_step: expected {batching.match_documents_per_step}, as in {batching!r}, got "
-            f"{documents!r}"
+            f"match_documents_per_step: expected None or {batching.match_documents_per_step}, the value in "
+            f"{batching!r}, got {documents!r}"
         )
     return replace(batching, match_documents_per_step=documents)
 
 
 def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
-    """Return a dict of the trainer's evaluation datasets; the keys are the names of the datasets in error messages."""
+    """Return the trainer's evaluation datasets as a dict, whose keys name the datasets in error messages."""
     dataset = trainer.eval_dataset
     if isinstance(dataset, dict):
         return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}

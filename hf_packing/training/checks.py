@@ -1,8 +1,8 @@
-"""Refuse trainers, arguments, accelerators and labels that planned batches do not support.
+"""Refuse trainers, arguments, accelerators and labels that do not work with planned batches.
 
 SFTTrainer makes labels from loss masks (`completion_mask`, `assistant_masks`); Trainer drops such columns. A masked
-language model sees the input token at each label's position. If labels only repeat the input tokens, such a model would
-learn to copy its input, so the labels are refused.
+language model sees the input token at each label's position, so it would only learn to copy its input if the labels
+repeat the input tokens. Such labels are refused.
 """
 
 import os
@@ -53,10 +53,12 @@ _BATCH_METHODS = (
     "get_test_dataloader",
     "get_batch_samples",
 )
-"""Methods that attach replaces. If a trainer class overrides such a method, the override would never be called."""
+"""Methods of Trainer that attach replaces. A class that overrides one is refused, since attach would hide the override.
+"""
 
 _LOSS_METHODS = ("compute_loss", "evaluation_loop")
-"""Methods that attach wraps. A method that is set on the trainer instance would be called instead of the wrapper."""
+"""Methods of Trainer that attach wraps. A function set on the trainer instance would be called instead of the wrapper.
+"""
 
 _REPLACED_COLLATORS = (
     "default_data_collator",
@@ -75,17 +77,18 @@ _EXPECTED_ARGUMENTS = {
     "packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
     "eval_packing": (False, "attach packs rows itself, and TRL's packing would hide where documents begin"),
 }
-"""For each argument that can contradict planned batches: the value that planned batches need, and the reason."""
+"""Training arguments that planned batches restrict: the name, the value that is needed, and the reason."""
 
 _ROWS_READ = 16
 
 
 def check_trainer(trainer: Any, loss: Loss) -> None:
-    """Refuse a trainer whose batches cannot be planned.
+    """Refuse a trainer that `attach` does not support.
 
     Raises:
-        PackingError: the object is not a Trainer; the trainer makes its own batches, or has its own loss although
-            `loss` is "sequence"; or its methods, collator, accelerator or arguments contradict planned batches.
+        PackingError: the object is not a Trainer; the trainer makes its own batches; the trainer has its own
+            compute_loss, but `loss` is "sequence"; or the trainer's methods, collator, accelerator or arguments do not
+            work with planned batches.
     """
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
@@ -94,11 +97,11 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
     if own or (of_trl and sft_trainer is None):
         what = (
-            f"{kind.__name__}, whose own {own[0]} makes the batches"
+            f"{kind.__name__}, which overrides {own[0]}"
             if own
             else f"{kind.__name__}, which makes its own batches or losses"
         )
-        raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, whose batches can be planned; got {what}")
+        raise PackingError(f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {what}")
     if loss == "sequence" and not computes_loss_as(kind, sft_trainer or Trainer):
         raise PackingError(f"loss: expected 'token', since {kind.__name__} has its own compute_loss, got {loss!r}")
     check_methods(trainer)
@@ -106,24 +109,25 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     check_accelerator(trainer.accelerator)
     if trainer.get_tp_size() != getattr(parallelism_of(trainer.accelerator), "tp_size", 1):
         raise PackingError(
-            "tp_size: expected the value in accelerate's parallelism_config, since otherwise ranks that share a model "
-            f"would get different rows; got {trainer.get_tp_size()} from the model or DeepSpeed"
+            f"tp_size: expected {trainer.get_tp_size()} in accelerate's ParallelismConfig, as in the model or "
+            "DeepSpeed; otherwise ranks that share a model by tensor parallelism would get different rows"
         )
     check_arguments(trainer, loss)
 
 
 def check_methods(trainer: Trainer) -> None:
-    """Refuse methods that are set on the trainer instance: such methods would be called instead of attach's methods."""
+    """Refuse functions that are set on the trainer instance and would be called instead of the methods of attach."""
     for name in (*_BATCH_METHODS, *_LOSS_METHODS):
         if name in vars(trainer):
             raise PackingError(
-                f"{name}: expected the method of {type(trainer).__name__}, got {vars(trainer)[name]!r}; define the "
-                "method in a subclass instead"
+                f"{name}: expected the method of {type(trainer).__name__}, got {vars(trainer)[name]!r}, set on the "
+                "trainer object; remove this attribute. To change compute_loss or evaluation_loop, define the method "
+                "in a subclass"
             )
 
 
 def check_arguments(trainer: Trainer, loss: Loss) -> None:
-    """Refuse training arguments that contradict planned batches, or that cannot be combined with `loss`."""
+    """Refuse training arguments that do not work with planned batches or with `loss`."""
     args = trainer.args
     for name, (value, why) in _EXPECTED_ARGUMENTS.items():
         given = getattr(args, name, value)
@@ -131,8 +135,8 @@ def check_arguments(trainer: Trainer, loss: Loss) -> None:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
     if args.n_gpu > 1:
         raise PackingError(
-            f"n_gpu: expected one process for each of the {args.n_gpu} GPUs, since nn.DataParallel would split "
-            "batches; start the script with `accelerate launch` or `torchrun`"
+            f"n_gpu: expected 1 GPU for each process, got {args.n_gpu}, since nn.DataParallel would split batches; "
+            "start one process for each GPU, with `accelerate launch` or `torchrun`"
         )
     if loss == "sequence":
         for name, given, default in (
@@ -146,27 +150,28 @@ def check_arguments(trainer: Trainer, loss: Loss) -> None:
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Refuse accelerator settings that would split planned batches, or split documents across processes.
+    """Refuse accelerator settings that do not work with planned batches.
 
     Raises:
-        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; sync_with_dataloader is
-            off; or more processes were launched than the accelerator knows of.
+        PackingError: dispatch_batches, split_batches, context parallelism or sequence parallelism is on;
+            sync_with_dataloader is off; or the accelerator has fewer processes than were launched.
     """
     if (launched := int(os.environ.get("WORLD_SIZE", 1))) > accelerator.num_processes:
         raise PackingError(
-            f"accelerator: expected an Accelerator that knows of all {launched} launched processes, got one that knows "
-            f"of {accelerator.num_processes}; each process would train on all rows. On CPUs, use Accelerator(cpu=True)"
+            f"accelerator: expected num_processes={launched}, the number of launched processes, got "
+            f"{accelerator.num_processes}; every process would train on all rows. On CPUs, use Accelerator(cpu=True)"
         )
     if accelerator.dispatch_batches:
         raise PackingError(
-            "dispatch_batches: expected False, got True; one process would read and join the batches of all ranks, and "
-            "split the joined batch at places other than the planned ones"
+            "dispatch_batches: expected False, got True; accelerate would join the batches of all ranks, and would not "
+            "split the joined batch into the planned batches again"
         )
     if accelerator.split_batches:
-        raise PackingError("split_batches: expected False, got True; planned batches would be split across processes")
+        raise PackingError("split_batches: expected False, got True; accelerate would split every planned batch")
     if not accelerator.gradient_state.sync_with_dataloader:
         raise PackingError(
-            "sync_with_dataloader: expected True, got False; the last gradients of an epoch would be lost"
+            "sync_with_dataloader: expected True, got False; no optimizer step would use the gradients of an epoch's "
+            "last micro-batches"
         )
     config = parallelism_of(accelerator)
     for size in ("cp_size", "sp_size"):
@@ -179,15 +184,17 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     """Refuse a dataset whose labels contradict the loss masks that the trainer applies.
 
-    If rows are computed when they are read, the collator compares labels and masks instead, batch by batch.
+    Datasets with a transform, and datasets of other libraries, are not checked here: for their rows, the collator
+    compares labels and masks batch by batch.
 
     Args:
-        trainer: the trainer, whose settings decide which masks apply.
+        trainer: the trainer, whose class and arguments decide which masks apply.
         dataset: the dataset to train or evaluate on.
 
     Raises:
-        PackingError: the dataset has a loss mask but no labels, and the trainer ignores loss masks; a label is not -100
-            where an applied mask is 0; or a label is -100, but completion_only_loss=False excludes no token.
+        PackingError: the dataset has a loss mask but no labels, and the trainer does not apply loss masks; a label is
+            not -100 where an applied mask is 0; or a label is -100 although completion_only_loss=False means that all
+            tokens are trained on.
     """
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         return
@@ -196,7 +203,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
     if masks and LABELS not in names and not applies_masks(trainer):
         raise PackingError(
             f"column {masks[0]!r}: expected a column 'labels' too, since {type(trainer).__name__} ignores this mask; "
-            "pack(dataset, strategy) and SFTTrainer apply the mask to the labels"
+            "use SFTTrainer, or pack(dataset, strategy), which makes labels from the mask"
         )
     if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
         return
@@ -211,15 +218,15 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
 def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
-    Only a few rows, spread over the dataset, are read.
+    A masked language model is such a model. Only a few rows, spread over the dataset, are read.
 
     Args:
         dataset: a map-style dataset of packed rows or documents.
-        sizes: sizes of the dataset's rows.
+        sizes: the sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
         model: a patched model.
 
     Raises:
-        PackingError: in the rows that were read, all labels repeat the tokens at their positions.
+        PackingError: in the rows that were read, every label is the input token at the same position.
     """
     inner = inner_model(model)
     rows = np.flatnonzero(sizes.tokens)
@@ -241,7 +248,10 @@ def applies_masks(trainer: Trainer) -> bool:
 
 
 def ignored_masks(trainer: Trainer) -> tuple[str, ...]:
-    """Return the loss masks that a trainer ignores: completion_mask if an SFTTrainer trains on prompts, else none."""
+    """Return the names of the loss masks that an SFTTrainer ignores; an empty tuple for any other trainer.
+
+    An SFTTrainer that also trains on prompts ignores completion_mask.
+    """
     return (COMPLETION_MASK,) if applies_masks(trainer) and not trainer.completion_only_loss else ()
 
 
@@ -260,7 +270,7 @@ def _check_collator(collator: Any) -> None:
         return
     raise PackingError(
         f"data_collator: expected a collator that attach can replace, such as {', '.join(_REPLACED_COLLATORS)}, "
-        f"got {name}; attach replaces this collator, so change labels in the dataset instead"
+        f"got {name}; attach replaces this collator, so change labels in the dataset instead, by map or with_transform"
     )
 
 
@@ -270,8 +280,8 @@ def _check_masks_are_applied(dataset: datasets.Dataset, masks: list[str]) -> Non
             name, token = found
             raise PackingError(
                 f"column {name!r}: expected labels that are -100 where the mask is 0, but row {rows[token]} has the "
-                f"label {values[LABELS][token]} at such a token; apply the mask to the labels, or remove the wrong "
-                "column"
+                f"label {values[LABELS][token]} at such a token; apply the mask to the labels, or remove one of the "
+                "two columns"
             )
 
 
@@ -281,20 +291,20 @@ def _check_all_labels(dataset: datasets.Dataset) -> None:
         masked[begins] = False
         if masked.any():
             raise PackingError(
-                "completion_only_loss: expected None, got False, which means training on all tokens, although row "
-                f"{rows[int(masked.argmax())]} has labels of -100. To train on all tokens, remove the labels; if rows "
-                "are packed, pack the documents again without completion_mask"
+                "completion_only_loss: expected None, got False, which asks for training on all tokens, but row "
+                f"{rows[int(masked.argmax())]} has labels of -100. To train on all tokens, remove the column 'labels'; "
+                "if rows are packed, pack the documents again without the column 'completion_mask'"
             )
 
 
 def _blocks(
     dataset: datasets.Dataset, names: list[str]
 ) -> Iterator[tuple[IntArray, dict[str, npt.NDArray[Any]], IntArray]]:
-    """Read columns of a dataset in blocks of rows with about half a million tokens.
+    """Yield columns of a dataset in blocks of rows, with about half a million tokens in each block.
 
     Yields:
-        For each block: the row number of every token, int64 [tokens]; the columns by name, as flat arrays [tokens]; and
-        the index of each document's first token, int64 [documents].
+        The row number of every token in the block, int64 [tokens]; the columns by name, as flat arrays [tokens]; and
+        the index of each document's first token within the block, int64 [documents].
     """
     table, numbers = dataset.data.table, row_numbers(dataset)
     columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *names)}

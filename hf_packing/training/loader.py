@@ -1,4 +1,4 @@
-"""Loaders of one rank: a DataLoader for a sampler's micro-batches, and PackedLoader for your own training loop."""
+"""Load the micro-batches of one rank: `rows_loader` makes a DataLoader, PackedLoader is for your own training loop."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -26,7 +26,7 @@ from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, on_all
 Batch = dict[str, Any]
 
 _OF_DATALOADER = ("sampler", "batch_sampler", "batch_size", "drop_last", "collate_fn")
-"""Attributes of a DataLoader from which accelerate's skip_first_batches and prepare_data_loader build a new loader."""
+"""Attributes of DataLoader that PackedLoader lacks, and that accelerate reads to build a new loader from a loader."""
 
 
 def rows_loader(
@@ -43,14 +43,16 @@ def rows_loader(
     Args:
         dataset: the map-style dataset that the sampler was made for.
         sampler: the sampler of this rank.
-        model: the model that will run the batches, or None.
+        model: the model that will run the batches; None stands for any model that predicts the next token.
         unread: names of columns to leave out of the rows.
-        apply_masks: whether to make labels from loss masks for rows without labels.
-        options: further arguments of DataLoader; collate_fn defaults to `collator_for(model)`. Worker seeds come from a
-            separate generator, since drawing the seeds from the global generator would change dropout after a resume.
+        apply_masks: True to make labels from loss masks for rows without labels; if False, the collator refuses such
+            rows.
+        options: further arguments of DataLoader. The default of collate_fn is `collator_for(model)`. The default of
+            generator is a new generator for the seeds of workers: if seeds were drawn from torch's global generator, a
+            resumed run would have different dropout than an uninterrupted run.
     """
     has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
-    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # other models use this column differently
+    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # some models give this column another meaning
     return DataLoader(
         SampledRows(dataset, sampler, unread, apply_masks),
         batch_sampler=sampler,
@@ -59,11 +61,11 @@ def rows_loader(
 
 
 class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate has no types
-    """An iterable over the micro-batches of one rank, on the rank's device; `prepare_dataloader` returns this loader.
+    """The loader that `prepare_dataloader` returns: it yields the micro-batches of one rank, on the rank's device.
 
-    Each iteration over the loader is one epoch. `accelerator.save_state` saves the loader's state, which is the epoch
-    and the position within the epoch. After `accelerator.load_state`, the next iteration continues at the saved
-    position without reading earlier rows.
+    Each iteration over the loader is one epoch. `accelerator.save_state` saves the epoch and the position within the
+    epoch. After `accelerator.load_state`, the next iteration continues at the saved position without reading earlier
+    rows.
     """
 
     def __init__(
@@ -93,28 +95,31 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
     @property
     def plan(self) -> EpochPlan:
-        """The plan of the loader's epoch, with the micro-batches of all ranks."""
+        """The plan of the current epoch: the rows of every micro-batch, on all ranks."""
         self._sampler.set_epoch(self.epoch)
         return self._sampler.plan
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`, unless the loader is already in that epoch.
+        """Go to the beginning of epoch number `epoch`, unless the loader is already in that epoch.
 
-        Without this call, the loader goes to the next epoch after each complete iteration.
+        A loop does not need to call this method: after each complete iteration, the loader goes to the next epoch.
         """
         if epoch != self.epoch:
             self.epoch = check_whole_number("epoch", epoch, minimum=0)
             self.micro_batches_done = self._begin_at = 0
 
     def skip_first_batches(self, batches: int) -> None:
-        """Make the next iteration begin at a later micro-batch of the epoch; not needed after `accelerator.load_state`.
+        """Make the next iteration begin at a later micro-batch of the epoch.
+
+        This call is not needed after `accelerator.load_state`, which restores the saved position.
 
         Args:
-            batches: number of this rank's micro-batches to skip, from the beginning of the epoch; the skipped
-                micro-batches must make up whole optimizer steps.
+            batches: number of this rank's micro-batches to skip, from the beginning of the epoch: a multiple of
+                gradient_accumulation_steps, or all micro-batches of the epoch.
 
         Raises:
-            PackingError: `batches` is larger than the epoch, or includes a part of an optimizer step.
+            PackingError: `batches` is larger than the number of micro-batches, or would skip a part of an optimizer
+                step.
         """
         batches = check_whole_number("batches", batches, minimum=0, maximum=len(self))
         if batches % self._sampler.accumulation and batches < len(self):
@@ -128,10 +133,10 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if name not in _OF_DATALOADER:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise _NotADataLoaderError(
-            f"{name}: expected a DataLoader of torch, got a PackedLoader, whose batches are ready on every rank. "
-            "Iterate over the loader directly, without accelerate's prepare_data_loader. After accelerator.load_state, "
-            "the loader continues at the saved position. To begin at another position, use "
-            "loader.skip_first_batches(n) instead of accelerate's skip_first_batches"
+            f"{name}: expected a DataLoader of torch, got a PackedLoader, which has no such attribute. Iterate over a "
+            "PackedLoader directly, without accelerate's prepare_data_loader: each rank already gets its own batches, "
+            "on its device. After accelerator.load_state, the loader continues at the saved position. To begin at "
+            "another position, use loader.skip_first_batches(n) instead of accelerate's skip_first_batches"
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -159,17 +164,18 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             self.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of micro-batches already yielded in the epoch, and the inputs of the plan.
+        """Return the epoch, the number of micro-batches yielded in the epoch, and the settings that decide the batches.
 
         Raises:
-            PackingError: the loader is in the middle of an optimizer step; a checkpoint would lack the accumulated
-                gradients.
+            PackingError: the loader is in the middle of an optimizer step, so a checkpoint would lack the gradients
+                that were accumulated so far.
         """
         accumulation, done = self._sampler.accumulation, self.micro_batches_done == len(self)
         if self.micro_batches_done % accumulation and not done and not self._accelerator.sync_gradients:
             raise PackingError(
                 f"state: expected a checkpoint after an optimizer step of {accumulation} micro-batches, got a "
-                f"checkpoint after {self.micro_batches_done % accumulation} micro-batches of a step"
+                f"checkpoint after {self.micro_batches_done % accumulation} micro-batches of a step, which would lack "
+                "the accumulated gradients"
             )
         return {
             "epoch": self.epoch + done,
@@ -182,8 +188,9 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """Make the next iteration continue from a state that `state_dict` returned.
 
         Raises:
-            PackingError: the state was saved with a different dataset, batching or loss or, in the middle of an epoch,
-                with a different accumulation or number of ranks.
+            PackingError: the state is incomplete; the state was saved with a different dataset, batching or loss; or
+                the state was saved in the middle of an epoch, with a different gradient_accumulation_steps or number of
+                ranks.
         """
         if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
@@ -193,10 +200,11 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.micro_batches_done = self._begin_at = state["step"]
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
-        """Check that the accumulation and the number of rows have not changed since batches were planned.
+        """Check that settings and the number of rows have not changed since `prepare_dataloader` was called.
 
         Raises:
-            PackingError: the accumulation or the number of rows has changed, or accelerate would split batches.
+            PackingError: gradient_accumulation_steps or the number of rows has changed, or a setting of the accelerator
+                no longer works with planned batches.
         """
         check_accelerator(self._accelerator)
         self.dataset.check_num_rows()
@@ -204,18 +212,22 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if accumulation != self._sampler.accumulation:
             raise PackingError(
                 f"gradient_accumulation_steps: expected {self._sampler.accumulation}, as when prepare_dataloader was "
-                f"called, got {accumulation}, which DeepSpeed may have set; give Accelerator and DeepSpeed equal values"
+                f"called, got {accumulation}, which DeepSpeed may have set; set the same value for Accelerator and "
+                "DeepSpeed"
             )
 
     def _left_of_step(self) -> int:
-        """Return the number of micro-batches that are left until the next optimizer step."""
+        """Return the number of micro-batches that are left in the current optimizer step."""
         return self._sampler.accumulation - self.micro_batches_done % self._sampler.accumulation
 
     def _items(self, batches: list[Batch]) -> torch.Tensor:
-        """Return the number that each micro-batch's summed loss is divided by.
+        """Return the divisor of the summed loss of each micro-batch in an optimizer step, a float scalar.
 
-        Accelerate averages over processes and accumulated micro-batches. With this divisor, the average is the mean
-        loss of the whole optimizer step.
+        Accelerate averages gradients over processes and accumulated micro-batches. With this divisor, the average is
+        the gradient of the mean loss over the whole optimizer step.
+
+        Args:
+            batches: all micro-batches of this rank in the optimizer step.
         """
         here = torch.stack([items_in(batch, self._loss) for batch in batches]).sum()
         everywhere = self._accelerator.reduce(here, reduction="sum").clamp(min=1)
@@ -225,4 +237,4 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
 
 class _NotADataLoaderError(PackingError, AttributeError):
-    """Raised when code reads a DataLoader attribute that PackedLoader does not have; hasattr() then returns False."""
+    """The error for reading a DataLoader attribute that PackedLoader lacks; hasattr() then returns False."""

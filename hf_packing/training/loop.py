@@ -1,4 +1,4 @@
-"""Functions for your own training loop: make batches, compute the loss of a batch, and the loss on a dataset."""
+"""Functions for your own training loop: load packed batches, compute the loss of a batch, and evaluate on a dataset."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +44,7 @@ from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
 )
-"""Arguments of DataLoader that `prepare_dataloader` sets itself."""
+"""Arguments of DataLoader that a caller of `prepare_dataloader` must not pass, since the batching decides them."""
 
 
 def prepare_dataloader(
@@ -58,31 +58,33 @@ def prepare_dataloader(
 ) -> PackedLoader:
     """Return a loader of this rank's batches for your own training loop; all ranks must call this function together.
 
-    The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. The loss is
-    `compute_loss(model, batch)`, which is correct for every split into ranks and accumulated micro-batches. With
-    loss="token" and a model that divides its loss by `num_items_in_batch`, `model(**batch).loss` is the same loss.
-    Otherwise, batches have no labels, and only `compute_loss` returns a loss.
+    The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. Compute the loss with
+    `compute_loss(model, batch)`, which gives the same gradient for every split of an optimizer step into ranks and
+    accumulated micro-batches. If loss="token" and the model divides its own loss by `num_items_in_batch`,
+    `model(**batch).loss` is the same loss. For other models and for loss="sequence", use only `compute_loss`.
 
     Args:
-        accelerator: the Accelerator of the loop; gradient_accumulation_steps decides the size of an optimizer step.
+        accelerator: the Accelerator of the loop; its gradient_accumulation_steps is the number of micro-batches that
+            each rank runs in an optimizer step.
         dataset: a map-style dataset of packed rows or documents.
         batching: a TokenBudget or a BucketBatches.
         loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
             over documents.
-        model: the model to train, which this function patches unless the model is already patched. The model's own loss
-            is probed once, so that compute_loss computes the same loss, and the model's configuration decides the
-            linear_cost of the batching. If None, patch the model yourself; batches are then made for a model that
-            predicts the next token, and linear_cost has a typical value.
+        model: the model to train. This function patches the model, unless the model is already patched. The model's
+            loss on a short document shows how the model computes its own loss, so that compute_loss does the same. If
+            linear_cost of the batching is None, the model's configuration decides the value. If `model` is None, patch
+            the model yourself; batches are then made for a model that predicts the next token, and linear_cost has a
+            typical value.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
-        PackedLoader: an iterable over len(loader) micro-batches; the number is the same on every rank, in every epoch.
+        PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch.
 
     Raises:
         PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; the dataset is not
-            map-style, or has fewer rows than ranks; a row is longer than a micro-batch; the model computes a different
-            loss, or is already sharded; data or arguments differ between ranks (raised on all ranks); or a masked
-            language model gets data without labels.
+            map-style, or has fewer rows than ranks; a row is longer than a micro-batch; the model's own loss is not the
+            cross-entropy of its logits; the model is already sharded; data or arguments differ between ranks (raised on
+            all ranks); or a masked language model gets data without labels, or labels that only repeat the input.
         ModelNotSupportedError: it cannot be verified that the model isolates documents.
 
     Example:
@@ -98,7 +100,7 @@ def prepare_dataloader(
             raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
         check_accelerator(accelerator)
         if decided := _DECIDED_BY_BATCHING & options.keys():
-            raise PackingError(f"{min(decided)}: expected none, since the batching decides which rows share a batch")
+            raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
         config = None if model is None else inner_model(model).config
         balanced = with_linear_cost(check_batching(batching), config)
         accumulation = accelerator.gradient_accumulation_steps
@@ -131,7 +133,7 @@ def prepare_dataloader(
 
 
 def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a batch from `prepare_dataloader`, to pass to `accelerator.backward`.
+    """Compute the loss of a batch that a loader of `prepare_dataloader` yielded, for `accelerator.backward`.
 
     Args:
         model: a patched causal or masked language model of transformers, with or without wrappers of PEFT and
@@ -140,13 +142,13 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
     Returns:
         A float scalar. Accelerate averages the gradients of such losses over ranks and accumulated micro-batches; the
-        average is the gradient of the global batch's loss. For a mixture of experts, the weighted load-balancing loss
-        is added. Accelerate averages the load-balancing loss over ranks and gradient_accumulation_steps, even if the
-        last step of an epoch has fewer micro-batches.
+        average is the gradient of the mean loss over all batches of the optimizer step. For a mixture of experts, the
+        load-balancing loss times router_aux_loss_coef is added. This part is averaged over ranks and over
+        gradient_accumulation_steps micro-batches, even if the last step of an epoch has fewer micro-batches.
 
     Raises:
-        PackingError: the batch is not from prepare_dataloader; the model is not patched, or is not a language model;
-            or, in training, the labels only repeat the tokens that a masked language model sees.
+        PackingError: the batch is not from a loader of prepare_dataloader; the model is not patched, or is not a
+            language model; or, in training, the labels of a masked language model only repeat the input tokens.
 
     Example:
         >>> import hf_packing as hfp, torch, transformers
@@ -173,13 +175,15 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *, rows_per_batch: int = 1) -> float:
-    """Return the mean loss over all trainable tokens of a dataset; an attached Trainer reports the same mean.
+    """Return the mean loss over all trainable tokens of a dataset, which have a label other than -100.
 
-    The result is the same for any rows_per_batch and any number of ranks.
+    The result is the same for any rows_per_batch and any number of ranks. After `attach`, the eval_loss of a Trainer is
+    this mean, too.
 
     Args:
         accelerator: the Accelerator of the loop.
-        model: a patched causal or masked language model of transformers, as wrapped by accelerate.
+        model: a patched causal or masked language model of transformers, with or without wrappers of PEFT and
+            accelerate.
         dataset: a map-style dataset of packed rows or documents.
         rows_per_batch: number of rows in a forward pass; the number affects only speed and memory.
 
@@ -187,8 +191,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         The mean loss, the same number on all ranks. The exponential of the mean loss is the perplexity.
 
     Raises:
-        PackingError: the dataset has no rows or no trainable token; the model is not patched; the labels only repeat
-            the tokens that a masked language model sees; or the data differ between ranks.
+        PackingError: the dataset has no rows or no trainable token; the model is not patched; the labels of a masked
+            language model only repeat the input tokens; or the data differ between ranks.
 
     Example:
         >>> import accelerate, datasets, hf_packing as hfp, transformers
@@ -224,12 +228,12 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         model.train(was_training)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
-        raise PackingError("dataset: expected labels to evaluate on, but all labels are -100")
+        raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")
     return summed / tokens
 
 
 def _keeps_labels(model: nn.Module | None, loss: Loss) -> bool:
-    """Return whether batches keep their labels, so that the model can compute the loss itself."""
+    """Return whether `prepare_dataloader` leaves labels in batches, so that the model can compute the loss itself."""
     if model is None or loss == "sequence":
         return loss == "token"
     known = loss_of_model(model)

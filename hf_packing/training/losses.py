@@ -1,12 +1,12 @@
-"""Compute the loss of a global batch as a weighted sum over tokens; the loss is the same however the batch is split.
+"""Compute the loss of a global batch as a weighted sum over tokens. The split into micro-batches does not matter.
 
-The loss "token" is the mean over all trainable tokens. The loss "sequence" averages first within each document, then
-over documents, so that all documents have the same weight, whatever their lengths (per-sequence loss of arXiv
-2107.02027; loss weighting of arXiv 2401.18058). Pieces of a document that was split count as documents. The weight of a
-token depends on the number of tokens or documents in the whole batch, over all ranks and accumulated micro-batches. The
-loss of a batch without trainable labels is zero.
+A global batch is all micro-batches of one optimizer step, on all ranks. The loss "token" is the mean over all trainable
+tokens, which have a label other than -100. The loss "sequence" averages first within each document, then over
+documents, so that long and short documents have the same weight (per-sequence loss of arXiv 2107.02027; loss weighting
+of arXiv 2401.18058). If a document was split, each piece counts as a document. The weight of a token therefore depends
+on the number of tokens or documents in the global batch. The loss of a batch without trainable tokens is zero.
 
-`loss_of_model` probes a model to find out whether the model's loss compares the logits of a token with the next token.
+`loss_of_model` tests whether a model's own loss compares the logits of a token with the next token.
 """
 
 import weakref
@@ -39,10 +39,10 @@ from hf_packing.errors import PackingError
 Loss = Literal["token", "sequence"]
 
 ITEMS = "num_items_in_batch"
-"""The argument by which models of transformers receive the divisor of the summed loss."""
+"""The keyword argument of transformers models that gives the divisor of the summed loss."""
 
 TARGETS, WEIGHTS = "targets", "target_weights"
-"""Entries that replace the labels of a batch if the model must not compute the loss itself."""
+"""Keys of the entries that replace the labels of a batch, so that the model does not compute the loss itself."""
 
 
 def check_loss(loss: Any) -> Loss:
@@ -52,28 +52,33 @@ def check_loss(loss: Any) -> Loss:
 
 
 def trainable_per_document(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of trainable labels in each segment of a packed batch, int64 [segments]."""
+    """Return the number of labels other than -100 in each segment of a packed batch, int64 [segments]."""
     trainable = (batch["labels"][0] != IGNORED_LABEL).to(torch.int64)
     total = F.pad(trainable.cumsum(0), (1, 0))
     return total[batch["cu_seq_lens_q"].long()].diff()
 
 
 def items_in(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Return the number of tokens or documents over which a packed batch's loss is averaged, an int64 scalar."""
+    """Count the trainable tokens of a packed batch or, if loss="sequence", the documents with trainable tokens.
+
+    Returns:
+        An int64 scalar: the number of items over which the loss of the batch is averaged.
+    """
     trainable = trainable_per_document(batch)
     return trainable.sum() if loss == "token" else (trainable > 0).sum()
 
 
 def exact_type(device: torch.device) -> torch.dtype:
-    """Return the most precise float type of a device."""
+    """Return the most precise floating-point dtype that a device supports: float32 on MPS, else float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Return the weight of each label of a packed batch, before division by the divisor of the global batch.
+    """Return the weight of each token in the summed loss of a packed batch, before the loss is averaged.
 
     Returns:
-        float64 [1, tokens], or float32 on an MPS device.
+        float64 [1, tokens], or float32 on an MPS device. The weight is 0 for a label of -100. Otherwise, the weight is
+        1 for loss="token", and 1 / (number of trainable tokens in the token's document) for loss="sequence".
     """
     labeled: Tensor = (batch["labels"] != IGNORED_LABEL).to(exact_type(batch["labels"].device))
     if loss == "token":
@@ -83,13 +88,14 @@ def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) -> Tensor:
-    """Return the sum over tokens of each token's weight times its cross-entropy.
+    """Return the weighted sum of cross-entropies over the tokens of a packed batch, a float scalar.
 
     Args:
         logits: float [1, tokens, vocabulary]; 16-bit logits are converted to float32.
         labels: int64 [1, tokens]; -100 marks a token without a label.
         weights: float [1, tokens]; 0 for a token without a label.
-        shift: whether the logits of a token predict the next token.
+        shift: True if the logits of a token predict the next token's label; False if they predict the token's own
+            label.
     """
     if shift:
         logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
@@ -101,13 +107,13 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
 
 
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
-    """Return a batch with added entries, from which the batch's share of the global batch's loss is computed.
+    """Return a copy of a batch with the entries from which the batch's part of the global batch's loss is computed.
 
     Args:
         batch: a packed batch with labels.
         loss: "token" or "sequence".
         items: the divisor of the summed loss, a float scalar.
-        keep_labels: True to add num_items_in_batch, so that the model computes the loss itself; False to replace the
+        keep_labels: True to add num_items_in_batch, so that the model can compute the loss itself; False to replace the
             labels by targets and target_weights.
     """
     if keep_labels:
@@ -118,13 +124,19 @@ def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels:
 
 
 def summed_loss(logits: Tensor, batch: Mapping[str, Any], shift: bool) -> tuple[Tensor, Tensor]:
-    """Return the loss of a packed batch, summed over trainable tokens, and the number of trainable tokens."""
+    """Return the cross-entropy summed over the trainable tokens of a packed batch, and the number of these tokens.
+
+    Args:
+        logits: float [1, tokens, vocabulary].
+        batch: a packed batch with labels.
+        shift: True if the logits of a token predict the next token's label.
+    """
     total = weighted_loss(logits, batch["labels"], weights_of(batch, "token"), shift)
     return total, trainable_per_document(batch).sum()
 
 
 class TokenMean:
-    """The mean loss over tokens, accumulated batch by batch on every rank."""
+    """A running sum of losses and tokens, to which every rank adds its batches; the quotient is the mean loss."""
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros(2, dtype=exact_type(device), device=device)
@@ -141,31 +153,34 @@ class TokenMean:
 
 
 _CLOSE, _CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3
-"""Largest relative difference at which two losses count as equal."""
+"""The largest relative differences at which two losses count as equal, in single and in half precision."""
 
 
 PROBED_TOKENS = 13
-"""Number of tokens in the random document with which the loss of a model or trainer is probed."""
+"""Number of tokens in the random document that shows how a model or a trainer computes its loss."""
 
 
 class ModelLoss(NamedTuple):
-    """The kind of a loss that is the mean cross-entropy of a model's logits, plus any auxiliary loss of experts."""
+    """The details of a model's own loss, if that loss is the mean cross-entropy of the model's logits.
+
+    A mixture of experts may add an auxiliary loss.
+    """
 
     predicts_next: bool
-    """Whether the logits of a token are compared with the next token."""
+    """True if the loss compares the logits of a token with the next token; False for the same token."""
     divided_by_items: bool
-    """Whether the model divides the summed loss by num_items_in_batch if the caller passes that argument."""
+    """True if the model divides the summed loss by num_items_in_batch when the caller passes that argument."""
 
 
 _ANSWERS: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, ModelLoss | None]]" = weakref.WeakKeyDictionary()
-"""For each probed model: the loss function at the time of the probe, and the result of `loss_of_model`."""
+"""The cache of `loss_of_model`: for each model, the loss function for which the result was found, and the result."""
 
 
 def loss_of_model(model: nn.Module) -> ModelLoss | None:
-    """Return the kind of loss that a model computes, or None for an unknown kind.
+    """Return the details of a model's own loss, or None if that loss is not the cross-entropy of the model's logits.
 
-    A model is probed once, and again whenever its loss function is replaced. If the model's weights are not in memory,
-    a small model of the same class is probed instead.
+    The model's loss on a short document is compared with the cross-entropy, once for each loss function of the model.
+    If the model's weights are not in memory, a small model of the same class is tested instead.
 
     Args:
         model: a patched model, or a model whose weights are not in memory.
@@ -178,11 +193,13 @@ def loss_of_model(model: nn.Module) -> ModelLoss | None:
 
 
 def predicts_next(model: nn.Module) -> bool:
-    """Return whether the logits of a token are compared with the next token in the loss, as in most causal models.
+    """Return whether a model's logits at a token predict the next token, as in most causal language models.
+
+    Otherwise, the logits predict the token at the same position, as in masked language models.
 
     Raises:
-        PackingError: the kind of the model's loss is unknown, and the model's class is neither a causal nor a masked
-            language model of transformers.
+        PackingError: the model's own loss is not the cross-entropy of its logits, and the model's class is neither a
+            causal nor a masked language model of transformers.
     """
     if (known := loss_of_model(model)) is not None:
         return known.predicts_next
@@ -200,21 +217,29 @@ def predicts_next(model: nn.Module) -> bool:
 
 
 def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
-    """Raise PackingError: the model's own loss is of an unknown kind, so the model cannot be trained with `loss`."""
+    """Raise the PackingError for a model whose own loss is not the cross-entropy of its logits.
+
+    Args:
+        model: the model with such a loss.
+        loss: "token" or "sequence", the loss that the caller asked for.
+    """
     predicts_next(model)
     raise PackingError(
         f"loss: expected a model whose own loss is the cross-entropy of its logits, but "
-        f"{type(inner_model(model)).__name__} computes a different loss; got loss={loss!r}"
+        f"{type(inner_model(model)).__name__} computes a different loss, for which loss={loss!r} is not supported"
     )
 
 
 def collator_for(model: nn.Module | None) -> PackingCollator:
-    """Return the collator for a model; None stands for any model that predicts the next token."""
+    """Return a PackingCollator for a model; None stands for any model that predicts the next token."""
     return PackingCollator(keep_first_labels=model is not None and not predicts_next(model))
 
 
 def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
-    """Return a mixture of experts' auxiliary loss times its configured weight, or None if there is no such loss."""
+    """Return the auxiliary loss in a model's outputs times router_aux_loss_coef, or None if there is no such loss.
+
+    The routers of a mixture of experts have an auxiliary loss, for load balancing.
+    """
     if (auxiliary := getattr(outputs, "aux_loss", None)) is None:
         return None
     weighted: Tensor = auxiliary * getattr(inner_model(model).config.get_text_config(), "router_aux_loss_coef", 0.0)
@@ -223,7 +248,10 @@ def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
 
 @contextmanager
 def without_router_loss(model: nn.Module) -> Iterator[None]:
-    """Context manager: within the block, the model's loss leaves out the loss of routers, as evaluation requires."""
+    """Context manager: within the block, the loss that a model returns does not include the auxiliary loss of routers.
+
+    The evaluation loss is the cross-entropy alone.
+    """
 
     def leave_out(_: nn.Module, __: Any, outputs: Any) -> None:
         if (routed := router_loss(outputs, model)) is None:
@@ -247,7 +275,7 @@ def _small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
-    """Find the kind of a model's loss by comparing the model's loss on a short document with `weighted_loss`."""
+    """Compare a model's own loss on a short document with `weighted_loss`, and return the result of `loss_of_model`."""
     if model is None:
         return None
     documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)

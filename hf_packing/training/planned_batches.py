@@ -1,4 +1,4 @@
-"""The state of an attached trainer: the decisions of attach, the data loaders, and checks for later changes."""
+"""The state that `attach` gives a trainer: the decisions, the data loaders, and checks for changes after attach."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -47,11 +47,11 @@ class AttachDecisions:
     """The decisions that attach makes once for a trainer."""
 
     batching: Batching
-    """The batching that was passed to attach; a linear_cost of None is replaced by the linear_cost of the model."""
+    """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
     loss: Loss
     prove: bool
     trainer_loss: TrainerLoss
-    """How the trainer computed its loss before attach was called."""
+    """The way in which the trainer computed its loss before attach was called."""
     model: Callable[[], PreTrainedModel | None]
     """A function that returns the trainer's model at the time of attach, or None if that model no longer exists."""
 
@@ -72,10 +72,10 @@ class _KnownSizes(NamedTuple):
 
 
 class PlannedBatches:
-    """The state of an attached trainer, stored as `trainer.planned_batches`."""
+    """The state that `attach` stores as `trainer.planned_batches`, with methods that check and load batches."""
 
     settled: SettledLoss
-    """Whether attach or the trainer computes the loss for the trainer's current model."""
+    """The decision whether attach or the trainer computes the loss for the trainer's current model."""
     collator: PackingCollator
 
     def __init__(self, trainer: Trainer, batching: Batching, loss: Loss, prove: bool) -> None:
@@ -86,22 +86,25 @@ class PlannedBatches:
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self.accumulation = 1
-        """The planned number of micro-batches of each rank in an optimizer step."""
+        """The value of gradient_accumulation_steps for which the training batches were planned."""
         self._loss_settings: dict[str, Any] = {}
-        """The attributes and arguments that decide the trainer's loss, with the values that `check` expects."""
+        """The settings that decide the trainer's loss, by name, with the values that `check` expects."""
         self._known_sizes: dict[int, _KnownSizes] = {}
         """The cached sizes of each dataset; the key is id(dataset)."""
         self._collective = CollectiveCall()
 
     @contextmanager
     def on_all_ranks(self, trainer: Trainer, check: Check) -> Iterator[None]:
-        """Context manager for a method that all ranks call: check the trainer on all ranks, then plan together once."""
+        """Context manager for a method that all ranks call at the same time, such as train().
+
+        First, all ranks call `check`. When the first loader is made in the block, the ranks compare data and settings.
+        """
         on_all_ranks(lambda _: check(trainer))
         with self._collective.active():
             yield
 
     def check(self, trainer: Trainer) -> None:
-        """Refuse changes since attach that planned batches cannot take into account.
+        """Refuse changes, made to the trainer after attach, that do not work with planned batches.
 
         Raises:
             PackingError: the collator, a method or a setting that decides the loss has changed.
@@ -117,31 +120,31 @@ class PlannedBatches:
             if now[name] is not before and now[name] != before:
                 raise PackingError(
                     f"{name}: expected {before!r}, the value when attach was called, got {now[name]!r}; set the "
-                    "value before attach"
+                    "value before you call attach"
                 )
 
     def check_training(self, trainer: Trainer) -> None:
-        """Refuse changes since attach after which the trainer cannot train on planned batches.
+        """Refuse changes, made to the trainer after attach, that do not work with training on planned batches.
 
         Raises:
-            PackingError: `check` refuses a change; an argument contradicts planned batches; or the trainer has another
-                model than when attach was called, and has no model_init.
+            PackingError: `check` refuses a change; an argument does not work with planned batches; or the model was
+                replaced after attach, in a trainer without model_init.
         """
         self.check(trainer)
         check_arguments(trainer, self.decided.loss)
         check_accelerator(trainer.accelerator)
         if trainer.model_init is None and self.decided.model() is not inner_model(trainer.model):
             raise PackingError(
-                "model: expected the model that the trainer had when attach was called, got another "
-                f"{type(inner_model(trainer.model)).__name__}, which the trainer's optimizer may not know; make a new "
-                "Trainer with the other model and call attach on the new Trainer"
+                "model: expected the model that the trainer had when attach was called, got a different "
+                f"{type(inner_model(trainer.model)).__name__}. The trainer's optimizer may still update the first "
+                "model; make a new Trainer with the new model, and call attach on the new Trainer"
             )
 
     def check_accumulation(self, trainer: Trainer) -> None:
-        """Refuse a gradient accumulation that changed during training, for example in a callback.
+        """Refuse a value of gradient_accumulation_steps that was changed during training, for example by a callback.
 
         Raises:
-            PackingError: gradient_accumulation_steps is not the planned value, by which losses are divided.
+            PackingError: gradient_accumulation_steps is not the value for which the batches were planned.
         """
         if (accumulation := trainer.args.gradient_accumulation_steps) != self.accumulation:
             raise PackingError(
@@ -178,7 +181,10 @@ class PlannedBatches:
         self.collator = collator
 
     def check_labels(self, trainer: Trainer, dataset: Any) -> None:
-        """Refuse labels that only repeat tokens that the trainer's model sees; see `check_labels_are_hidden`."""
+        """Refuse labels that only repeat the input tokens, if the trainer's model is a masked language model.
+
+        See `check_labels_are_hidden`.
+        """
         check_labels_are_hidden(dataset, self._sizes(dataset), trainer.model)
 
     def check_divided(self, trainer: Trainer) -> None:
@@ -208,7 +214,13 @@ class PlannedBatches:
         return self._loader(trainer, trainer.train_dataset, sampler)
 
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
-        """Return a loader for evaluation or prediction, in the order of the dataset."""
+        """Return a loader for evaluation or prediction, with rows in the order of the dataset.
+
+        Args:
+            trainer: the attached trainer.
+            name: the name of the dataset in error messages.
+            dataset: a map-style dataset of packed rows or documents.
+        """
 
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
             self.check(trainer)
@@ -224,7 +236,11 @@ class PlannedBatches:
         return self._loader(trainer, dataset, sampler)
 
     def _settle_again(self, trainer: Trainer) -> None:
-        """Decide again who computes the loss if the trainer's model, or the kind of the model's loss, has changed."""
+        """Patch the trainer's model again if needed, and update the decision who computes the loss.
+
+        If the trainer has a new model, or if the model's own loss has changed, the function decides again whether
+        attach or the trainer computes the loss.
+        """
         if self.settled.model() is not inner_model(trainer.model):
             self.settle(trainer)
             trainer.data_collator = self.collator
@@ -259,7 +275,7 @@ class PlannedBatches:
         return known.sizes
 
     def _loader(self, trainer: Trainer, dataset: Any, sampler: RankBatchSampler) -> DataLoader[Any]:
-        """Return a loader that puts the sampler's micro-batches on the trainer's device."""
+        """Return a loader of the sampler's micro-batches that puts them on the trainer's device."""
         args = trainer.args
         loader = rows_loader(
             dataset,

@@ -34,7 +34,7 @@ _STEPS_AHEAD = "steps_ahead"
 """A checkpoint entry: the number of optimizer steps by which global_step is ahead of the position in the epoch."""
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
-"""Indices of the counts of a micro-batch. The items are the tokens or documents that the loss is averaged over."""
+"""Columns of the result of `micro_batch_counts`. Items are the tokens or documents over which the loss is averaged."""
 
 
 class DataRank(NamedTuple):
@@ -58,10 +58,10 @@ def parallelism_of(accelerator: Accelerator) -> Any:
 
 @dataclass
 class PlannedFrom:
-    """The data and settings that a rank has planned from so far."""
+    """The data and settings that a rank has used for planning so far, to compare with the other ranks."""
 
     compared: bool = False
-    """Whether there are other ranks to compare with."""
+    """True if there are other ranks to compare with; if False, no facts about the data are collected."""
     data: dict[str, DataFacts] = field(default_factory=dict)
     """Facts about each dataset, by the name of the argument, such as "train_dataset"."""
     settings: dict[str, str] = field(default_factory=dict)
@@ -75,16 +75,16 @@ class PlannedFrom:
 
 
 def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
-    """Call a function on every rank, and return its result if all ranks succeed with the same data and settings.
+    """Call `act` on this rank, and return the result if `act` used the same data and settings on all ranks.
 
-    All ranks must call this at the same time.
+    All ranks must call this function at the same time. If `act` raises an error on a rank, that rank raises the error.
 
     Args:
-        act: a function that plans, and notes the data and settings in the given PlannedFrom. The function must not wait
-            for other ranks.
+        act: a function that plans batches, and notes the data and settings in its argument, a PlannedFrom. The function
+            must not wait for other ranks.
 
     Raises:
-        PackingError: data or settings differ between ranks, or `act` failed on another rank; raised on every rank.
+        PackingError: data or settings differ between ranks (raised on every rank), or `act` failed on another rank.
     """
     processes = PartialState().num_processes if is_initialized() else 1
     planned_from = PlannedFrom(compared=processes > 1)
@@ -105,15 +105,15 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
         raise failure
     for rank, report in enumerate(reports):
         if report.error is not None:
-            raise PackingError(f"rank {rank} of {processes}: {report.error}")
+            raise PackingError(f"rank {rank} of {processes} raised {report.error}")
     return result
 
 
 class CollectiveCall:
-    """Tracks whether a method that all ranks call together, such as train(), is running and has not planned yet.
+    """A flag that is on while all ranks run a method together, such as train(), until that method has made a loader.
 
-    When such a method makes a loader, the ranks compare the data and settings from which they plan. A loader that is
-    made outside of such a method may exist on a single rank, so nothing is compared.
+    While the flag is on, the ranks compare the data and settings of a new loader. While the flag is off, a loader may
+    be made on a single rank only, so nothing is compared.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class CollectiveCall:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager: within the block, all ranks plan together, once."""
+        """Context manager: the flag is on from the beginning of the block until the first call of `runner`."""
         self._is_to_plan = True
         try:
             yield
@@ -129,14 +129,14 @@ class CollectiveCall:
             self._is_to_plan = False
 
     def runner(self) -> Callable[[Callable[[PlannedFrom], Result]], Result]:
-        """Return `on_all_ranks` at the first call within `active()`, else a function that plans on this rank only."""
+        """Return `on_all_ranks` if the flag is on, else a function that plans on this rank only; turn the flag off."""
         is_to_plan, self._is_to_plan = self._is_to_plan, False
         return on_all_ranks if is_to_plan else lambda act: act(PlannedFrom())
 
 
 @dataclass(frozen=True)
 class _Report:
-    """The report that a rank sends to all other ranks."""
+    """The report that a rank sends to all other ranks after planning; `error` is None if planning succeeded."""
 
     planned_from: PlannedFrom
     error: str | None
@@ -171,21 +171,27 @@ def _refuse_differences(reports: list[_Report]) -> None:
 
 
 def _names_to_compare(first: Mapping[str, Any], other: Mapping[str, Any], complete: bool) -> list[str]:
-    """Return the names that both ranks have noted and, if `complete`, also the names that a single rank has noted.
+    """Return the names of the data or settings in which two ranks are compared.
 
-    `complete` is False if planning failed on a rank, since that rank may not have noted all names yet.
+    If planning succeeded on all ranks (`complete`), the result has all names in `first` or `other`. Otherwise, the
+    result has only names in both, since a rank may have failed before it noted all names.
     """
     return [name for name in {**first, **other} if complete or (name in first and name in other)]
 
 
 def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
-    """Raise PackingError if the saved state is from training with a different loss."""
+    """Raise PackingError if a checkpoint was saved by training with a different `loss` argument.
+
+    Args:
+        saved: the state in the checkpoint.
+        loss: the `loss` argument of the resumed run.
+    """
     if saved.get(LOSS) != loss:
         raise PackingError(f"loss: expected {saved.get(LOSS)!r}, as when the checkpoint was saved, got {loss!r}")
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
-    """A callback that saves, with the trainer's state, everything that decides the next batches and losses."""
+    """A Trainer callback that saves the settings of batches in checkpoints, and compares them when a run resumes."""
 
     def __init__(self, loss: Loss = "token") -> None:
         self.loss = loss
@@ -201,7 +207,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
         control: TrainerControl,  # noqa: ARG002
         **known: Any,
     ) -> None:
-        """If the run resumes from a checkpoint, refuse batches that differ from the batches of the checkpoint."""
+        """If training resumes from a checkpoint, refuse settings that give different batches than in the checkpoint."""
         rows = known["train_dataloader"].dataset
         if not isinstance(rows, SampledRows):
             return
@@ -213,7 +219,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             if saved is None:
                 raise PackingError(
                     "resume_from_checkpoint: expected a checkpoint of an attached trainer, got a checkpoint "
-                    "without a record of its batches; with ignore_data_skip=True, a new epoch begins instead"
+                    "without a record of its batches; to begin a new epoch instead, set ignore_data_skip=True"
                 )
             rows.sampler.check_can_resume(saved)
             check_same_loss(saved, self.loss)
@@ -221,18 +227,19 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                 raise PackingError(
                     "ignore_data_skip: expected True, got False. The run that saved the checkpoint was itself resumed "
                     f"with ignore_data_skip=True, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a new "
-                    "epoch. Therefore global_step does not give the position in the epoch, and some rows would be "
-                    "trained on twice, other rows not at all"
+                    "epoch. So global_step does not give the position in the epoch: the resumed run would train on "
+                    "some rows twice and on other rows not at all"
                 )
         self.batches = {**rows.sampler.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
-        state.stateful_callbacks[type(self).__name__] = self.state()  # other trainers' checkpoints have no such entry
+        state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of another trainer lacks it
 
 
 def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
-    """Count tokens, documents, squared segment lengths and items of the loss in each batch, on the batch's device.
+    """Count the tokens, documents, attention cost and items of the loss in each batch.
 
     Returns:
-        int64 [batches, 4].
+        int64 [batches, 4], on the batches' device. Attention cost is the sum of squared segment lengths. Items are the
+        tokens or documents over which the loss is averaged.
     """
     rows = []
     for batch in batches:
@@ -253,17 +260,20 @@ def items_counted(counts: Tensor) -> Tensor:
 
 
 class StepCounts:
-    """Counts of the optimizer steps since the last log. The counts stay on the device until they are logged."""
+    """Counts of tokens, documents and attention cost in the optimizer steps since the trainer last logged.
+
+    The counts stay on the device until they are logged.
+    """
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
 
     def add(self, counts: Tensor) -> None:
-        """Add the counts of an optimizer step, int64 [ranks, batches, 4]."""
+        """Add the counts of an optimizer step, int64 [ranks, batches, 4], gathered from `micro_batch_counts`."""
         self._steps.append(counts.detach())
 
     def take(self, max_tokens: int) -> dict[str, float]:
-        """Return packing metrics of the counted steps, by their names in the logs, and forget the counts.
+        """Return packing metrics of the optimizer steps since the last call, by their names in the logs.
 
         Args:
             max_tokens: the largest number of tokens that a micro-batch may have.
@@ -284,9 +294,9 @@ class StepCounts:
 
 
 def _utilization(work: Tensor) -> float:
-    """Return the mean over ranks divided by the maximum over ranks, averaged over micro-batches.
+    """Return how evenly the ranks share the work: mean / maximum over ranks, averaged over micro-batches.
 
     Args:
-        work: float64 [ranks, micro-batches], the tokens or the squared segment lengths.
+        work: float64 [ranks, micro-batches]: the tokens, or the attention cost, of each micro-batch.
     """
     return float((work.mean(dim=0) / work.amax(dim=0)).mean())

@@ -1,8 +1,8 @@
 """Decide whether attach or the trainer computes the loss, and find out whether the loss is divided correctly.
 
-A trainer that computes its own loss is probed once, to find out whether it divides the loss by num_items_in_batch.
-SFTTrainer computes its loss without logits: a fused head of the model returns `log_probs` [1, tokens - 1], and the loss
-is the negative sum of `log_probs`, divided by num_items_in_batch. Only this file knows about the fused head.
+If a trainer computes its own loss, a test finds out whether the trainer divides that loss by num_items_in_batch.
+SFTTrainer computes its loss without logits: the model's output layer, called the fused LM head, returns `log_probs`
+[1, tokens - 1]. The loss is the negative sum of `log_probs`, divided by num_items_in_batch.
 """
 
 import copy
@@ -34,7 +34,7 @@ from hf_packing.training.losses import (
 from hf_packing.training.ranks import data_rank
 
 _MUCH = 1e-3
-"""If doubling num_items_in_batch changes a loss by more than this share, the loss is divided by that number."""
+"""If doubling num_items_in_batch changes a loss by more than this share, the loss counts as divided by that number."""
 
 
 _METRICS = "_metrics"
@@ -49,16 +49,16 @@ _IN_ARGUMENTS = ("label_smoothing_factor", "use_liger_kernel", "loss_type")
 
 @dataclass(frozen=True)
 class TrainerLoss:
-    """How a trainer computed its loss before attach changed the trainer."""
+    """The way in which a trainer computed its loss before `attach` changed the trainer."""
 
     kind: type[Trainer]
     """The trainer's class."""
     is_its_own: bool
-    """Whether the trainer computes the loss itself instead of taking the loss from the model."""
+    """True if the trainer computes the loss itself instead of taking the loss from the model's outputs."""
     sums_log_probs: bool
-    """Whether the loss is the negative sum of the log-probabilities that SFTTrainer's fused head returns."""
+    """True if the loss is the negative sum of the log-probabilities that SFTTrainer's fused LM head returns."""
     scaled_for_accumulation: bool
-    """Whether loss_is_scaled_for_ga declares that the trainer's loss is already scaled for gradient accumulation."""
+    """True if the trainer's loss_is_scaled_for_ga says that the loss is already scaled for gradient accumulation."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,16 @@ class SettledLoss:
     of_model: ModelLoss | None
     """The kind of the model's own loss, as `loss_of_model` returned it."""
     by_trainer: bool
-    """Whether the trainer's own compute_loss is used; if so, attach only provides the divisor."""
+    """True if the trainer's own compute_loss is used; attach then only provides num_items_in_batch."""
     divided: bool
-    """Whether the loss is divided by the number of tokens or documents in a whole optimizer step."""
+    """True if the loss is divided by the number of tokens or documents in a whole optimizer step."""
 
 
 def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
-    """Return the class SFTTrainer if the trainer is of this class or of a subclass outside of TRL, else None."""
+    """Return TRL's class SFTTrainer if the trainer is an instance of it, else None.
+
+    The result is also None for a subclass that TRL itself defines, since such a class may make its own batches.
+    """
     of_trl = next((kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")), None)
     return of_trl if of_trl is not None and of_trl.__name__ == "SFTTrainer" else None
 
@@ -87,7 +90,7 @@ def computes_loss_as(kind: type[Trainer], other: type[Trainer]) -> bool:
 
 
 def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
-    """Return how a trainer computes its loss; the trainer is not attached yet."""
+    """Return the way in which a trainer computes its loss; the trainer must not be attached yet."""
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
     replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     return TrainerLoss(
@@ -102,7 +105,7 @@ def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
 
 
 def loss_settings(trainer: Trainer) -> dict[str, Any]:
-    """Return a dict of the trainer's attributes and arguments that decide the loss."""
+    """Return the trainer's attributes and arguments that decide how the trainer computes its loss, by name."""
     on_trainer = {name: getattr(trainer, name, None) for name in _ON_TRAINER}
     return on_trainer | {name: getattr(trainer.args, name, None) for name in _IN_ARGUMENTS}
 
@@ -110,15 +113,16 @@ def loss_settings(trainer: Trainer) -> dict[str, Any]:
 def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:
     """Decide whether attach or the trainer computes the loss, and return the decision.
 
-    If needed, the function also sets model_accepts_loss_kwargs, so that the trainer passes num_items_in_batch on.
+    If needed, the function also sets trainer.model_accepts_loss_kwargs to True. The trainer then passes
+    num_items_in_batch to the model.
 
     Args:
         trainer: a trainer whose model is patched.
-        own: how the trainer computed its loss before attach was called.
+        own: the way in which the trainer computed its loss before attach was called.
         loss: "token" or "sequence".
 
     Raises:
-        PackingError: `loss` is "sequence", and the model's own loss is of an unknown kind.
+        PackingError: `loss` is "sequence", and the model's own loss is not the cross-entropy of its logits.
     """
     of_model = loss_of_model(trainer.model)
     by_trainer, divided = own.is_its_own, True
@@ -145,7 +149,8 @@ def refuse_undivided(trainer: Trainer, own: TrainerLoss, settled: SettledLoss) -
         raise PackingError(
             f"trainer: expected a loss that is divided by {ITEMS}, but {own.kind.__name__} with "
             f"{type(inner_model(trainer.model)).__name__} does not divide the loss. The gradient would depend on how a "
-            f"step is split into {micro_batches} micro-batches; use gradient_accumulation_steps=1 on one process"
+            f"step is split into {micro_batches} micro-batches; divide the loss, or train on one process with "
+            "gradient_accumulation_steps=1"
         )
 
 
@@ -156,9 +161,9 @@ def _takes_items(trainer: Trainer) -> bool:
 def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
     """Return whether the trainer's loss is divided by num_items_in_batch.
 
-    The loss of a short document is compared for two values of num_items_in_batch. The loss of SFTTrainer is known to be
-    divided, unless the user set compute_loss_func. A model whose weights are not in memory cannot be probed, so its
-    loss is assumed to be divided.
+    The test computes the loss of a short document for two values of num_items_in_batch. No test is needed for
+    SFTTrainer, which divides its loss, unless the user set compute_loss_func. No test is possible if the model's
+    weights are not in memory; the loss then counts as divided.
     """
     sft_trainer = sft_trainer_of(trainer)
     if sft_trainer is not None and computes_loss_as(kind, sft_trainer) and trainer.compute_loss_func is None:
@@ -172,7 +177,13 @@ def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
 
 
 def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
-    """Return the trainer's own loss on a random document, in training mode; metrics and random state are restored."""
+    """Return the trainer's own loss on a random document, in training mode, without effect on metrics and random state.
+
+    Args:
+        trainer: the trainer, whose model is patched.
+        kind: the trainer's class before attach.
+        items: the value of num_items_in_batch.
+    """
     model = trainer.model
     documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
     row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses labels that repeat tokens
@@ -201,15 +212,19 @@ def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
 
 @contextmanager
 def weighted_log_probs(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: within the block, weight log-probabilities of a fused head so that documents count equally."""
+    """Context manager: within the block, weight the log_probs of SFTTrainer's fused LM head for loss="sequence".
+
+    With these weights, all documents in `inputs`, a packed batch, count equally in the loss.
+    """
     weights = weights_of(inputs, "sequence")[:, 1:]
 
     def weight(outputs: Any) -> None:
         found = getattr(outputs, "log_probs", None)
         if found is None or found.shape != weights.shape:
             raise PackingError(
-                f"loss: expected log_probs of shape {tuple(weights.shape)} from SFTTrainer's fused head for "
-                f"loss='sequence', but this version of TRL returns {type(outputs).__name__}; use loss='token'"
+                f"loss: expected log_probs of shape {tuple(weights.shape)} from SFTTrainer's fused LM head for "
+                f"loss='sequence', but the model returned {type(outputs).__name__} without such log_probs. This "
+                "version of TRL may not be supported; use loss='token'"
             )
         outputs.log_probs = found * weights.to(found)
 
@@ -219,7 +234,10 @@ def weighted_log_probs(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[
 
 @contextmanager
 def summed_log_probs(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Context manager: yield a list to which each call of a fused head appends the sum of its log-probabilities."""
+    """Context manager: yield a list, to which every forward pass of the model appends the sum of its `log_probs`.
+
+    Only SFTTrainer's fused LM head returns `log_probs`; for other models, the list stays empty.
+    """
     sums: list[Tensor] = []
 
     def add(outputs: Any) -> None:

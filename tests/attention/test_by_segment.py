@@ -229,9 +229,7 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
 
 def test_a_cache_is_refused():
     model = patched("attention and a state")
-    with pytest.raises(
-        hfp.PackingError, match="past_key_values: expected no cache on a model that runs modules by segment"
-    ):
+    with pytest.raises(hfp.PackingError, match="past_key_values: expected no cache on this patched model"):
         model(
             **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
             past_key_values=transformers.DynamicCache(),

@@ -115,24 +115,24 @@ class TestBorders:
         [
             (
                 {"attention_mask": torch.tensor([[1, 1, 0]])},
-                r"attention_mask: expected none, or all ones, .* got a mask of shape \[1, 3\], which may",
+                r"attention_mask: expected None or a mask of ones .* got a mask of shape \[1, 3\], which may",
             ),
-            ({"attention_mask": torch.tensor([[1, 1, 2]])}, "attention_mask: expected none, or all ones"),
+            ({"attention_mask": torch.tensor([[1, 1, 2]])}, "attention_mask: expected None or a mask of ones"),
             (
                 {"attention_mask": torch.ones(1, 1, 3, 3)},
-                r"attention_mask: expected none, or all ones, .* got a mask of shape \[1, 1, 3, 3\]",
+                r"attention_mask: expected None or a mask of ones .* got a mask of shape \[1, 1, 3, 3\]",
             ),
-            ({"attention_mask": {"full": None}}, "attention_mask: expected none, or all ones, .* got dict"),
+            ({"attention_mask": {"full": None}}, "attention_mask: expected None or a mask of ones .* got dict"),
             ({"cu_seq_lens_q": torch.tensor([0, 4])}, "rise from 0 to 3 tokens, got \\[0, 4\\]"),
             ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q: expected an int32 tensor, got list"),
             ({"position_ids": torch.arange(3)}, r"position_ids: expected shape \[rows, tokens\], got shape \[3\]"),
             (
                 {"position_ids": torch.tensor([[0, 1, 0]]), "cu_seq_lens_q": torch.tensor([0, 3])},
-                r"position_ids: expected the same borders as in cu_seq_lens_q \(\[0, 3\]\), got \[0, 2, 3\]; pos",
+                r"position_ids: expected the same segment borders as in cu_seq_lens_q, \[0, 3\], got \[0, 2, 3\]; pos",
             ),
             (
                 {"position_ids": torch.arange(3)[None], "seq_idx": torch.tensor([[0, 0, 1]])},
-                "seq_idx: expected the same borders as in position_ids",
+                "seq_idx: expected the same segment borders as in position_ids",
             ),
             (
                 {"encoder_hidden_states": torch.zeros(1, 3, 4)},
@@ -140,7 +140,7 @@ class TestBorders:
             ),
             (
                 {"cu_seq_lens_q": torch.tensor([0, 3]), "cu_seq_lens_k": torch.tensor([0, 1, 3])},
-                "cu_seq_lens_k: expected the same borders as in cu_seq_lens_q",
+                "cu_seq_lens_k: expected the same segment borders as in cu_seq_lens_q",
             ),
         ],
     )

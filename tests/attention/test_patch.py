@@ -90,7 +90,7 @@ def test_unpadded_batches_of_plain_documents():
 
 def test_padding_is_refused():
     model = patched("Llama")
-    with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
+    with pytest.raises(hfp.PackingError, match="attention_mask: expected None or a mask of ones"):
         model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]))
 
 
@@ -149,7 +149,7 @@ def test_calls_past_the_outer_model(name):
 
 def test_training_without_borders_is_refused():
     model = patched("Llama").train()
-    with pytest.raises(hfp.PackingError, match="in training, got none, so packed documents could not be told apart"):
+    with pytest.raises(hfp.PackingError, match="in training mode, got none of them, so the borders between packed"):
         model(torch.tensor([[5, 6, 7]]))
 
 

@@ -97,7 +97,7 @@ def test_what_has_no_tokens():
 def test_a_row_of_another_length_is_refused():
     axes = recorded({"hidden": row(1, TOKENS, 4)})
     axes.check_row({"hidden": row(1, 9, 4)}, 9)
-    message = r"expected 9 tokens along axis 1 of hidden, got shape \[1, 7, 4\]"
+    message = r"expected 9 tokens along axis 1 of the tensor hidden, got shape \[1, 7, 4\]"
     with pytest.raises(PackingError, match=message):
         axes.check_row({"hidden": row(1, TOKENS, 4)}, 9)
 
@@ -106,7 +106,7 @@ def test_positions_that_no_longer_count():
     axes = recorded({"positions": torch.arange(TOKENS)[None]})
     axes.check_row({"positions": torch.arange(2, 11)[None]}, 9)
     with pytest.raises(
-        PackingError, match="expected positions to rise by 1 from token to token, got other steps; a padding token"
+        PackingError, match="expected the values of positions to rise by 1 from token to token, got other steps; a pad"
     ):
         axes.check_row({"positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, 9)
 

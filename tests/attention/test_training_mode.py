@@ -155,7 +155,7 @@ def test_training_that_cannot_be_made_quiet_is_reported():
     model = hfp.patch_model(with_module(Noisy()))
     report = hfp.check_isolation(model)
     assert report.isolated
-    reason = "the model draws random numbers in training mode that cannot be switched off"
+    reason = "the model draws random numbers in training mode even with dropout switched off"
     assert report.route.unproven == report.unproven == reason
     assert str(report).count("training mode not proven: the model draws random numbers") == 1
     with hfp.unpatch_model(model):

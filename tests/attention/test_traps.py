@@ -90,7 +90,7 @@ def test_the_default_cache_leaks_however_fed(setup):
 def test_patched_is_right_or_raises(trap):
     model = patched("Llama")
     if trap in ("a mask of a padded packed row", "a mask of numbers"):
-        with pytest.raises(hfp.PackingError, match="attention_mask: expected none, or all ones"):
+        with pytest.raises(hfp.PackingError, match="attention_mask: expected None or a mask of ones"):
             hfp.check_isolation(model, collator=LEAKS[trap])
     else:  # where nothing tells of documents, they are one
         assert hfp.check_isolation(model, collator=LEAKS[trap]).isolated == (trap == "a mask of ones")
@@ -157,7 +157,7 @@ def test_collators_of_others_on_patched_models(name):
 def test_a_collator_that_loses_documents():
     with pytest.raises(
         hfp.PackingError,
-        match="collator: expected a batch with every document whole and exactly once, got a document of 13",
+        match="collator: expected a batch that contains every document whole .*, but a document of 13",
     ):
         hfp.check_isolation(build("Llama"), collator=lambda rows: {"input_ids": stacked(rows)["input_ids"][:, 5:]})
 

@@ -118,7 +118,7 @@ REFUSED = {
     ),
     "an attention whose kernel is absent": (
         ("mra", "masked"),
-        "MraForMaskedLM: .* isolation cannot be tested, since changing the first half",
+        "MraForMaskedLM: .* isolation cannot be tested, since changing the first tokens",
     ),
 }
 

@@ -164,7 +164,7 @@ def test_weights_that_are_not_in_the_files_are_named(capsys, tmp_path):
     weights = {name: value for name, value in model.state_dict().items() if name != missing}
     model.save_pretrained(tmp_path / "model", state_dict=weights)
     assert main(["check", str(tmp_path / "model"), "--weights"]) == 0
-    expected = f"the model itself, with random values for 1 weights that its files lack, such as {missing}"
+    expected = f"the model itself, with random values for 1 weights that are missing in its files, such as {missing}"
     assert expected in capsys.readouterr().out
 
 

@@ -104,7 +104,7 @@ def test_a_tokenizer_without_an_end_is_said(capsys, data, tokenizer):
     given = ["report", data, "--tokenizer", tokenizer, "--max-length", "16"]
     assert main(given) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert said == f"warning: {tokenizer} has no end-of-sequence token, so documents end without such a token"
+    assert said == f"warning: {tokenizer} has no end-of-sequence token, so no such token is appended to documents"
     assert main([*given, "--no-eos"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -134,7 +134,7 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
     assert main([*given, "--skip-bad"]) == 0
     printed = capsys.readouterr().out
     assert "2 documents" in printed
-    assert "rows or files left out: 1, the first: " in printed
+    assert "rows or files left out: 1; the first one: " in printed
 
 
 @pytest.mark.parametrize(

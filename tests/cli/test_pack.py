@@ -55,7 +55,7 @@ def test_columns_that_are_not_packed_are_named(capsys, tmp_path):
     assert main(given) == 0
     found = capsys.readouterr()
     assert json.loads(found.out)["left_out"] == ["weights", "id"]
-    assert "warning: left out columns beside input_ids: weights, id; the Python function hf_packing.pack" in found.err
+    assert "warning: columns left out of the packed dataset: weights, id; the Python function" in found.err
 
 
 def test_packing_texts_ends_them_where_the_tokenizer_can(tmp_path, data, tokenizer, words):
@@ -176,7 +176,7 @@ def test_what_a_killed_run_had_put_aside_comes_back(capsys, tmp_path, data, toke
     assert datasets.load_from_disk(tmp_path / "packed").to_dict() == before
     capsys.readouterr()
     assert main(given) == 2
-    assert "--overwrite replaces a dataset" in capsys.readouterr().err
+    assert "--overwrite replaces a saved dataset" in capsys.readouterr().err
 
 
 def test_two_runs_at_once(capsys, tmp_path, data, tokenizer):

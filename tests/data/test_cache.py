@@ -205,7 +205,7 @@ def test_no_stream_that_was_cut_short_passes(folder, tmp_path, monkeypatch):
 def test_unpack_of_damaged_files_says_what_to_do(folder):
     cache, packed = pack(folder)
     cut(cache.origin / "packing.json", "half")
-    with pytest.raises(hfp.PackingError, match="packed: expected the files that pack.. saved .* pack again"):
+    with pytest.raises(hfp.PackingError, match="packed: expected the files that pack.. saved .* the documents again"):
         hfp.unpack(packed)
 
 
@@ -213,7 +213,7 @@ def test_rows_and_plan_of_two_packs(folder):
     """A strategy with a time limit may plan anew, and its process be killed before the new rows are in place."""
     cache, packed = pack(folder)
     hfp.plan_packing([3, 2, 1, 5], hfp.BestFit(4, seed=5)).save(cache.origin / "plan")
-    with pytest.raises(hfp.PackingError, match="pack again with load_from_cache_file=False"):
+    with pytest.raises(hfp.PackingError, match="pack the documents again with load_from_cache_file=False"):
         hfp.unpack(packed)
     assert hfp.unpack(pack(folder)[1])[:] == DOCUMENTS
 

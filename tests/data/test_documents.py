@@ -127,7 +127,7 @@ def test_a_line_that_is_no_json(tmp_path):
     documents = Documents(str(file), skip_bad=True)
     assert [row["text"] for row in documents] == ["one", "three"]
     assert len(documents.skipped) == 2
-    assert "line 3: expected an object with fields, got '[3]'" in documents.skipped[1]
+    assert "line 3: expected a JSON object with fields, got '[3]'" in documents.skipped[1]
 
 
 @pytest.mark.parametrize(

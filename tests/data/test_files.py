@@ -110,7 +110,7 @@ def test_something_that_is_neither_file_nor_folder(tmp_path):
 
 def test_a_saved_dataset_in_a_folder_is_no_text(tmp_path):
     datasets.Dataset.from_dict({"input_ids": [[1]]}).save_to_disk(tmp_path / "packed")
-    with pytest.raises(PackingError, match="got none; name a saved dataset in the folder directly"):
+    with pytest.raises(PackingError, match="got none; for a saved dataset in the folder, pass its path"):
         Documents(str(tmp_path))
     (tmp_path / "a.txt").write_text("one")
     documents = Documents(str(tmp_path))
@@ -166,8 +166,8 @@ def test_columns_that_a_format_hides_stay_hidden(tmp_path):
 
 def test_options_that_a_saved_dataset_does_not_have(tmp_path):
     datasets.Dataset.from_dict({"text": ["one"]}, split="train").save_to_disk(tmp_path / "saved")
-    with pytest.raises(PackingError, match="--split: expected no split or train, .* a single split, got 'test'"):
+    with pytest.raises(PackingError, match="--split: expected train or no --split, .* only one split, got 'test'"):
         list(Documents(str(tmp_path / "saved"), split="test"))
     assert texts(Documents(str(tmp_path / "saved"), split="train")) == ["one"]
-    with pytest.raises(PackingError, match="--glob: expected a folder to look in"):
+    with pytest.raises(PackingError, match="--glob: expected a folder as DATA"):
         Documents(str(tmp_path / "saved"), glob="*.txt")

@@ -124,16 +124,16 @@ def test_bad_arguments(arguments, message):
 
 
 def test_a_bucket_larger_than_the_batch():
-    with pytest.raises(PackingError, match="expected at least 32, the largest bucket, got 16"):
+    with pytest.raises(PackingError, match="expected at least 32, the capacity of the largest bucket, got 16"):
         hfp.BucketBatches(16).plan(full_rows([4, 4, 4]))
 
 
 def test_rows_without_buckets():
-    with pytest.raises(PackingError, match="expected a column 'bucket'.*TokenBudget takes rows without"):
+    with pytest.raises(PackingError, match="expected a column 'bucket'.*TokenBudget, which does not need"):
         hfp.BucketBatches(16).plan(sizes_of_documents(np.array([3, 4])))
 
 
 def test_a_row_longer_than_its_bucket():
     sizes = sizes_of_packs(np.array([8, 9]), np.arange(3), np.array([8, 8]))
-    with pytest.raises(PackingError, match="row 1 has 9 tokens in a bucket of 8"):
+    with pytest.raises(PackingError, match="row 1 has 9 tokens and a bucket of 8"):
         hfp.BucketBatches(16).plan(sizes)

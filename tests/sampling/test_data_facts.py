@@ -68,7 +68,9 @@ def test_a_row_between_those_that_are_sampled_has_another_length():
     other = next(row for row in range(300) if row not in sampled and lengths[row] != lengths[one])
     rows = list(ROWS)
     rows[one], rows[other] = rows[other], rows[one]
-    assert said(ROWS, rows) == "here and there both have 300 rows and 1,197 tokens, but row lengths differ"
+    assert said(ROWS, rows) == (
+        "here and there both have 300 rows and 1,197 tokens, but some rows have different lengths, segments or buckets"
+    )
 
 
 def test_packed_rows_with_other_borders():
@@ -76,7 +78,7 @@ def test_packed_rows_with_other_borders():
     assert said(packed, packed) is None
     whole = packed.map(lambda row: {"seq_lengths": [len(row["input_ids"])]})
     assert max(map(len, packed["seq_lengths"])) > 1
-    assert "but row lengths differ" in said(packed, whole)
+    assert "but some rows have different lengths, segments or buckets" in said(packed, whole)
 
 
 def test_rows_that_are_made_as_they_are_read():

@@ -50,9 +50,9 @@ def test_other_map_style_datasets_are_read_once(documents):
     ("rows", "message"),
     [
         ({"text": ["a"]}, "expected a column 'seq_lengths' or 'input_ids', got columns: text"),
-        ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths' beside 'position_ids'"),
-        ({"input_ids": [[1]], "seq_idx": [[0]]}, "'seq_lengths' beside 'seq_idx'"),
-        ({"input_ids": [[1]], "cu_seq_lens_q": [[0, 1]]}, "'seq_lengths' beside 'cu_seq_lens_q'"),
+        ({"input_ids": [[1]], "position_ids": [[0]]}, "'seq_lengths', since rows with a column 'position_ids'"),
+        ({"input_ids": [[1]], "seq_idx": [[0]]}, "'seq_lengths', since rows with a column 'seq_idx'"),
+        ({"input_ids": [[1]], "cu_seq_lens_q": [[0, 1]]}, "'seq_lengths', since rows with a column 'cu_seq_lens_q'"),
         ({"input_ids": ["text"]}, "column 'input_ids': expected lists of integers, got string"),
         ({"seq_lengths": [3]}, "column 'seq_lengths': expected lists of integers, got int64"),
         ({"seq_lengths": [[1.5]]}, "column 'seq_lengths': expected lists of integers, got list<item: double>"),
@@ -115,7 +115,7 @@ def test_rows_that_are_made_as_they_are_read_may_differ_in_their_tokens():
 
 
 def test_an_iterable_dataset(documents):
-    with pytest.raises(PackingError, match="expected a map-style dataset, whose length is known, got IterableDataset"):
+    with pytest.raises(PackingError, match="map-style dataset, with a length and numbered rows, got IterableDataset"):
         sizes_of(documents.to_iterable_dataset())
 
 
@@ -127,7 +127,7 @@ def test_an_iterable_dataset_with_a_length():
         def __len__(self):
             return 3
 
-    with pytest.raises(PackingError, match="expected a map-style dataset, whose length is known, got Stream"):
+    with pytest.raises(PackingError, match="expected a map-style dataset, with a length and numbered rows, got Stream"):
         sizes_of(Stream())
 
 

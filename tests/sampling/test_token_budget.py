@@ -194,16 +194,16 @@ def test_a_document_longer_than_the_budget_is_named():
 
 def test_packed_rows_are_not_cut():
     sizes = sizes_of_packs(np.array([4, 5]), np.array([0, 2]))
-    with pytest.raises(PackingError, match="pack rows of at most max_tokens, or use overflow='drop'"):
+    with pytest.raises(PackingError, match="pack into rows of at most max_tokens tokens, or use overflow='drop'"):
         hfp.TokenBudget(8, overflow="split").plan(sizes)
 
 
 def test_too_many_documents_per_step():
     sizes = sizes_of_documents(np.full(100, 10))
     message = (
-        "expected at most as many documents as fit into 2 x 2 micro-batches of 100 tokens, got 50 documents per "
-        "optimizer step and 100 documents in all; use max_tokens above 100, or gradient_accumulation_steps=3, or "
-        "match_documents_per_step=33"
+        r"expected at most as many documents as fit into 2 x 2 micro-batches \(accumulation x ranks\) of 100 tokens, "
+        "got 50 documents per optimizer step, and 100 documents per epoch; use max_tokens above 100, or "
+        "gradient_accumulation_steps=3, or match_documents_per_step=33"
     )
     with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=50).plan(sizes, Epoch(0, 2, 2))
@@ -212,8 +212,8 @@ def test_too_many_documents_per_step():
 def test_too_few_documents_per_step():
     sizes = sizes_of_documents(np.full(10, 10))
     message = (
-        "expected at least one row for each of 2 x 2 micro-batches, got 3 documents per optimizer step and 10 "
-        "documents in all; use gradient_accumulation_steps=1, or match_documents_per_step=5"
+        r"expected at least one row for each of 2 x 2 micro-batches \(accumulation x ranks\), got 3 documents per "
+        "optimizer step, and 10 documents per epoch; use gradient_accumulation_steps=1, or match_documents_per_step=5"
     )
     with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=3).plan(sizes, Epoch(0, 2, 2))

@@ -180,9 +180,9 @@ def test_bucket_by_length_document_by_document(case):
 @pytest.mark.parametrize(
     ("bucket_lengths", "message"),
     [
-        ((), "bucket_lengths: expected at least one length, got none"),
-        ((4, 2), "bucket_lengths: expected ascending lengths without repeats, got 2 after 4"),
-        ((2, 2), "bucket_lengths: expected ascending lengths without repeats, got 2 after 2"),
+        ((), "bucket_lengths: expected at least one length, got an empty sequence"),
+        ((4, 2), "bucket_lengths: expected ascending lengths without repeats, got 4, 2"),
+        ((2, 2), "bucket_lengths: expected ascending lengths without repeats, got 2, 2"),
         ((0, 2), "bucket_lengths: expected an integer from 1 to 2147483647, got 0"),
         ((2, 4.5), "bucket_lengths: expected an integer from 1 to 2147483647, got 4.5"),
         (2048, "bucket_lengths: expected a sequence of integers, got 2048"),

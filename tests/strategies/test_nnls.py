@@ -72,14 +72,14 @@ def test_few_documents_are_packed_well_too(rng):
 def test_too_many_ways_to_fill_a_pack():
     with pytest.raises(
         hfp.PackingError,
-        match=r"max_documents: expected a limit that leaves at most 2\*\*23 ways to fill a pack, got 6, ",
+        match=r"at most 2\*\*23 ways to fill a pack exactly, got max_length=512 and max_documents=6; ",
     ):
         hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(512, max_documents=6))
 
 
 def test_a_limit_beyond_the_capacity():
     assert hfp.plan_packing([5, 3], hfp.NonNegativeLeastSquares(8, max_documents=10**6)).num_packs == 1
-    with pytest.raises(hfp.PackingError, match="max_documents: expected a limit that leaves at most"):
+    with pytest.raises(hfp.PackingError, match="max_length and max_documents: expected at most"):
         hfp.plan_packing([5], hfp.NonNegativeLeastSquares(2**31 - 1))
 
 

@@ -157,13 +157,13 @@ def test_a_grouped_bound_proves_more_than_volume(rng, monkeypatch):
 
 def test_no_time_where_best_fit_is_optimal_already():
     table = hfp.plan_counts([0, 0, 0, 0, 5], hfp.Optimal(8))
-    assert (table.num_packs, table.note) == (3, "best fit, which no plan can beat")
+    assert (table.num_packs, table.note) == (3, "best fit, since no plan can have fewer packs")
 
 
 @pytest.mark.parametrize("seconds", [0, 1e-9])
 def test_a_time_limit_of_nothing_returns_best_fit_and_says_so(rng, seconds):
     lengths = rng.integers(300, 701, 5000)
-    with pytest.warns(UserWarning, match="returned the packs of best fit, since the time limit of .* s left no time"):
+    with pytest.warns(UserWarning, match="of a simpler strategy: best fit, since the time limit of .* s left no time"):
         plan = hfp.plan_packing(lengths, hfp.Optimal(2048, time_limit=seconds))
     assert plan.num_packs == hfp.plan_packing(lengths, hfp.BestFit(2048)).num_packs
     assert "time limit" in plan.note
@@ -233,9 +233,9 @@ def test_one_short_document_does_not_make_a_limit_matter(rng):
 def test_a_limit_that_is_too_much_work(monkeypatch, rng):
     monkeypatch.setattr(slots, "_TOO_MUCH", 1000)
     counts = np.bincount(rng.integers(30, 71, 2000))
-    with pytest.warns(UserWarning, match="returned the packs of best fit, since max_documents=4 makes too much work"):
+    with pytest.warns(UserWarning, match="of a simpler strategy: best fit, since max_documents=4 needs too much time"):
         table = hfp.plan_counts(counts, hfp.Optimal(200, max_documents=4))
-    assert "since max_documents=4 makes too much work of column generation" in table.note
+    assert "since max_documents=4 needs too much time or memory for column generation" in table.note
     assert table.num_packs == hfp.plan_counts(counts, hfp.BestFit(200, max_documents=4)).num_packs
 
 
@@ -278,7 +278,7 @@ except hfp.MissingDependencyError as error:
     print(error)
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert told == f'{name} needs scipy; run pip install "hf-packing[optimal]"'
+    assert told == f'{name} needs scipy, which is not installed; run pip install "hf-packing[optimal]"'
 
 
 def test_scipy_is_loaded_only_when_it_is_needed():

@@ -25,7 +25,7 @@ def test_evaluation_with_nothing_to_evaluate(tmp_path):
     hfp.attach(trainer, hfp.TokenBudget(64))
     assert math.isnan(trainer.evaluate(nothing)["eval_loss"])
     model = patched()
-    with pytest.raises(PackingError, match="dataset: expected labels to evaluate on, but all labels are -100"):
+    with pytest.raises(PackingError, match="expected at least one label to evaluate on, but all labels are -100"):
         hfp.evaluation_loss(Accelerator(cpu=True), model, nothing)
 
 
@@ -67,7 +67,7 @@ def test_predicting_without_compute_loss(tmp_path):
 
     trainer = trainer_of(tmp_path, Own)
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="expected a method that calls compute_loss, got Own.prediction_step"):
+    with pytest.raises(PackingError, match="that calls self.compute_loss, but Own.prediction_step did not"):
         trainer.evaluate(documents(9))
 
 
@@ -75,7 +75,7 @@ def test_a_dataset_that_is_not_known(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.eval_dataset = {"few": documents(3)}
     hfp.attach(trainer, hfp.TokenBudget(64))
-    with pytest.raises(PackingError, match="eval_dataset: expected one of few, got 'many'"):
+    with pytest.raises(PackingError, match=r"key of trainer.eval_dataset \(few\), got 'many'"):
         trainer.evaluate("many")
 
 

@@ -222,7 +222,7 @@ def test_evaluation_asks_a_model_for_its_loss(architecture):
 
 @pytest.mark.parametrize("name", ["batch_size", "shuffle", "collate_fn", "in_order", "generator"])
 def test_options_that_the_batching_decides(name):
-    with pytest.raises(PackingError, match=f"{name}: expected none, since the batching decides"):
+    with pytest.raises(PackingError, match=f"{name}: expected no value, since the batching decides"):
         loader_of(**{name: 1})
 
 
@@ -272,7 +272,7 @@ def test_the_last_gradients_of_an_epoch_are_used():
 def test_processes_that_do_not_know_of_each_other(monkeypatch):
     accelerator = Accelerator(cpu=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PackingError, match="expected an Accelerator that knows of all 2 launched processes"):
+    with pytest.raises(PackingError, match="accelerator: expected num_processes=2, the number of launched processes"):
         hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64))
 
 
@@ -323,7 +323,7 @@ def test_sequence_weights_leave_models_no_labels():
 
 def test_more_ranks_than_rows():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PackingError, match="each of 1 ranks, got 0 rows, besides 1 empty or dropped rows"):
+    with pytest.raises(PackingError, match="each of 1 ranks, got 0 rows, not counting 1 empty or dropped rows"):
         hfp.prepare_dataloader(accelerator, datasets.Dataset.from_dict({"input_ids": [[]]}), hfp.TokenBudget(8))
 
 
@@ -334,5 +334,5 @@ def test_packed_rows_whose_columns_contradict_each_other(kind):
     assert len(list(loader)) == 4
     rows[3]["position_ids"] = [0, 1, 2, 3]
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), kind(rows), hfp.TokenBudget(4))
-    with pytest.raises(PackingError, match="'position_ids': expected the same segments as column 'seq_lengths'"):
+    with pytest.raises(PackingError, match="'position_ids': expected segments of .* as in column 'seq_lengths'"):
         list(loader)

@@ -175,7 +175,7 @@ def test_log_probabilities_are_weighed_and_the_model_is_left_as_it_was():
 @pytest.mark.parametrize("outputs", [{"logits": 1}, {"log_probs": torch.zeros(1, 5)}])
 def test_a_head_that_is_not_known(outputs):
     model = Head()
-    message = r"expected log_probs of shape \(1, 4\) from SFTTrainer's fused head"
+    message = r"expected log_probs of shape \(1, 4\) from SFTTrainer's fused LM head"
     with weighted_log_probs(model, batch_of([[5, 6, 3], [4, 4]])), pytest.raises(PackingError, match=message):
         model(**outputs)
 

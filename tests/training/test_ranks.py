@@ -126,7 +126,7 @@ def test_an_error_of_one_rank_reaches_the_others_in_one_process(monkeypatch):
 
     calls = [lambda: training_ranks.on_all_ranks(lambda _: 1), lambda: training_ranks.on_all_ranks(fail)]
     other, failed = on_ranks(monkeypatch, calls)
-    check(other, "^PackingError: rank 1 of 2: PackingError: batching: expected TokenBudget")
+    check(other, "^PackingError: rank 1 of 2 raised PackingError: batching: expected TokenBudget")
     check(failed, "^PackingError: batching: expected TokenBudget")
 
 
@@ -190,12 +190,12 @@ def test_an_error_of_one_rank_is_told_to_the_others(told):
     *others, failed = told["Trainer: batching: no batching"]
     number = len(others)
     for of_rank in others:
-        check(of_rank, rf"PackingError: rank {number} of {number + 1}: PackingError: batching: expected TokenBudget")
+        check(of_rank, rf"rank {number} of {number + 1} raised PackingError: batching: expected TokenBudget")
     check(failed, "PackingError: batching: expected TokenBudget")
     *others, failed = told["Trainer: later: another collator on one rank"]
     for of_rank in others:
         check(
-            of_rank, rf"rank {number} of {number + 1}: PackingError: data_collator: expected the collator set by attach"
+            of_rank, rf"rank {number} of {number + 1} raised PackingError: data_collator: expected the collator set by"
         )
     check(failed, "PackingError: data_collator: expected the collator set by attach")
 

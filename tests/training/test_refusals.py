@@ -180,7 +180,7 @@ def test_context_parallelism(tmp_path):
 )
 def test_trainers_with_their_own_batches(tmp_path, method):
     own = type("GroupTrainer", (Trainer,), {method: lambda *_: None})
-    with pytest.raises(PackingError, match=f"got GroupTrainer, whose own {method} makes the batches"):
+    with pytest.raises(PackingError, match=f"got GroupTrainer, which overrides {method}"):
         hfp.attach(trainer_of(tmp_path, own), hfp.TokenBudget(64))
 
 

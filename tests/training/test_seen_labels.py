@@ -18,7 +18,7 @@ from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 
-REPEATED = "labels: expected labels that differ from input_ids, since .* sees .* mask tokens before packing"
+REPEATED = "labels: expected labels that differ from input_ids, got .* sees .* mask tokens before packing"
 MASK = 4
 
 

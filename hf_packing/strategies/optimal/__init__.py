@@ -1,7 +1,9 @@
-"""The strategy Optimal, which plans by column generation.
+"""The strategy Optimal, which searches for the fewest packs by column generation.
+
+A slot is a place for one document in a pack. The slot may be longer than the document.
 
 strategy.py            the strategy Optimal, and an exact solver for few documents
-slots.py               the choice of slot lengths: all document lengths, or fewer lengths to round up to
-column_generation.py   the fewest packs if fractions of packs are allowed, a lower bound, and rounding to whole packs
-knapsack.py            pricing, a step of column generation: the most valuable packs for given values of the slots
+slots.py               choice of slot lengths: all document lengths, or fewer lengths to which documents are rounded up
+column_generation.py   solution with fractional numbers of packs, lower bound on packs, and rounding to whole packs
+knapsack.py            pricing, a step of column generation: packs with the highest total value of their slots
 """

@@ -1,17 +1,17 @@
-"""Column generation: find the fewest packs if fractions of packs are allowed, and prove a lower bound on packs.
+"""Column generation: minimize packs in a linear program, prove a lower bound on packs, and round to whole packs.
 
-A slot is a place for one document in a pack, and a column is a pattern of slots that fit in a pack. The master problem,
-a linear program solved by HiGHS, finds how many packs of each known column are needed to give all documents a slot; the
-duals of the master problem are values of the slots. Pricing, a knapsack problem, finds packs whose slots have a total
-value above 1, the cost of a pack. These packs are new columns. If no such pack exists, no other column would improve
-the solution (Gilmore and Gomory, "A linear programming approach to the cutting-stock problem", Operations Research
-1961).
+A slot is a place for one document in a pack. A column is a combination of slots that fits in a pack. Each round of
+column generation has two steps. (1) The master problem, a linear program solved by HiGHS, finds the smallest total
+number of packs of known columns that gives every document a slot. Numbers of packs may be fractions. The duals of the
+master problem are used as values of the slots. (2) Pricing, a knapsack problem, finds new columns whose slots have a
+total value above 1, the cost of a pack. If there is no such column, the solution is optimal over all columns (Gilmore
+and Gomory, "A linear programming approach to the cutting-stock problem", Operations Research 1961).
 
 Three ideas make the method fast. First, a slot may hold a document that is shorter than the slot (Valerio de Carvalho,
-"Using extra dual cuts to accelerate column generation", INFORMS Journal on Computing 2005); this rule also allows
-lengths to be grouped. Second, pricing uses slot values between the master's duals and the duals with the best bound so
-far (du Merle et al., "Stabilized column generation", Discrete Mathematics 1999). Third, the search starts with the
-columns of best fit and of several guesses at the duals.
+"Using extra dual cuts to accelerate column generation", INFORMS Journal on Computing 2005). For this reason, similar
+lengths can also be rounded up to one slot length. Second, pricing uses a weighted mean of the master's duals and of the
+slot values that gave the best bound so far (du Merle et al., "Stabilized column generation", Discrete Mathematics
+1999). Third, the search starts with columns of the best-fit plan and with columns for several guesses at the duals.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from hf_packing.strategies.base import load_scipy_optimize
 from hf_packing.strategies.optimal.knapsack import FloatArray, most_valuable_packs
 
 ROUNDING = 1e-6
-"""Largest difference between numbers of packs that may be a rounding error."""
+"""Differences up to this value between numbers of packs are treated as rounding errors."""
 _GUESSES = 5
 _NOISE = 0.02
-"""Relative noise in each guess at the duals, so that different guesses find different packs of equal value."""
+"""Standard deviation of the relative noise in guessed duals. Different guesses then find different packs."""
 _TOWARDS_BEST = 0.3
-"""Weight of the duals with the best bound in the slot values that pricing uses; the rest is the master's duals."""
+"""Weight of the slot values with the best bound in the mean that pricing uses; the master's duals have the rest."""
 _WORTH_ADDING = 1e-7
 _WORTH_KEEPING = 0.01
-"""Largest reduced cost of a column that stays in a large master problem."""
+"""Unused columns with this reduced cost or a higher reduced cost are removed from a large master problem."""
 _LEAST_PROGRESS = 1e-9
-"""Relative decrease of the objective below which a decrease may be a rounding error."""
+"""Relative decreases of the objective up to this value are treated as rounding errors."""
 _SCALE = 1000.0
-"""Total number of documents to which the demand is scaled, since HiGHS has absolute tolerances."""
+"""Total demand of the scaled master problem. The demand is scaled since the tolerances of HiGHS are absolute."""
 _CLOSE_ENOUGH = 5e-5
-"""Relative gap at which to stop if lengths are grouped, since the bound is then only approximate."""
+"""If lengths are grouped, the search stops at this relative gap, since the bound is then only approximate."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,23 @@ class Problem:
     slots: IntArray
     """int64 [slots]: slot lengths, ascending, in units of one or more tokens."""
     demand: FloatArray
-    """float64 [slots]: number of documents for which this slot is the shortest slot that fits."""
+    """float64 [slots]: demand[i] is the number of documents for which slot i is the shortest slot that fits."""
     capacity: int
-    """Capacity of a pack, in the same unit."""
+    """The capacity of a pack, in the same unit as the slot lengths."""
     max_documents: int | None
     grouped: bool
-    """Whether documents of several lengths share a slot, so that a bound for slots is no bound for documents."""
+    """True if documents of several lengths are rounded up to one slot length.
+
+    A lower bound for the slots is then not a lower bound for the documents.
+    """
 
 
 @dataclass
 class Duals:
-    """The best bound so far, and the slot values that prove this bound, scaled so that no pack is worth more than 1."""
+    """The best lower bound on packs so far, and the slot values that prove this bound.
+
+    The slot values are scaled so that the slots of one pack have a total value of at most 1.
+    """
 
     value: FloatArray
     bound: float = 0.0
@@ -71,32 +77,33 @@ class Duals:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A solution in fractions of packs."""
+    """A solution of the packing problem in which numbers of packs may be fractions (linear relaxation)."""
 
     columns: IntArray
     """int32 [slots, columns]: number of slots of each length in each column."""
     packs: FloatArray
     """float64 [columns]: number of packs of each column."""
     objective: float
-    """Total number of packs."""
+    """The total number of packs."""
     rounds: int
     finished: bool
-    """Whether the solution is optimal or close to optimal; False if the time ran out."""
+    """True if the solution is optimal or close to optimal; False if the time ran out."""
 
 
 def generate_columns(
     problem: Problem, start: IntArray, deadline: float, progress: Callable[[str], None]
 ) -> tuple[Relaxation | None, Duals]:
-    """Solve the problem in fractions of packs over all possible columns, or stop when the time runs out.
+    """Solve the packing problem by column generation, where numbers of packs may be fractions.
 
     Args:
-        problem: number of slots that are needed of each length.
-        start: integers [slots, columns]: columns to start with, which together contain all slots.
-        deadline: time to stop, in seconds on the clock of `time.monotonic`.
+        problem: the packing problem.
+        start: integers [slots, columns]: columns to start with. Each slot must occur in at least one of these columns.
+        deadline: value of `time.monotonic()` at which the search stops, in seconds.
         progress: function that is called with a line of text in each round.
 
     Returns:
-        The last solution, or None if the time was too short for a solution; and the duals with the best bound.
+        The last solution, or None if the time was too short for a solution; and the best lower bound on packs, with the
+        slot values that prove the bound.
     """
     duals = Duals(np.zeros(len(problem.slots)))
     columns = np.hstack([start, *_guessed_columns(problem, duals, deadline)]).astype(np.int32)
@@ -110,7 +117,7 @@ def generate_columns(
         rounds += 1
         packs, objective = packs * problem.demand.sum() / _SCALE, objective * problem.demand.sum() / _SCALE
         solution = Relaxation(columns, packs, objective, rounds, finished=True)
-        progress(f"round {rounds}: at most {objective:,.0f} and at least {duals.bound:,.0f} fractional packs")
+        progress(f"round {rounds}: {objective:,.0f} packs before rounding, lower bound {duals.bound:,.0f}")
         gap = _CLOSE_ENOUGH * objective if problem.grouped else 0
         if np.ceil(duals.bound - ROUNDING) >= np.ceil(objective - ROUNDING) - gap:
             return solution, duals
@@ -129,11 +136,11 @@ def generate_columns(
 
 
 def _try_prices(problem: Problem, duals: Duals, value: FloatArray) -> IntArray:
-    """Return the most valuable columns for some slot values. If the values prove a better bound, update `duals`.
+    """Return the most valuable columns for the slot values `value`.
 
-    For any slot values, the total value of all documents, divided by the value of the most valuable pack, is a lower
-    bound on the number of packs (Farley, "A note on bounding a class of linear programming problems", Operations
-    Research 1990). The stored values are scaled so that no pack is worth more than 1.
+    If these slot values prove a better lower bound on packs, `duals` is updated. For any slot values, the total value
+    of the slots of all documents, divided by the value of the most valuable pack, is a lower bound on the number of
+    packs (Farley, "A note on bounding a class of linear programming problems", Operations Research 1990).
     """
     best = most_valuable_packs(value, problem.slots, problem.capacity, problem.max_documents)
     if best.most > 0 and (bound := float(problem.demand @ value) / best.most) > duals.bound:
@@ -142,11 +149,12 @@ def _try_prices(problem: Problem, duals: Duals, value: FloatArray) -> IntArray:
 
 
 def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[IntArray]:
-    """Return columns for guessed slot values.
+    """Return columns to start with, found by pricing with guessed slot values.
 
-    The first guesses mix two kinds of slot values: values proportional to slot lengths, and equal values for all slots.
-    The columns of these first guesses are not kept; the guesses only improve `duals`, which are the best known slot
-    values. The returned columns are the most valuable columns for noisy copies of these slot values.
+    The first guesses are weighted means of two kinds of slot values: values proportional to the slot lengths, and the
+    same value for all slots. These guesses only update `duals`, which then has the slot values with the best bound.
+    Further guesses add random noise to the slot values in `duals`. The most valuable columns for these further guesses
+    are returned.
     """
     by_length = problem.slots / problem.capacity
     typical = problem.max_documents or max(2, int(problem.demand.sum() / (problem.demand @ by_length)))
@@ -164,7 +172,11 @@ def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[In
 
 
 def _improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadline: float) -> IntArray:
-    """Return columns worth more than 1 at the master's duals `value`; search near the best duals first."""
+    """Return new columns whose slots have a total value above 1, measured with the master's duals `value`.
+
+    Pricing first uses a weighted mean of `value` and the slot values with the best bound. If this finds no such column,
+    the weight of `value` is increased step by step, up to 1.
+    """
     weight = _TOWARDS_BEST
     while True:
         columns = _try_prices(problem, duals, weight * duals.value + (1 - weight) * value)
@@ -175,9 +187,9 @@ def _improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadli
 
 
 def _without_known(new: IntArray, columns: IntArray) -> IntArray:
-    """Return the new columns that are not known yet.
+    """Return the columns in `new` that are not in `columns`.
 
-    A known column may look worth adding again, because of the solver's tolerance.
+    Pricing may find a known column again, since the duals of the master problem are accurate only up to a tolerance.
     """
     known = {column.tobytes() for column in np.ascontiguousarray(columns.T)}
     fresh = [column.tobytes() not in known for column in np.ascontiguousarray(new.T)]
@@ -185,16 +197,18 @@ def _without_known(new: IntArray, columns: IntArray) -> IntArray:
 
 
 def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tuple[FloatArray, FloatArray, float] | None:
-    """Find the fewest packs, fractions of packs allowed, that give every document a slot, with known columns only.
+    """Solve the master problem: find the smallest number of packs of known columns that gives every document a slot.
+
+    Numbers of packs may be fractions.
 
     Args:
-        columns: integers [slots, columns]: number of slots of each length in each column.
-        demand: float64 [slots]: number of documents for which this slot is the shortest slot that fits.
-        deadline: time to stop, in seconds on the clock of `time.monotonic`.
+        columns: integers [slots, columns]: number of slots of each length in each known column.
+        demand: float64 [slots]: demand[i] is the number of documents for which slot i is the shortest slot that fits.
+        deadline: value of `time.monotonic()` at which the solver stops, in seconds.
 
     Returns:
-        float64 [columns]: packs of each column; float64 [slots]: dual of each slot; total number of packs. None if the
-        time ran out.
+        float64 [columns]: number of packs of each column; float64 [slots]: dual value of each slot; and the total
+        number of packs. None if the time ran out.
     """
     optimize: Any = load_scipy_optimize("Optimal")
     from scipy import sparse
@@ -223,24 +237,27 @@ def columns_of(patterns: Patterns, slots: IntArray) -> IntArray:
 
 
 _ROUNDED_UP = 0.5
-"""Smallest fraction of a pack that is rounded up to a pack, if that pack would have no unused slot."""
+"""Smallest fraction of a pack that is rounded up to a whole pack, if all slots of that pack are needed."""
 
 
 def dive(
     relaxation: Relaxation, demand: FloatArray, make_packs: Callable[[IntArray], Patterns], bound: int, deadline: float
 ) -> tuple[Patterns, bool]:
-    """Round a solution in fractions of packs to whole packs, step by step, and return the best packs found.
+    """Round a solution with fractional numbers of packs to whole packs, step by step, and return the best result.
+
+    Each step rounds some numbers of packs, and then solves the master problem again for the slots that are still
+    needed.
 
     Args:
-        relaxation: solution in fractions of packs.
-        demand: float64 [slots]: number of documents for which this slot is the shortest slot that fits.
-        make_packs: function that turns a number of packs for each column into packs of all documents, best-fit where
-            documents get no slot.
-        bound: lower bound on the number of packs, at which to stop.
-        deadline: time to stop, in seconds on the clock of `time.monotonic`.
+        relaxation: solution with fractional numbers of packs.
+        demand: float64 [slots]: demand[i] is the number of documents for which slot i is the shortest slot that fits.
+        make_packs: function that packs all documents, with the given number of packs of each column (int64 [columns]).
+            Documents that get no slot in these packs are packed best-fit.
+        bound: lower bound on the number of packs. Rounding stops when a result reaches the bound.
+        deadline: value of `time.monotonic()` at which rounding stops, in seconds.
 
     Returns:
-        The packs, and whether rounding finished before the deadline.
+        Patterns of the fewest packs found; and True if rounding finished before the deadline.
     """
     columns, packs = relaxation.columns, relaxation.packs
     total, left = np.zeros(columns.shape[1], dtype=np.int64), np.rint(demand).astype(np.int64)
@@ -263,10 +280,16 @@ def dive(
 
 
 def _round_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_one: bool) -> IntArray:
-    """Choose the columns that get one more pack each.
+    """Choose the columns whose number of packs is rounded up.
 
-    Columns with a large fraction of a pack come first; a column is chosen if every slot of the added pack is needed. If
-    no column is chosen and `at_least_one` is True, the column with the largest fraction is chosen anyway.
+    Columns are tried from the largest fraction down to one half. A column is chosen if all slots of one more pack are
+    needed. If no column is chosen and `at_least_one` is True, the column with the largest fraction is chosen.
+
+    Args:
+        fraction: float64 [columns]: fractional part of the number of packs of each column.
+        columns: integers [slots, columns]: number of slots of each length in each column.
+        left: int64 [slots]: number of slots of each length that are still needed.
+        at_least_one: True to choose at least one column.
 
     Returns:
         int64 [columns]: 1 for each chosen column, and 0 for all other columns.
@@ -284,9 +307,10 @@ def _round_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_
 
 
 def _pass_down(left: IntArray) -> IntArray:
-    """Return the number of slots of each length that are still needed after spare slots have served shorter documents.
+    """Use spare slots for shorter documents, and return the number of slots of each length that are still needed.
 
-    A negative number in `left` is a number of spare slots.
+    `left` and the result are int64 [slots], from the shortest slot to the longest. A positive number in `left` is a
+    number of needed slots, and a negative number is a number of spare slots.
     """
     wanted, spare = left.tolist(), 0
     for slot in range(len(wanted) - 1, -1, -1):

@@ -1,4 +1,8 @@
-"""Find the most valuable packs for column generation, by a knapsack in which every slot may be used repeatedly."""
+"""Find the most valuable packs for column generation by solving an unbounded knapsack problem.
+
+A slot is a place for one document in a pack. Each slot length has a value and may be used repeatedly. The value of a
+pack is the total value of its slots.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +14,7 @@ from hf_packing.planning.lengths import IntArray
 FloatArray = npt.NDArray[np.float64]
 
 LEAST_GAIN = 1e-12
-"""Differences in value below this number are rounding errors."""
+"""Differences in value up to this number are treated as rounding errors."""
 
 
 class _ValuablePacks(NamedTuple):
@@ -19,16 +23,22 @@ class _ValuablePacks(NamedTuple):
     most: float
     """The value of the most valuable pack."""
     columns: IntArray
-    """int32 [slots, slots]: column i is the most valuable pack that contains slot i."""
+    """int32 [slots, slots]: columns[j, i] is the number of slots j in the most valuable pack that contains slot i."""
 
 
 class _Layer(NamedTuple):
-    """The most valuable filling of each room, from 0 to the capacity, with a maximum number of slots."""
+    """The most valuable combination of slots for each amount of free room in a pack, from 0 to the capacity.
+
+    If the number of slots in a pack is limited, there is one layer for each limit from 0 to the maximum.
+    """
 
     value: FloatArray
-    """float64 [capacity + 1]: value of the filling of each room."""
+    """float64 [capacity + 1]: value[r] is the total value of the best combination for a room of r."""
     slot: IntArray
-    """int64 [capacity + 1]: last slot of the filling, or -1 if less room or fewer slots have the same value."""
+    """int64 [capacity + 1]: slot[r] is the last slot of the best combination for a room of r.
+
+    -1 if a combination for less room has the same value or, with a limit on slots, if fewer slots have the same value.
+    """
 
 
 def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_documents: int | None) -> _ValuablePacks:
@@ -37,7 +47,7 @@ def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_d
     Args:
         value: float64 [slots]: value of each slot, at least 0.
         slots: int64 [slots]: slot lengths, ascending, at least 1.
-        capacity: capacity of a pack, in the unit of the slot lengths.
+        capacity: capacity of a pack, in the same unit as the slot lengths.
         max_documents: maximum number of slots in a pack; None for no limit.
     """
     if max_documents is None:
@@ -48,9 +58,15 @@ def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_d
 
 
 def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
-    """Return the most valuable filling of every room from 0 to the capacity.
+    """Return the most valuable combination of slots for each amount of free room from 0 to the capacity.
 
-    The best filling of a room is the best slot and the best filling of the room that is left beside that slot.
+    The number of slots is not limited. The best combination for a room is one slot, plus the best combination for the
+    remaining room; all slots that fit are tried.
+
+    Args:
+        value: float64 [slots]: value of each slot, at least 0.
+        slots: int64 [slots]: slot lengths, ascending, at least 1.
+        capacity: capacity of a pack, in the same unit as the slot lengths.
     """
     best, slot = np.zeros(capacity + 1), np.full(capacity + 1, -1)
     fitting = np.searchsorted(slots, np.arange(capacity + 1), side="right").tolist()
@@ -66,9 +82,10 @@ def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
 
 
 def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, max_documents: int) -> list[_Layer]:
-    """Return the most valuable filling of every room from 0 to the capacity, for every limit on the number of slots.
+    """Return the most valuable combination of slots for each amount of free room and each limit on the number of slots.
 
-    Layer n of the returned list has fillings with at most n slots, for n from 0 to max_documents.
+    Element n of the returned list has the best combinations of at most n slots, for n from 0 to max_documents. The
+    other arguments are the arguments of `fill_rooms`.
     """
     layers = [_Layer(np.zeros(capacity + 1), np.full(capacity + 1, -1))]
     for _ in range(max_documents):
@@ -84,10 +101,10 @@ def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, ma
 
 
 def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
-    """Return the most valuable pack that contains each slot, int32 [slots, slots], as in `_ValuablePacks.columns`.
+    """Return the most valuable pack that contains each slot, in the form of `_ValuablePacks.columns`.
 
-    A pack is the slot and the best filling of the room that is left beside the slot. All packs are read from the layer
-    at the same time.
+    The pack for a slot consists of this slot and the best combination for the remaining room, which is read from
+    `layer` slot by slot. Each iteration of the loop adds one slot to all packs that are not yet complete.
     """
     columns = np.eye(len(slots), dtype=np.int32)
     pack = np.arange(len(slots))
@@ -102,10 +119,15 @@ def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
 
 
 def _packs_of_layers(layers: list[_Layer], slots: IntArray, capacity: int) -> IntArray:
-    """Return the most valuable pack that contains each slot, under a limit on the number of slots in a pack.
+    """Return the most valuable pack that contains each slot, in the form of `_ValuablePacks.columns`.
 
-    Each pack starts with the given slot, and each layer adds at most one slot. The result has the same form as the
-    result of `_packs_of_layer`.
+    The number of slots in a pack is limited. The pack for a slot starts with this slot. Each layer, from the last to
+    the first, adds at most one slot to each pack.
+
+    Args:
+        layers: list of layers from `_fill_rooms_with_limit`, with limits from 0 to the maximum number of slots minus 1.
+        slots: int64 [slots]: slot lengths, ascending, at least 1.
+        capacity: capacity of a pack, in the same unit as the slot lengths.
     """
     columns = np.eye(len(slots), dtype=np.int32)
     pack, room = np.arange(len(slots)), capacity - slots

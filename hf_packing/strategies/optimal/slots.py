@@ -1,4 +1,7 @@
-"""Choose the slot lengths for Optimal: all document lengths, or fewer lengths that documents are rounded up to."""
+"""Choose the slot lengths for Optimal: all document lengths, or fewer lengths to which documents are rounded up.
+
+A slot is a place for one document in a pack, and may be longer than the document.
+"""
 
 import numpy as np
 
@@ -7,18 +10,18 @@ from hf_packing.strategies.optimal.column_generation import Problem
 
 _MAX_SLOTS = 1000
 _MAX_UNITS = 1 << 17
-"""Largest capacity that is measured in tokens. Larger capacities are measured in units of several tokens."""
+"""Largest capacity that is measured in tokens. A larger capacity is measured in units of several tokens."""
 _MAX_WORK = 1 << 28
-"""Largest product of slots, capacity and limit on documents. Larger problems get fewer slots, for faster pricing."""
+"""Largest product (number of slots) x capacity x max_documents. Larger problems get fewer slots to save time."""
 _FEWEST_SLOTS = 50
 _TOO_MUCH = 1 << 30
-"""Product of slots, capacity and limit on documents above which one pricing takes too long."""
+"""Product (number of slots) x capacity x max_documents above which solving one knapsack problem takes too long."""
 _TOO_LARGE = 1 << 25
-"""Product of capacity and limit on documents above which one pricing needs too much memory, 16 bytes per unit."""
+"""Product capacity x max_documents above which the 16-byte entries of one knapsack problem need too much memory."""
 
 
 def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> tuple[IntArray, Problem]:
-    """Choose slot lengths, and return the problem of giving every segment a slot.
+    """Choose slot lengths for counted segments, and return the slot lengths and the packing problem with these slots.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0, and there is at
@@ -27,7 +30,7 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
         max_documents: maximum number of segments in a pack; None for no limit.
 
     Returns:
-        int64 [slots]: slot lengths in tokens; and the Problem, whose slot lengths are in units of one or more tokens.
+        int64 [slots]: slot lengths in tokens; and the Problem, which has slot lengths in units of one or more tokens.
     """
     lengths = np.flatnonzero(counts)
     if max_documents is not None and max_documents >= _most_that_fit(counts, capacity):
@@ -47,7 +50,7 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
 
 
 def _most_that_fit(counts: IntArray, capacity: int) -> int:
-    """Return the number of documents that fit in one pack if the shortest documents are taken first."""
+    """Return the largest number of counted documents that fit together in one pack."""
     documents, room = 0, capacity
     for length in np.flatnonzero(counts).tolist():
         fitting = min(int(counts[length]), room // length)
@@ -58,7 +61,10 @@ def _most_that_fit(counts: IntArray, capacity: int) -> int:
 
 
 def too_much_work(problem: Problem) -> bool:
-    """Return whether a limit on documents makes one pricing too slow for any time limit, or too large for memory."""
+    """Return True if the knapsack problem of one round of column generation needs too much time or memory.
+
+    This can only happen with a limit on documents per pack.
+    """
     if problem.max_documents is None:
         return False
     layers = problem.max_documents * problem.capacity
@@ -68,9 +74,16 @@ def too_much_work(problem: Problem) -> bool:
 def _spread_slots(counts: IntArray, most: int) -> IntArray:
     """Return about `most` slot lengths, chosen so that rounding document lengths up to slot lengths adds few tokens.
 
-    If neighboring slot lengths differ by w tokens, rounding up adds about w / 2 tokens per document. The total is
-    smallest if w is proportional to 1 / sqrt(density of documents). Then the integral of sqrt(density) is the same
-    between all neighboring slot lengths.
+    If neighboring slot lengths differ by w tokens, rounding up adds about w / 2 tokens per document. The total number
+    of added tokens is smallest if w is proportional to 1 / sqrt(density), where density is the smoothed number of
+    documents of each length. The integral of sqrt(density) is then the same between all neighboring slot lengths.
+
+    Args:
+        counts: int64 [longest + 1]: counts[n] is the number of documents of n tokens.
+        most: number of slot lengths to choose.
+
+    Returns:
+        int64 [slots]: slot lengths in tokens, ascending. The last slot length is the longest document length.
     """
     lengths = np.flatnonzero(counts)
     window = max(3, 4 * int(lengths[-1] - lengths[0]) // most)

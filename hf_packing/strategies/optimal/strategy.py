@@ -1,4 +1,4 @@
-"""The strategy Optimal, which searches for few packs within a time limit and proves a lower bound on the packs."""
+"""The strategy Optimal, which searches for the fewest packs within a time limit and proves a lower bound on packs."""
 
 import time
 import warnings
@@ -22,24 +22,26 @@ from hf_packing.strategies.optimal.knapsack import LEAST_GAIN, fill_rooms
 from hf_packing.strategies.optimal.slots import slots_wanted, too_much_work
 
 _SHARE_FOR_FRACTIONS = 0.6
-"""Share of the time limit for the solution in fractions of packs; the remaining time is for finding whole packs."""
+"""Share of the time limit that column generation may use. The remaining time is for rounding to whole packs."""
 _FEW_SEGMENTS = 64
-"""Maximum number of segments for which the problem may also be solved exactly."""
+"""Maximum number of segments for which the problem may also be solved exactly by integer programming."""
 _MAX_WORK_FOR_BOUND = 1 << 29
-"""Maximum product of lengths and capacity for which grouped lengths get a better bound from values of all lengths."""
+"""Maximum product (number of lengths) x capacity for which `_proven_bound` solves one more knapsack problem."""
 
 
 @register_strategy
 @dataclass(frozen=True)
 class Optimal(OneCapacity):
-    """Pack by column generation, with as few packs as can be found in a time limit, and prove a lower bound on packs.
+    """A strategy that searches for the fewest packs by column generation, and proves a lower bound on packs.
 
-    Optimal never needs more packs than BestFit. Optimal is worth the time if BestFit is far from the bound, which
-    happens with lengths in a narrow range, as in most fine-tuning data. More than 1,000 distinct lengths are rounded up
-    to 1,000 lengths while planning, or to fewer lengths with `max_documents` and long packs. Packs of more than 131,072
-    tokens are measured in units of several tokens. The plan's `note` reports how the plan was found, and
-    `metrics().lower_bound` is the bound. The same input gives the same plan unless the time runs out; if several
-    processes need the plan, let one process plan. Optimal needs scipy: `pip install "hf-packing[optimal]"`.
+    Optimal never needs more packs than BestFit. Optimal is worth the time if BestFit needs many more packs than the
+    lower bound. This is common if lengths lie in a narrow range, as in most fine-tuning data.
+
+    The plan's `note` reports how the plan was found, and `metrics().lower_bound` is the lower bound. If there are more
+    than 1,000 distinct lengths, the search rounds the lengths up to about 1,000 lengths, or to fewer lengths with
+    `max_documents` and long packs. If max_length is above 131,072, the search measures lengths in units of several
+    tokens. The same input gives the same plan unless the time runs out. If several processes need the same plan,
+    compute the plan in one process. Optimal needs scipy: `pip install "hf-packing[optimal]"`.
 
     Args:
         max_length: capacity of each pack in tokens, at least 1.
@@ -47,8 +49,9 @@ class Optimal(OneCapacity):
             tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
             "error" raises PackingError.
         max_documents: maximum number of segments in a pack; None for no limit.
-        time_limit: seconds for planning, at least 0. If the time is too short for a first solution, or `max_documents`
-            makes planning too much work, the result is the plan of BestFit, with a warning.
+        time_limit: maximum time for planning in seconds, at least 0. If the time is too short for a first solution, or
+            if planning with `max_documents` needs too much time or memory, the result is the plan of BestFit, and a
+            warning is given.
         seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
             shuffling.
 
@@ -75,12 +78,12 @@ class Optimal(OneCapacity):
         ) as bar:
             found = _optimal_packs(counts, self.max_length, self.max_documents, self.time_limit, bar.set_postfix_str)
         if found.gave_up:
-            warnings.warn(f"{self!r} returned the packs of {found.note}", stacklevel=2)
+            warnings.warn(f"{self!r} used the packs of a simpler strategy: {found.note}", stacklevel=2)
         return found
 
 
 def _check_seconds(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise PackingError if `value` is not a number of at least 0."""
+    """Return `value` as a float, or raise PackingError if `value` is not a number or is below 0."""
     if not is_real(value) or not value >= 0:
         raise PackingError(f"{name}: expected a number of seconds, at least 0, got {value!r}")
     return float(value)
@@ -93,13 +96,13 @@ def _optimal_packs(
     time_limit: float,
     progress: Callable[[str], None],
 ) -> Solution:
-    """Return the fewest packs found within a time limit, at most as many as best fit needs.
+    """Return the fewest packs that are found within a time limit, but never more packs than best fit needs.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
         capacity: capacity of each pack, in tokens.
         max_documents: maximum number of segments in a pack; None for no limit.
-        time_limit: maximum time, in seconds.
+        time_limit: maximum time for planning, in seconds.
         progress: function that is called with a line of text from time to time.
 
     Raises:
@@ -113,7 +116,7 @@ def _optimal_packs(
     if max_documents is not None:
         bound = max(bound, -(-int(counts.sum()) // max_documents))
     if best_fit.num_packs <= bound:
-        return Solution(best_fit, bound, "best fit, which no plan can beat")
+        return Solution(best_fit, bound, "best fit, since no plan can have fewer packs")
     if time.monotonic() >= deadline:
         note = f"best fit, since the time limit of {time_limit:g} s left no time for column generation"
         return Solution(best_fit, bound, note, gave_up=True)
@@ -122,9 +125,9 @@ def _optimal_packs(
     if problem.grouped:
         how += f", to which {np.count_nonzero(counts)} were rounded up"
     if _least_packs_of_slots(problem) >= best_fit.num_packs:
-        return Solution(best_fit, bound, f"best fit, since no fewer packs are possible by {how}")
+        return Solution(best_fit, bound, f"best fit, since fewer packs are impossible with {how}")
     if too_much_work(problem):
-        note = f"best fit, since max_documents={max_documents} makes too much work of {how}"
+        note = f"best fit, since max_documents={max_documents} needs too much time or memory for {how}"
         return Solution(best_fit, bound, note, gave_up=True)
     grouped_counts = np.zeros(int(slots[-1]) + 1, dtype=np.int64)
     grouped_counts[slots] = problem.demand.astype(np.int64)
@@ -139,7 +142,7 @@ def _optimal_packs(
     def make_packs(packs: IntArray) -> Patterns:
         return fill_columns(packs, relaxation.columns, slots, counts, capacity, max_documents)
 
-    progress(f"rounding to whole packs, at least {bound:,}")
+    progress(f"rounding to whole packs, lower bound {bound:,}")
     found, to_its_end = dive(relaxation, problem.demand, make_packs, bound, deadline)
     how += f", {relaxation.rounds} round{'s' if relaxation.rounds > 1 else ''}"
     if not (relaxation.finished and to_its_end):
@@ -147,16 +150,16 @@ def _optimal_packs(
     if min(found.num_packs, best_fit.num_packs) > bound and int(counts.sum()) <= _FEW_SEGMENTS:
         exact = fewest_packs_of_few(counts, capacity, max_documents, deadline)
         if exact is not None:
-            return Solution(exact, exact.num_packs, "exact solution over all ways to fill a pack")
+            return Solution(exact, exact.num_packs, "exact solution by integer programming")
     if found.num_packs >= best_fit.num_packs:
-        return Solution(best_fit, bound, f"best fit, since no fewer packs were found by {how}")
+        return Solution(best_fit, bound, f"best fit, since no fewer packs were found with {how}")
     return Solution(found, bound, how)
 
 
 def _least_packs_of_slots(problem: Problem) -> int:
-    """Return the total length of all needed slots divided by the capacity, rounded up.
+    """Return a lower bound on the number of packs if each document occupies the whole length of a slot.
 
-    No plan with lengths rounded up to slots has fewer packs.
+    The bound is the total length of the slots of all documents, divided by the capacity and rounded up.
     """
     return int(np.ceil(problem.demand @ problem.slots / problem.capacity - ROUNDING))
 
@@ -164,10 +167,12 @@ def _least_packs_of_slots(problem: Problem) -> int:
 def _proven_bound(
     counts: IntArray, capacity: int, slots: IntArray, problem: Problem, duals: Duals, deadline: float
 ) -> int:
-    """Return a lower bound on the number of packs, proven by the slot values in `duals`.
+    """Return a lower bound on the number of packs that the documents need, proven by the slot values in `duals`.
 
-    If lengths are grouped, a document is worth at least as much as the next shorter slot. Interpolating between the
-    next shorter and the next longer slot gives a higher value, but then the most valuable pack must be found again.
+    If document lengths are not rounded up to slot lengths, the bound in `duals` is returned. Otherwise, the result is
+    the higher of two bounds. The first bound gives each document the value of the longest slot that is not longer than
+    the document. The second bound interpolates between slot values. The second bound requires another knapsack problem,
+    and is computed only if there is time and no limit on documents per pack.
     """
     if not problem.grouped:
         return _whole_packs(duals.bound, problem.capacity)
@@ -183,7 +188,10 @@ def _proven_bound(
 
 
 def _whole_packs(bound: float, rooms: int) -> int:
-    """Return a bound rounded up to whole packs, after allowing for the rounding errors of a knapsack over `rooms`."""
+    """Round a lower bound up to whole packs, after subtracting the possible rounding errors of the knapsack problem.
+
+    `rooms` is the capacity of the knapsack. The possible rounding errors are proportional to this capacity.
+    """
     return int(np.ceil(bound * (1 - LEAST_GAIN * (rooms + 1)) - ROUNDING))
 
 
@@ -191,13 +199,17 @@ _MOST_WAYS = 1 << 14
 
 
 def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | None, deadline: float) -> Patterns | None:
-    """Return the fewest packs possible, or None if there are more than 2**14 ways to fill a pack or the time runs out.
+    """Solve the packing problem exactly by integer programming, for few segments.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
         capacity: capacity of each pack, in tokens.
         max_documents: maximum number of segments in a pack; None for no limit.
-        deadline: time to stop, in seconds on the clock of `time.monotonic`.
+        deadline: value of `time.monotonic()` at which the solver stops, in seconds.
+
+    Returns:
+        Patterns of the fewest packs possible; None if there are more than 2**14 ways to fill a pack or the time runs
+        out.
     """
     lengths = np.flatnonzero(counts)
     demand = counts[lengths]
@@ -223,7 +235,14 @@ def fewest_packs_of_few(counts: IntArray, capacity: int, max_documents: int | No
 def _ways_to_fill(
     lengths: list[int], left: list[int], room: int, max_documents: int | None
 ) -> Iterator[tuple[int, ...]]:
-    """Yield every way to fill a pack with at least one document, as the number of documents of each length."""
+    """Yield every non-empty combination of documents that fits in a pack, as the number of documents of each length.
+
+    Args:
+        lengths: the distinct document lengths in tokens.
+        left: number of available documents of each length.
+        room: capacity of the pack, in tokens.
+        max_documents: maximum number of documents in the pack; None for no limit.
+    """
     limit = sum(left) if max_documents is None else max_documents
 
     def extend(number: int, room: int, limit: int) -> Iterator[tuple[int, ...]]:
