@@ -167,9 +167,10 @@ def check_max_documents(max_documents: Any) -> int | None:
 def check_strategy(strategy: Any) -> Strategy:
     """Return `strategy` unchanged, or raise PackingError if `strategy` is not an instance of Strategy."""
     if not isinstance(strategy, Strategy):
-        hint = (
-            f"; pass an instance of the class, such as {strategy.__name__}(2048)" if isinstance(strategy, type) else ""
-        )
+        hint = ""
+        if isinstance(strategy, type) and issubclass(strategy, Strategy):
+            arguments = "bucket_lengths=(512, 2048)" if strategy.has_buckets else "2048"
+            hint = f"; pass an instance of the class, such as {strategy.__name__}({arguments})"
         raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
     return strategy
 

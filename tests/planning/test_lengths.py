@@ -1,5 +1,7 @@
 """Lengths that are checked, sorted and cut: what is accepted, and what happens to documents longer than a pack."""
 
+import re
+
 import numpy as np
 import pytest
 from any_strategy import strategy_classes
@@ -46,8 +48,14 @@ def test_bad_max_documents_and_seed(strategy):
 def test_not_a_strategy():
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as BestFit\\(2048\\), got 'bfd'"):
         hfp.plan_packing([1], "bfd")
-    with pytest.raises(hfp.PackingError, match=r"pass an instance of the class, such as BestFit\(2048\)"):
-        hfp.plan_packing([1], hfp.BestFit)
+    for strategy, example in (
+        (hfp.BestFit, "BestFit(2048)"),
+        (hfp.Bucket, "Bucket(bucket_lengths=(512, 2048))"),
+    ):
+        with pytest.raises(hfp.PackingError, match=f"pass an instance of the class, such as {re.escape(example)}$"):
+            hfp.plan_packing([1], strategy)
+    with pytest.raises(hfp.PackingError, match="got <class 'int'>$"):
+        hfp.plan_packing([1], int)
 
 
 def test_a_plan_of_too_many_pieces():

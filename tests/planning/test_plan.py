@@ -241,7 +241,7 @@ def test_loading_another_format(tmp_path):
     make().save(tmp_path / "plan")
     index = tmp_path / "plan" / "plan.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"format": 99}))
-    with pytest.raises(hfp.PackingError, match="expected a plan of format 1, .* has format 99"):
+    with pytest.raises(hfp.PackingError, match="^path: expected a plan of format 1, .* has format 99$"):
         hfp.PackingPlan.load(tmp_path / "plan")
 
 
