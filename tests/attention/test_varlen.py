@@ -1,11 +1,15 @@
 """The attention function itself: rows and borders in all forms, and every argument it refuses."""
 
+from itertools import accumulate
+
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
-from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
+from hf_packing.attention.varlen import LocalMask, packed_varlen, packed_varlen_mask
 
 
 class Attention(torch.nn.Module):
@@ -94,6 +98,28 @@ def test_harmless_arguments_pass():
         output_attentions=False,
         sinks=None,
     )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    size=st.integers(1, 10),
+    kind=st.sampled_from(["window", "chunk"]),
+)
+@example(lengths=[5, 3, 4], size=2, kind="chunk")
+@example(lengths=[5, 3, 4], size=2, kind="window")
+def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind):
+    query, key, value = tensors(tokens=sum(lengths))
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    attended, _ = packed_varlen(Attention(), query, key, value, LocalMask(**{kind: size}), cu_seq_lens_q=borders)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.cat([torch.arange(length) for length in lengths])
+    visible = (document[:, None] == document) & (place[:, None] >= place)
+    if kind == "window":
+        visible &= place[:, None] - place < size
+    else:
+        visible &= place[:, None] // size == place // size
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
+    assert torch.allclose(attended, expected.transpose(1, 2), atol=1e-5)
 
 
 def test_a_mask_of_blocks():
