@@ -142,7 +142,7 @@ def packed_varlen(
         "softcap": softcap,
         "dropout": dropout,
     }
-    if query.is_cuda and has_kernel(query, value, softcap=softcap, sinks=s_aux, dropout=dropout):
+    if has_kernel(query, value, softcap=softcap, sinks=s_aux, dropout=dropout):
         longest = int(borders.diff().max()) if max_length_q is None else int(max_length_q)
         attended = attend_with_kernel(q, k, v, borders.to(q.device, torch.int32), longest, **options)
     elif torch.compiler.is_compiling():

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
+from hf_packing.attention import varlen
+from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.varlen import LocalMask, packed_varlen, packed_varlen_mask
 
 
@@ -120,6 +122,24 @@ def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind
         visible &= place[:, None] // size == place // size
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
     assert torch.allclose(attended, expected.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [None, LocalMask(chunk=2)])
+def test_what_a_kernel_is_given(monkeypatch, mask):
+    def kernel(query, key, value, cu_seq_lens, max_length, **options):
+        assert cu_seq_lens.dtype == torch.int32
+        assert max_length == cu_seq_lens.diff().max()
+        return attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), **options)
+
+    for borders in (BORDERS, BORDERS.long()):
+        arguments = *tensors(), mask
+        loop, _ = packed_varlen(Attention(), *arguments, cu_seq_lens_q=borders)
+        with monkeypatch.context() as patch:
+            patch.setattr(varlen, "has_kernel", lambda *_, **__: True)
+            patch.setattr(varlen, "attend_with_kernel", kernel)
+            for longest in ({}, {"max_length_q": 5}):
+                attended, _ = packed_varlen(Attention(), *arguments, cu_seq_lens_q=borders, **longest)
+                assert torch.equal(attended, loop)
 
 
 def test_a_mask_of_blocks():

@@ -62,6 +62,18 @@ def test_a_hub_that_answers(online, asked):
     assert hub_answers("no/such/name"), "an answer of huggingface_hub itself"
 
 
+def test_a_hub_that_is_silent_is_not_waited_for(monkeypatch):
+    def repo_info(*_, timeout, **__):
+        waits.append(timeout)
+        raise TimeoutError
+
+    waits = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+    assert not hub_answers("nobody/nothing")
+    assert len(waits) == 1
+    assert waits[0] <= 10
+
+
 def test_a_hub_out_of_reach_costs_one_try(online, caplog):
     online(NOBODY)
     began = time.monotonic()
