@@ -50,7 +50,7 @@ class PackingCollator:
             instead of the next token, such as masked language models.
 
     Returns:
-        A call with a list of rows returns a dict. In its shapes, `tokens` and `segments` are totals over all rows.
+        A call with a list of rows returns this dict. In the shapes, `tokens` and `segments` are totals over all rows.
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
             keep_first_labels is True.
         token_type_ids: int64 [1, tokens], if the rows have this column.
@@ -117,7 +117,7 @@ def _check_rows(rows: Any) -> None:
 
 
 def _check_loss_masks(row: Row, number: int) -> None:
-    """Raise PackingError if a row's loss mask is not applied to the labels, since prompts would be trained on."""
+    """Raise PackingError if a row's loss mask is not applied to the labels: masked tokens would be trained on."""
     if not (names := [name for name in LOSS_MASKS if name in row]):
         return
     if LABELS not in row:
@@ -154,8 +154,8 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:
     """Raise PackingError if accelerate makes batches in one process and sends slices of each batch to the others.
 
-    Accelerate does so by default for an IterableDataset, but cu_seq_lens cannot be sliced. This function does not
-    import accelerate. If accelerate is already imported, its active data loader shows whether it slices batches.
+    Accelerate does so by default for an IterableDataset, but cu_seq_lens cannot be sliced. Accelerate can
+    be in use only if it is imported already; its active data loader then shows whether it slices batches.
     """
     state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
     if state is None or data_loader is None:
@@ -188,7 +188,7 @@ def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> Int
 
 
 def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_ids: IntArray) -> None:
-    """Check that the position_ids of every row that has them count from 0 in every segment of the row.
+    """Check that position_ids, in rows that have this column, count from 0 in every segment.
 
     Args:
         rows: packed rows or documents.
@@ -293,7 +293,7 @@ def _from_segment_numbers(name: str, numbers: IntArray, tokens: int, row: int) -
 
 
 def _from_positions(name: str, positions: IntArray, tokens: int, row: int) -> IntArray:
-    """Return a row's segment lengths, given all positions. A segment begins where positions do not rise by 1."""
+    """Return a row's segment lengths, given each token's position. Segments begin where positions do not rise by 1."""
     _check_length(name, positions, tokens, row)
     begin = _begins(positions.astype(np.int64, copy=False), step=1)  # differences of small dtypes would wrap around
     if (elsewhere := positions[begin] != 0).any():
@@ -316,7 +316,7 @@ _READERS: dict[str, Callable[[str, IntArray, int, int], IntArray]] = {
 
 
 def _begins(values: IntArray, step: int) -> IntArray:
-    """Return the indices at which segments begin: 0, and all indices whose value is not the previous value + `step`."""
+    """Return the indices at which segments begin: 0, and all indices at which values do not rise by `step`."""
     inside = np.flatnonzero(np.diff(values) != step) + 1
     return np.concatenate([np.zeros(min(len(values), 1), dtype=np.int64), inside])
 

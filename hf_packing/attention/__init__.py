@@ -5,28 +5,30 @@ the ten ideas behind the code. The names in parentheses are the files that imple
 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
-   and stores the packed row as the current row while the model's forward runs (packed_row).
+   and its modules can look up the borders while the model's forward runs (packed_row).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch (varlen, kernels, exact_attention).
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
-   cut along the axes of tokens, and its outputs are concatenated (by_segment, token_axes).
+   cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
+   token_axes).
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search, module_checks).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
    list of modules that run segment by segment (route).
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
    (patched_forward).
-7. A probe runs a model on random documents, packed in a row or one document at a time, and then restores the model
-   (probe, snapshot). Two results count as equal if rounding can explain their difference (tolerance).
+7. A probe runs a model on random documents, either packed or each document alone, and then restores the model (probe,
+   snapshot). Two results count as equal if rounding can explain their difference (tolerance).
 8. The proof shows that replacing one document does not change the results of other documents, and that every document
    has the same logits and gradients in a packed row as when it is run alone (proof). `check_isolation` only tests
    whether documents affect each other, in any model, patched or not (isolation).
 9. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
    tiny sizes from tiny_model).
-10. Some models, such as masked language models, see the input token at each label's position. If such a model is
-    patched, it refuses labels that only repeat the input tokens (patched_forward).
+10. Some models, such as masked language models, see the input token at the position where they predict a label. In
+    training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
+    to copy them (patched_forward).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.

@@ -80,8 +80,8 @@ class RunAhead:
 
     Args:
         name: the inner module's name, relative to the outer module.
-        source: where the inner module's input comes from. A path stands for an argument of the outer module; a name
-            stands for the output of another inner module that also runs before the outer module.
+        source: where the inner module's input comes from: either the path of an argument of the outer module, or the
+            name of another `RunAhead`, whose output is the input.
     """
 
     name: str
@@ -279,8 +279,8 @@ class SegmentedForward(ReplacedForward):
 
 
 def _do_nothing(*_: Any) -> None:
-    """Do nothing. The function is registered as a hook on modules, since nn.TransformerEncoderLayer skips the forwards
-    of its inner modules if neither the layer nor an inner module has a hook."""
+    """Do nothing. This function is a hook of every module that runs segment by segment. Without any hooks on itself or
+    its inner modules, nn.TransformerEncoderLayer may skip the forwards of its inner modules."""
 
 
 def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -301,13 +301,13 @@ including the parameters of inner modules, at once."""
 def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
     """Raise PackingError if processes of a distributed training run would wait for each other forever.
 
-    If a module runs segment by segment, its inner modules are called once or more for each segment, and the number of
-    segments differs between processes. If FSDP or DeepSpeed gathers the weights of an inner module at every call,
-    however, all processes have to make the same number of calls.
+    The inner modules of a module that runs segment by segment are called more often for some packed rows than for
+    others, so the number of calls may differ between processes. But if FSDP or DeepSpeed gathers the weights of an
+    inner module at every call, all processes have to make the same number of calls.
 
     Args:
-        model: the model, wrapped or sharded.
-        plans: plans of the modules that run segment by segment.
+        model: the patched model, sharded or not.
+        plans: a `ModulePlan` for each module that runs segment by segment.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

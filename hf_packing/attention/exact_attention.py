@@ -36,8 +36,7 @@ def attend_by_segment(
         lengths: number of tokens in each segment; the sum is the number of tokens in the row.
         scale: factor by which attention scores are multiplied.
         is_causal: whether a token attends only to itself and to earlier tokens of its segment.
-        window: number of tokens, including itself, that a token attends to on each side (only on the left if is_causal
-            is True); None for no limit.
+        window: a token attends only to tokens at a distance of less than this number; None for no limit.
         softcap: limit of the scores, which become softcap * tanh(scores / softcap); None for unchanged scores.
         sinks: tensor [heads] with one extra score for each head. The score takes part in the softmax, but belongs to no
             token. None for no extra scores.
@@ -127,8 +126,8 @@ def _forward(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return the result of `attend_by_segment`. Segment lengths are given as cumulative lengths, `cu_seq_lens`, int32
-    [segments + 1], instead of a list of lengths."""
+    """Return the result of `attend_by_segment`, without dropout. The argument `cu_seq_lens`, int32 [segments + 1],
+    contains the cumulative segment lengths, and takes the place of the list of lengths."""
     lengths = cu_seq_lens.diff().tolist()
     options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
     return attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()

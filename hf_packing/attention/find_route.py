@@ -41,8 +41,8 @@ known_routes: dict[Any, Route] = {}
 
 
 class _LocalMaskError(ModelNotSupportedError):
-    """Raised for a model that limits attention to a window or chunk only in its attention mask, and does not pass the
-    limit to the attention function."""
+    """Raised if only the attention mask of a model limits attention to a window or a chunk, and the attention function
+    does not get this limit."""
 
 
 class _SeveralRowsError(ModelNotSupportedError):
@@ -101,11 +101,12 @@ def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
 
 
 def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Run random documents that contain the model's pad token, one at a time.
+    """Run each of several random documents alone, and return the documents and their outputs. Every document contains
+    the model's pad token.
 
     Args:
         model: an unpatched model.
-        rounding: the effect of rounding on a logit, as `Probe.measure_rounding` measured it, or None.
+        rounding: the effect of rounding on a logit, as `Probe.measure_rounding` measured it; None if not measured.
 
     Returns:
         The documents and their outputs; None if the model has no pad token, or cannot be called on such documents.
@@ -125,8 +126,8 @@ def route_key(model: PreTrainedModel) -> Any:
     """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
     other models with an equal key.
 
-    The key contains the names and classes of all modules. If a route is known for a key, only the proof runs again, and
-    the search for a route is skipped, although the search checks modules in ways that the proof does not.
+    If the route passes the proof for another model, no search is made in that model. Since the proof does not repeat
+    all checks of the search, the key contains the names and classes of all modules.
     """
     attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
@@ -237,8 +238,8 @@ def _check_observed(method: Method, observed: Observed) -> None:
     if method.attention == NAME and lost:
         lost_masks = " and ".join(sorted(map(str, lost)))
         raise _LocalMaskError(
-            f"the model limits attention to {lost_masks} only in its attention mask, and does not pass this limit to "
-            "the attention function"
+            f"only the model's attention mask limits attention to {lost_masks}, and the attention function does not "
+            "get this limit"
         )
 
 

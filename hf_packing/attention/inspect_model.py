@@ -135,7 +135,7 @@ def embedding_of(model: PreTrainedModel) -> Any:
         if isinstance(getattr(embedding := model.get_input_embeddings(), "weight", None), Tensor):
             return embedding
     raise ModelNotSupportedError(
-        "model: expected get_input_embeddings() to return the module that embeds input_ids and has a weight, but "
+        "model: expected get_input_embeddings() to return a module that has a weight and embeds input_ids, but "
         f"{type(model).__name__} returns no such module. Define get_input_embeddings in the model's class, as models "
         "in transformers do"
     )

@@ -61,14 +61,14 @@ Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
 def check_isolation(
     model: PreTrainedModel, *, collator: Collator | None = None, rows: int = 1, seed: int = 0
 ) -> IsolationReport:
-    """Check whether packed documents affect each other in a model. The model is called as in a plain training loop.
+    """Check whether packed documents affect each other in a model.
 
-    Three random documents are packed in each row, collated, and passed to the model. The model keeps its own
-    configuration, including use_cache. The check replaces one document at a time, and compares the logits of the other
-    documents before and after. The check also tests whether gradients of one document's logits reach the embeddings of
-    other documents. If documents are isolated in evaluation mode, the check is repeated in training mode, with dropout,
-    noise and layer dropping off. Afterwards, the training or evaluation mode of all modules, the model's buffers and
-    the random state are restored.
+    Three random documents are packed in each row. The rows are collated, and passed to the model as in a plain training
+    loop, but without labels. The model keeps its own configuration, including use_cache. The check replaces one
+    document at a time, and compares the logits of the other documents before and after. The check also tests whether
+    gradients of one document's logits reach the embeddings of other documents. If documents are isolated in evaluation
+    mode, the check is repeated in training mode, but with dropout, noise and layer dropping turned off. Afterwards, the
+    training or evaluation mode of all modules, the model's buffers and the random state are restored.
 
     Args:
         model: a causal or masked language model of transformers, patched or not, on any device. The model may be
@@ -175,8 +175,8 @@ def _leaks_only_with_cache(probe: Probe) -> bool:
 
 
 def _probe(model: PreTrainedModel, collator: Collator | None, rows: int, seed: int, training: bool = False) -> Probe:
-    """Return a probe that runs the model on packed rows of three random documents each. Every row has the same three
-    document lengths, in cyclically shifted order."""
+    """Return a probe that runs the model on packed rows of three random documents each. All rows have the same three
+    document lengths, rotated by one place from row to row."""
     lengths = [length for row in range(rows) for length in _rotated(distinctive_lengths(model), row)]
 
     def make_batch(documents: DocumentTokens) -> Mapping[str, Any]:

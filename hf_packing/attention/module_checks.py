@@ -56,8 +56,8 @@ def outputs_differ(
     Args:
         left: tensors in nested tuples, lists or dictionaries.
         right: tensors that are nested in the same way as in `left`.
-        axes: token axes of the outputs, if the outputs are for a whole row. Tensors without a token axis are then
-            ignored, and half-precision tensors are compared only at the tokens next to borders.
+        axes: token axes of the outputs for a whole row. If given, tensors without a token axis are ignored, and
+            half-precision tensors are compared only at the tokens next to borders.
         slices: token indices (start, end) of each segment in the row; used only together with `axes`.
     """
     for (path, one), (_, other) in zip(leaves(left), leaves(right), strict=True):
@@ -98,7 +98,8 @@ def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow
     """Return whether a module has to run segment by segment on long rows, although it does not have to on the test row.
 
     On the test row, the module's output for the whole row equals the joined outputs for the segments. On a long row,
-    this may change if the module numbers the tokens itself, or has a table of positions that is too short.
+    the outputs may differ if the module makes position numbers itself. If the module has a table of positions, the row
+    may be too long for the table.
 
     Args:
         forward: an object that can run the module on the whole row or segment by segment.
@@ -110,7 +111,7 @@ def differs_on_other_rows(forward: SegmentedForward, inputs: Any, row: PackedRow
 
 
 def _counts_by_itself(forward: SegmentedForward, inputs: Any, row: PackedRow) -> bool:
-    """Return whether a module numbers the tokens of a row with torch.arange, and large numbers change its output.
+    """Return whether a module makes position numbers with torch.arange, and large positions change its output.
 
     An example is an attention layer whose temperature grows with the position after the first 8192 tokens.
     """
@@ -181,8 +182,8 @@ def depends_on_far_positions(forward: SegmentedForward, inputs: Any, row: Packed
 
 
 class _CountFromAfar(TorchFunctionMode):
-    """Context manager: within the block, if torch.arange returns one number for each token of the row, `_FAR` is added
-    to all numbers."""
+    """Context manager: within the block, `_FAR` is added to every result of torch.arange that has one number for each
+    token of the row."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Shar
 
 
 def _noise(scale: float) -> Fill:
-    """Return a function that makes random padding, with the standard deviation `scale` for floating-point values. Such
+    """Return a function that makes random padding. Floating-point padding has the standard deviation `scale`. Random
     padding changes the output of any module that reads tokens after the end of a segment."""
 
     def fill(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -251,7 +252,7 @@ _FILLS = (_noise(1.0), _noise(10.0))
 
 
 class _NoteRanking(TorchFunctionMode):
-    """Context manager: set `seen` to True if a module ranks the tokens of the row within the block, as torch.topk does.
+    """Context manager: `seen` becomes True if code in the block ranks the tokens of the row, as torch.topk does.
 
     If several tokens have equal scores, padding may change which of these tokens ranks first.
     """
@@ -295,7 +296,7 @@ def refuse_changed_scalars(before: dict[str, Tensor], after: dict[str, Tensor], 
         if number is not before.get(name):
             raise PackingError(
                 f"{where}: the attribute {name} stores a number computed from all tokens of a row, such as the loss of "
-                "a router. If the module ran segment by segment, the attribute would only have the number of a segment"
+                "a router. If the module ran segment by segment, the attribute would store the number of one segment"
             )
 
 
@@ -303,7 +304,7 @@ def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
     """Raise PackingError if a module returns a tensor that is computed from all tokens of a row, but has no token axis.
 
     An example is the loss of a router. Such a tensor cannot be joined from the outputs for single segments. A tensor
-    with an axis of size 1 counts as a state for the next call, and may differ.
+    with an axis of size 1 counts as a state for the next call; its values may differ between the row and the segments.
 
     Args:
         output: the module's output for the whole row.

@@ -85,7 +85,7 @@ class PackedRow:
         return repeated.view(self.rows, -1)
 
     def calls(self, sharing: Sharing) -> list["SharedCall"]:
-        """Return the calls in which a module processes all segments of the row. Each segment is in exactly one call.
+        """Divide all segments of the row among module calls, and return the calls. Each segment is in exactly one call.
 
         The calls are cached, since all modules with the same `sharing` rule use the same calls.
 
@@ -101,7 +101,7 @@ class PackedRow:
         return {}
 
     def calls_for(self, sharing: Sharing, slices: Sequence[tuple[int, int]]) -> list["SharedCall"]:
-        """Return the calls in which a module processes the given slices. Each slice is in exactly one call.
+        """Divide the given slices among module calls, and return the calls. Each slice is in exactly one call.
 
         Args:
             sharing: the rule for running several slices in one call.
@@ -241,7 +241,7 @@ def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
         tokens: number of tokens in each row.
 
     Raises:
-        PackingError: the borders do not rise from 0 to the number of tokens, or the end of a row is not a border.
+        PackingError: the borders do not rise from 0 to `rows * tokens`, or the end of a row is not a border.
     """
     known: list[int] = borders.tolist()
     rising = all(a < b for a, b in pairwise(known))
@@ -317,8 +317,8 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
         given["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))
     elif position_ids is not None and not given:
         raise PackingError(
-            f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; if position_ids must "
-            "have this shape, also pass cu_seq_lens_q"
+            f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; if the model needs "
+            "position_ids of the latter shape, also pass cu_seq_lens_q"
         )
     if seq_idx is not None:
         given["seq_idx"] = borders_from_seq_idx(seq_idx.expand(rows, -1))

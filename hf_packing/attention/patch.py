@@ -51,9 +51,10 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     - every document has the same logits and gradients, up to rounding errors, as in a row of its own on the unpatched
       model.
 
-    The proof runs in evaluation mode, and with three documents in training mode. Dropout, noise and layer dropping are
-    switched off. If the proof cannot be completed in training mode, for example because the model still draws random
-    numbers, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
+    The proof runs in evaluation mode, and is repeated in training mode with the three documents only. Dropout, noise
+    and layer dropping are switched off. If the proof cannot be completed in training mode, for example because the
+    model still draws random numbers, the model is patched, and `check_isolation(model).route.unproven` contains the
+    reason.
 
     The proof takes about a hundred forwards, usually of at most 46 tokens, and more forwards if modules run by segment.
     The proof covers only the kernel for the model's current device and dtype, so move the model to the training device
@@ -116,8 +117,8 @@ def _refuse_shared_configuration(model: PreTrainedModel) -> None:
     if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
             "model: expected a model with a configuration of its own, but the attention in the configuration of "
-            f"{type(model).__name__} is already set by patch_model, so a patched model uses the same configuration. "
-            "Build each model from its own copy.deepcopy(config), before any model is patched"
+            f"{type(model).__name__} is already set by patch_model; this configuration is shared with, or copied from, "
+            "a patched model. Build each model from its own copy.deepcopy(config), before any model is patched"
         )
 
 
@@ -138,8 +139,9 @@ def random_where_zero(model: nn.Module) -> Iterator[None]:
     """Context manager: within the block, noise is added to weights that may hide a leak between documents.
 
     In an untrained model, two kinds of weights may hide a leak. A projection or gate of zeros passes on no information,
-    and a convolution kernel that is the identity passes no information from one token to another. Noise is added to all
-    weights of zeros and to all convolution kernels. After the block, the original weights are restored.
+    and a convolution kernel that is the identity passes no information from one token to another. Noise is added to
+    every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
+    are restored.
     """
     parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
     zero = [parameter for parameter in parameters if not parameter.any()]

@@ -1,8 +1,7 @@
 """Install a route in a model, remove the route, and run the forward of a patched model.
 
-A route is a way of keeping packed documents apart in a model (see `Route`). A patched model also checks its labels if
-it sees the input token at each label's position, as a masked language model does: labels that only repeat the input
-tokens are refused.
+A route is a way of keeping packed documents apart in a model (see `Route`). If a patched model sees the input token at
+each label's position, as a masked language model does, it also refuses labels that only repeat the input tokens.
 """
 
 import inspect
@@ -59,7 +58,7 @@ class PatchedForward(ReplacedForward):
             such as PEFT, call directly.
         model: the patched model.
         route: the route of the patched model.
-        segmented: the replaced forwards of the modules that run segment by segment.
+        segmented: the replacements for the forwards of the modules that run segment by segment.
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class PatchedForward(ReplacedForward):
     def _check_patch(self) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work.
 
-        Such a change is another attention function, the replacement of a module that runs by segment, or sharded
-        weights inside such a module.
+        This is so if another attention function was set, or if a module that runs by segment was replaced, or contains
+        modules whose weights FSDP or DeepSpeed gathers separately.
         """
         expected, found = self.route.method.attention, self.model.config._attn_implementation
         if expected not in (None, found):
@@ -156,7 +155,7 @@ class LabelCheck:
         """Count the trained labels of one more batch, and raise an error if too many of them only repeat the input.
 
         The count goes on from batch to batch. It restarts at 0 after a batch in which a label differs from the input
-        token at its position, or in which only some tokens after the first token of a document have labels.
+        token at its position, or in which only some tokens of a document have labels (see `_are_selected`).
 
         Args:
             model_name: name of the model's class, for the error message.
@@ -165,7 +164,7 @@ class LabelCheck:
             cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
         Raises:
-            PackingError: the count reaches `_FEWEST`, or `_MANY` if the count has restarted before.
+            PackingError: the count reaches `_FEWEST`, or `_MANY` if `differed` is True.
         """
         trained = labels != IGNORED_LABEL
         if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
@@ -261,7 +260,7 @@ def restore_attention(before: list[tuple[PreTrainedConfig, Any]]) -> None:
 
 class KeepRow:
     """A wrapper for an activation-checkpointing function. The backward pass runs the checkpointed layers a second time,
-    after the model's forward has ended. The wrapper makes the packed row of that forward the current row again."""
+    after the model's forward has ended. In this second run, the packed row of the forward is again the current row."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -310,9 +309,8 @@ def refuse_copied_labels(
 ) -> None:
     """Raise PackingError if a model would only learn to copy its input.
 
-    The check is made for models that see the input token at each label's position, such as masked language models.
-    Nothing is checked for models that predict the next token, or if input_ids and labels are not tensors of the same
-    shape.
+    The check is made only for models that see the input token at each label's position, such as masked language models,
+    and only if input_ids and labels are tensors of the same shape.
 
     Args:
         model: a patched model.
@@ -320,7 +318,8 @@ def refuse_copied_labels(
         labels: integers [rows, tokens].
         cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
         is_sample: whether the batch is a sample of the whole dataset. A sample is checked separately from the training
-            batches. If labels of the sample differ from the input, the training batches may have many repeated labels.
+            batches. If labels of the sample differ from the input, the limit for the training batches rises from
+            `_FEWEST` to `_MANY` repeated labels.
 
     Raises:
         PackingError: too many successive labels only repeat the input tokens; see `LabelCheck.add`.
@@ -336,7 +335,7 @@ def refuse_copied_labels(
 
 
 def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:
-    """Return whether any segment has tokens with labels, and also tokens without labels after its first token.
+    """Return whether any segment has labels for only some tokens. A missing label at the first token is ignored.
 
     Args:
         trained: bool [rows, tokens], True for tokens with labels.

@@ -91,7 +91,7 @@ def distinctive_lengths(model: nn.Module) -> list[int]:
         if sum(lengths) not in sizes:
             return list(lengths)
     sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected one of {sums} to differ from all axis sizes and settings, but none does")
+    raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
 
 
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
 
 
 def _find_documents(documents: DocumentTokens, input_ids: Tensor) -> list[slice]:
-    """Return a slice for each document: the indices of its tokens in `input_ids`, flattened to one axis."""
+    """Return a slice for each document: the indices of the document's tokens in the flattened `input_ids`."""
     ids = input_ids.flatten()
     places = []
     for tokens in documents:
@@ -131,7 +131,7 @@ class Probe:
         seed: seed of the random tokens.
         lengths: number of tokens in each document; by default, the lengths that `distinctive_lengths` returns.
         make_batch: function that turns documents into the model's inputs; by default, `pack_in_one_row`.
-        training: whether the model runs in training mode, with dropout, noise and layer dropping off.
+        training: whether the model runs in training mode, with dropout, noise and layer dropping switched off.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Probe:
         return Tolerance(dtype, has_experts(self.model), self.rounding)
 
     def measure_rounding(self, alone: list[Tensor], **options: Any) -> None:
-        """Measure the effect of rounding on `alone`, the logits of each document run alone, and set `rounding`."""
+        """Set `rounding` to the measured effect of rounding. `alone` contains the logits of documents run alone."""
         if not self.tolerance.is_measured:
             return
         self.rounding = measure_rounding(
@@ -220,8 +220,8 @@ class Probe:
         return logits if wanted else logits.detach()
 
     def _restorable_weights(self) -> AbstractContextManager[Any]:
-        """Return a context manager for a forward that may change weights. The weights are restored before the next
-        forward, not right after this forward, since a backward pass needs the changed weights."""
+        """Return a context manager in which to run a forward. Weights that the forward changes are restored just before
+        the next forward, since a backward pass between the two forwards needs the changed weights."""
         if self._weights is None:
             self._weights = WeightSnapshot(self.model)
             return self._weights
@@ -252,7 +252,7 @@ class Probe:
             The largest change of a logit in a document that was not replaced, and the standard deviation of all logits.
 
         Raises:
-            PackingError: the logits are not finite, are not deterministic, or do not depend on the tokens.
+            PackingError: a document has no finite logits; or logits vary between runs, or do not depend on the tokens.
         """
         before = self.packed(self.documents, **options)
         self._check_logits(before, self.packed(self.documents, **options))
@@ -281,8 +281,8 @@ class Probe:
         return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
 
     def memory(self, **options: Any) -> list[str] | None:
-        """Return the names of the buffers through which a forward affects the logits of the next forward. Return None
-        if the next forward is not affected, and an empty list if it is affected in another way."""
+        """Return None if a forward does not affect the logits of the next forward. Otherwise, return the names of the
+        buffers that the first forward changes; the list is empty if it changes no buffer."""
         fresh = self.logits(**self._batch(self.documents), **options)
         with restored(*self.model.modules()), self._restorable_weights():
             self._run({**self._batch(self.others), **options})

@@ -1,4 +1,4 @@
-"""Prove that packed documents do not affect each other, and have the same outputs as documents run alone.
+"""Prove that packed documents do not affect each other, and have the same outputs as when they are run alone.
 
 The module also finds out whether a model sees the input token at each label's position.
 """
@@ -36,7 +36,7 @@ VARYING = "the model's logits for the same tokens vary from run to run in traini
 
 @dataclass(frozen=True)
 class Reference:
-    """The outputs of the unpatched model, with one attention function, for documents that were run one at a time."""
+    """The outputs of documents run one at a time on the unpatched model, all with the same attention function."""
 
     logits: list[Tensor]
     gradients: list[Tensor] | None
@@ -125,7 +125,7 @@ def _run_alone_with(attention: str, model: PreTrainedModel, probe: Probe, gradie
 
 
 def _gradients_alone(probe: Probe) -> list[Tensor] | None:
-    """Return the gradients of each document's logits, run alone; None if the model cannot compute gradients."""
+    """Run each document alone, and return the gradients of its logits; None if the model cannot compute gradients."""
     try:
         return probe.gradients_alone(use_cache=False)
     except (RuntimeError, AssertionError):
@@ -133,11 +133,11 @@ def _gradients_alone(probe: Probe) -> list[Tensor] | None:
 
 
 def prove_isolation(exam: Exam) -> None:
-    """Prove that packed documents do not affect each other, and have the same outputs as the documents run alone.
+    """Prove that packed documents do not affect each other, and have the same outputs as when they are run alone.
 
     Raises:
-        ModelNotSupportedError: packed documents affect each other, or have other outputs than the documents run alone;
-            or a leak in this model could not be detected.
+        ModelNotSupportedError: packed documents affect each other, or have other outputs than when they are run alone;
+            or the proof would not notice a leak in this model, if there were one.
     """
     if not exam.can_be_run:
         return
@@ -167,21 +167,21 @@ def _prove_no_leak(probe: Probe) -> None:
 
 
 def can_detect_leaks(probe: Probe) -> bool:
-    """Return whether a leak would be detected. The test joins all documents into one document without borders, in which
-    a change of the first document must change the logits of the second document."""
+    """Return whether the proof would notice a leak. The test joins all documents into one document without borders,
+    replaces the first document, and checks whether the logits of the second document change."""
     before = _second_of_one_document(probe, probe.documents)
     after = _second_of_one_document(probe, probe.with_other(0))
     return largest_difference(before, after) > probe.tolerance.leak * spread(before)
 
 
 def _second_of_one_document(probe: Probe, documents: DocumentTokens) -> Tensor:
-    """Return the logits of the second document's tokens if the model gets all documents as one long document."""
+    """Run all documents joined into one long document, and return the logits of the second document's tokens."""
     logits = probe.logits(**pack_in_one_row([[token for tokens in documents for token in tokens]]))
     return torch.split(logits, probe.lengths)[1]
 
 
 def through(buffers: list[str]) -> str:
-    """Return the end of an error message with the names of up to three buffers; empty if `buffers` is empty."""
+    """Return the end of an error message, which names up to three buffers; an empty string if `buffers` is empty."""
     return f", through {', '.join(buffers[:3])}" if buffers else ""
 
 
@@ -214,17 +214,18 @@ def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
     leak = largest_gradient_leak(gradients)
     if not leak <= LARGEST_GRADIENT_LEAK:
         raise ModelNotSupportedError(
-            "gradients of a packed document reach another document; the largest of these gradients is "
-            f"{leak:.2g} times the largest gradient in the document itself"
+            "gradients of a packed document reach another document; the largest gradient at another document's tokens "
+            f"is {leak:.2g} times the largest gradient at the document's own tokens"
         )
     return [found[number] for number, found in enumerate(gradients)]
 
 
 def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
-    """Return the largest gradient that reaches another document, as a share of the largest gradient in the document.
+    """Return the largest gradient of a document's logits with respect to another document's embeddings, divided by the
+    largest gradient with respect to the document's own embeddings.
 
     Args:
-        gradients: `gradients[i][j]` has the gradients of document i's logits with respect to document j's embeddings.
+        gradients: the gradients of packed documents, as `Probe.packed_gradients` returns them.
     """
     leak = 0.0
     for number, found in enumerate(gradients):
@@ -278,18 +279,17 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
     if (reached := _loss_gradient_in_others(probe, width)) > _REACHES:
         raise ModelNotSupportedError(
             f"{type(probe.model).__name__}: {probe.mode}the model's own loss compares labels of a packed document with "
-            f"outputs of another document: the largest gradient of the loss in the other document is {reached:.2g} "
-            "times the largest gradient in the document itself. A head that predicts the token after the next token, "
-            "for example, has such a loss. Pass no labels, and compute the loss of each document yourself"
+            "outputs of another document: for the loss on one document's labels, the largest gradient at another "
+            f"document's tokens is {reached:.2g} times the largest gradient at the document's own tokens. A head that "
+            "predicts the token after the next token, for example, has such a loss. Pass no labels, and compute the "
+            "loss of each document yourself"
         )
 
 
 def _loss_gradient_in_others(probe: Probe, width: int) -> float:
-    """Measure how much the loss on the middle document's labels depends on the other documents.
-
-    Return the largest gradient of this loss with respect to the other documents, divided by the largest gradient with
-    respect to the middle document. Return 0 if the model computes no loss or no gradients.
-    """
+    """Return the largest gradient of the loss on the middle document's labels with respect to the other documents,
+    divided by the largest gradient with respect to the middle document. Return 0 if the model computes no loss or no
+    gradients."""
     if not probe.signature.takes("labels"):
         return 0.0
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:

@@ -69,8 +69,9 @@ class InputFormat:
             inputs["position_ids"] = _positions_of_rows(given, row)
         elif given is not None and not torch.equal(_positions_of_rows(given, row), row.position_ids):
             raise PackingError(
-                "position_ids: expected positions that restart at 0 in every segment, since this model computes its "
-                f"positions itself; got positions that begin with {given.flatten().tolist()[:8]}"
+                "position_ids: expected positions that restart at 0 in every segment, got positions that begin with "
+                f"{given.flatten().tolist()[:8]}; this model computes its own positions, and cannot use other "
+                "position_ids"
             )
         if signature.takes_types_from_buffer and inputs.get("token_type_ids") is None:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
@@ -108,8 +109,7 @@ def _refuse_caches(inputs: dict[str, Any]) -> None:
 
 
 def _lay_end_to_end(name: str, value: Any, row: PackedRow) -> Any:
-    """Reshape a tensor from [rows, tokens, ...] to [1, rows * tokens, ...], and return it. Any other argument is
-    returned unchanged.
+    """Return a tensor of shape [rows, tokens, ...] reshaped to [1, rows * tokens, ...], and any other value unchanged.
 
     Args:
         name: name of the argument.
@@ -117,7 +117,7 @@ def _lay_end_to_end(name: str, value: Any, row: PackedRow) -> Any:
         row: the borders of the packed rows.
 
     Raises:
-        PackingError: `value` contains labels, and the first token of a row, except the first row, has a label. A causal
+        PackingError: `value` contains labels, and the first token of any row after the first row has a label. A causal
             model would predict this token from the end of the previous row.
     """
     if not isinstance(value, Tensor) or value.shape[:2] != (row.rows, row.tokens):

@@ -55,8 +55,8 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Local:
-    """The finding that a module can run on the whole packed row. Either the module is segment-local, or its input or
-    its output has no tokens."""
+    """The finding that a module can run on the whole packed row, since the module is segment-local, or since its input
+    or its output has no token axis."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ class Search:
 
     The search watches one forward of the model on a packed row. Every module is classified as soon as its call returns,
     so inner modules are classified before outer modules. A module that has to run segment by segment does so from then
-    on. Its output in the watched forward is also replaced, so that later modules get the right input. If an outer
-    module has to run segment by segment, too, the inner module gets its original forward back.
+    on. In the watched forward, its output is replaced by the joined outputs for the segments, so that later modules get
+    the right input. If an outer module has to run segment by segment, too, the inner module gets its original forward
+    back.
 
     Args:
         model: a model of transformers.
@@ -105,8 +106,9 @@ class Search:
         """Run the search, and return a plan for every module that has to run segment by segment.
 
         Args:
-            forward: function that runs the model on the packed row. The function is called without arguments, and with
-                the keyword arguments in `_OTHER_CALLS`.
+            forward: function that runs the model on the packed row. The function is called twice without arguments. If
+                a module has to run segment by segment, the function is also called once with each dictionary of keyword
+                arguments in `_OTHER_CALLS`.
         """
         try:
             with self._watching():
@@ -218,8 +220,8 @@ class Search:
         self.found[call.name] = forward
 
     def _agrees(self, forward: SegmentedForward, call: _Call, expected: Any) -> bool:
-        """Return whether a module that runs segment by segment returns the expected output with the projections in its
-        plan. These projections run once, on the whole row."""
+        """Return whether a module that runs segment by segment still returns `expected` if the projections in its plan
+        run once, on the whole row."""
         try:
             output = run_one_by_one(forward, call.inputs_copy, self.row)
             return not outputs_differ(expected, output, forward.plan.outputs, self.row.slices)
@@ -227,13 +229,12 @@ class Search:
             return False
 
     def _projections(self, call: _Call, plan: ModulePlan) -> tuple[list[RunAhead], RunAfter | None]:
-        """Find the projections inside a module that may run once on the whole row.
-
-        The module itself runs segment by segment.
+        """Find the projections that may run once on the whole row, inside a module that runs segment by segment.
 
         Args:
             call: a recorded call of the module.
-            plan: the plan for running the module, in which the outputs of the projections are recorded.
+            plan: the plan for running the module. This function records the token axes of the projections' outputs in
+                `plan.between`.
 
         Returns:
             First, the projections that run before the module, on the module's input or on the output of another such
@@ -266,7 +267,7 @@ class Search:
         return ahead, RunAfter(last.name.removeprefix(f"{call.name}."), path)
 
     def _is_projection(self, call: _Call, outer: str) -> bool:
-        """Return whether a recorded call is a call of a projection inside the module named `outer`.
+        """Return whether the module that was called in `call` is a projection inside the module named `outer`.
 
         A projection is a segment-local module that has weights, takes a single tensor, and returns a tensor with one
         token axis.

@@ -59,7 +59,7 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
 
     Raises:
         ModelNotSupportedError: no copy can be built; or no route can be proven on the copy; or a module that runs
-            segment by segment in the copy has another class in the model.
+            segment by segment in the copy has another class in the model, or is missing there.
     """
     failures: list[str] = []
     for dtype in _COPY_DTYPES:
@@ -102,13 +102,16 @@ def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
 
 
 def changes_with_length(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration has a threshold, such as a sliding window, that a small copy has to reduce."""
+    """Return whether a configuration has a threshold, such as a sliding window, that is larger than in a small copy.
+
+    Some modules work differently on documents that are longer than a threshold.
+    """
     settings = vars(config.get_text_config())
     return any(isinstance(settings.get(name), int) and settings[name] > short for name, short in THRESHOLDS.items())
 
 
 def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
-    """Return the route that was found on a small copy as a route for the model itself.
+    """Turn the route that was found on a small copy into a route for the model itself, and return it.
 
     Raises:
         ModelNotSupportedError: a module that runs segment by segment in the copy has another class in the model, or is

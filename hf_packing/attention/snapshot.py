@@ -105,9 +105,9 @@ the weights of quantized models, and such kernels do not write to them."""
 class WeightSnapshot(TorchFunctionMode):
     """Context manager: within the block, copy a parameter or buffer just before a function writes to it in place.
 
-    `restore` writes the old values back. Two examples of models that write to such tensors: RWKV rescales its weights
-    when it first runs in evaluation mode, and BatchNorm updates its moving averages. Small buffers are copied when the
-    object is created.
+    `restore` writes the old values back. Some modules write to their parameters or buffers when they run: RWKV rescales
+    its weights when it first runs in evaluation mode, and BatchNorm updates its moving averages. Small buffers are
+    copied earlier, when the snapshot is created.
 
     Args:
         model: the model whose parameters and buffers are copied.
@@ -136,7 +136,7 @@ class WeightSnapshot(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def changed(self) -> list[Tensor]:
-        """Return the parameters and buffers of the model whose values have changed."""
+        """Return the model's parameters and buffers whose values have changed."""
         return [tensor for tensor, before in self._copies if not torch.equal(tensor, before)]
 
     def restore(self) -> None:
@@ -187,7 +187,9 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> tuple[Any, ...]:
-    """Return the random states of torch, NumPy and Python. Two results differ if a random number was drawn in between.
+    """Return the random states of torch, NumPy and Python.
+
+    The results of two calls differ if a random number was drawn between the calls.
 
     If `device` is a CUDA device, the random state of this device is included.
     """

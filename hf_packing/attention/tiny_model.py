@@ -123,7 +123,7 @@ def _small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any
 
 
 def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Return a dictionary from the name of each nested configuration in `cls` to the class of the nested configuration.
+    """Return a dictionary that maps the name of each configuration nested in `cls` to the class of that configuration.
 
     If `cls` allows any class for a nested configuration, the dictionary contains the class of the default value.
     """

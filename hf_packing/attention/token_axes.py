@@ -11,7 +11,8 @@ from torch import Tensor
 from hf_packing.errors import PackingError
 
 Path = tuple[str | int, ...]
-"""The indices and keys that lead to a leaf in nested tuples, lists and dictionaries. A leaf is any other value."""
+"""The indices and keys that lead to a leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
+type."""
 
 Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
 """A function that returns padding. Its arguments are the tensor to pad and the shape of the padding."""
@@ -26,8 +27,8 @@ Biases in half precision are not exact."""
 
 
 def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return nested tuples, lists and dictionaries with every leaf (any other value) replaced by change(path, leaf).
-    Values of dictionaries that are None are not replaced."""
+    """Return a copy of nested tuples, lists and dictionaries in which every leaf is replaced by change(path, leaf). A
+    leaf is a value of any other type. If a value in a dictionary is None, it is not replaced."""
     if isinstance(value, tuple):
         items = [map_leaves(item, change, (*path, number)) for number, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -40,7 +41,8 @@ def map_leaves(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) for every leaf (any other value) in nested tuples, lists and dictionaries."""
+    """Yield (path, leaf) for every leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
+    type."""
     if isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
             yield from leaves(item, (*path, number))
@@ -71,8 +73,8 @@ class TokenAxes:
     """A record of the axes that run along the tokens of a row, in the arguments or in the outputs of a module.
 
     The record is made on a row whose number of tokens differs from every other size in the model. Every axis of this
-    size is therefore a token axis. After `freeze`, the record is complete: the token axes of a tensor are looked up by
-    the tensor's path and number of dimensions.
+    size is therefore a token axis. After `freeze`, rows may have any number of tokens, and the token axes of a tensor
+    are looked up by the tensor's path and number of dimensions.
 
     Args:
         where: the module's class and name, for error messages.
@@ -107,7 +109,7 @@ class TokenAxes:
                 self._counting.add(path)
 
     def of(self, path: Path, leaf: Any) -> tuple[int, ...]:
-        """Return the token axes of a leaf: (0,) for an integer that is the number of tokens, () if there are none.
+        """Return the token axes of a leaf: (0,) if it is an integer that is the number of tokens, () if it has none.
 
         Raises:
             PackingError: no tensor with the leaf's path and number of dimensions was recorded before `freeze`.
@@ -151,8 +153,8 @@ class TokenAxes:
             self.of(path, leaf)
 
     def check_row(self, value: Any, tokens: int) -> None:
-        """Raise PackingError if a token axis in `value` does not have the size `tokens`, or if a tensor that was
-        recorded as counting the tokens of the row, such as positions, does not count them in `value`."""
+        """Raise PackingError if a token axis in `value` does not have the size `tokens`, or if integers that counted
+        the tokens of the recorded row, as positions do, no longer rise by 1 from token to token in `value`."""
         for path, leaf in leaves(value):
             if not isinstance(leaf, Tensor):
                 continue
@@ -183,7 +185,7 @@ def counts_along(leaf: Tensor, axes: tuple[int, ...]) -> bool:
     """Return whether a tensor's values change in equal steps from token to token, as positions and ALiBi biases do.
 
     Integers have to rise by 1 from token to token. Floating-point values have to lie on a straight line that starts at
-    0. A floating-point mask, with two token axes, has to change in equal steps along its diagonal.
+    0. A floating-point tensor with two token axes is a mask, and has to change in equal steps along its diagonal.
     """
     if leaf.dtype == torch.bool or not axes or leaf.shape[axes[0]] < 2:
         return False
@@ -263,11 +265,11 @@ def _pad(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
 
 
 def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
-    """Split a module's output for a batch with one row per slice into one output for each slice.
+    """Split the output of a module that was called with the batch from `cut_inputs` into one output for each slice.
 
     Returns:
-        For each slice, a dictionary from the path of a leaf to the slice's part of this leaf, without padding. A leaf
-        without token axes is not split: every slice gets the whole leaf.
+        For each slice, a dictionary that maps the path of each leaf to the slice's part of the leaf, without padding. A
+        leaf without token axes is not split: every slice gets the whole leaf.
     """
     parts: list[dict[Path, Any]] = [{} for _ in lengths]
     for path, leaf in leaves(value):
@@ -297,8 +299,8 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
     """Join a module's outputs for the segments of a row, and return the output for the whole row.
 
     In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
-    A leaf without tokens, such as a final state, is taken from the last segment. A single floating-point number must be
-    equal in all segments.
+    A leaf without token axes, such as a final state, is taken from the last segment. A single floating-point number
+    must be the same for all segments.
 
     Args:
         value: output of one call of the module. The result is nested in the same way.
@@ -324,8 +326,8 @@ def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) 
 
 
 def _check_equal_numbers(each: Sequence[Tensor], where: str) -> None:
-    """Raise PackingError if `each`, which has a module's output for every segment, holds single floating-point numbers
-    that are not equal. The number for the whole row would then be unknown."""
+    """Raise PackingError if the tensors in `each`, one per segment, are single floating-point numbers that differ. The
+    number for the whole row is then unknown."""
     if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
         raise PackingError(
             f"{where}: the module returns a number computed from all tokens of a row, such as the loss of a router; "

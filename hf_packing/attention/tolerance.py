@@ -153,8 +153,8 @@ class Tolerance:
     def note(self) -> str:
         """Return text for the end of an error message about a difference between logits.
 
-        The text says that rounding may be the cause, if the measured effect of rounding is too large for the limits.
-        Otherwise, the text is empty.
+        If the measured effect of rounding is too large for the limits, the text says that rounding may be the cause of
+        the difference. Otherwise, the text is empty.
         """
         if not self.is_measured or not self.rounding or ROUNDING_FACTOR * self.rounding <= NEVER_ALLOWED[self.dtype]:
             return ""
@@ -166,14 +166,13 @@ class Tolerance:
     def unexplained(self, packed: Sequence[Tensor], alone: Sequence[Tensor], lenience: float = 1) -> float:
         """Return the largest difference between the logits of packed documents and of the same documents run alone.
 
-        Differences in documents for which rounding explains the differences are ignored. If rounding explains the
-        differences in all documents, return 0.
+        A document is ignored if rounding explains its differences. If all documents are ignored, return 0.
 
         Args:
             packed: logits of each packed document, [tokens, vocabulary], float32 or float64.
             alone: logits of each document run alone, [tokens, vocabulary], float32 or float64.
-            lenience: factor by which limits are raised; in half precision, the limit of the largest difference is not
-                raised.
+            lenience: factor by which the limits of this tolerance are multiplied; in half precision, the limit for the
+                largest difference is not multiplied.
         """
         return max(
             0.0, *(self._unexplained_in_one(left, right, lenience) for left, right in zip(packed, alone, strict=True))
@@ -199,13 +198,13 @@ def measure_rounding(
 ) -> float | None:
     """Measure the effect of rounding on the logits of a model.
 
-    Each document is run again, in a batch of two copies, with every entry of its embeddings changed by a rounding
-    error. The perturbation shows how rounding errors grow from layer to layer. The batch shows how much the results of
-    kernels depend on the shapes of tensors.
+    Each document is run again, in a batch of two copies. In the copies, every entry of the embeddings is changed by a
+    rounding error. These changes show how rounding errors grow from layer to layer. The batch shows how much the
+    results of kernels depend on the shapes of tensors.
 
     Args:
         model: a model of transformers.
-        logits: function that maps tokens [rows, tokens], with one document in each row, to logits
+        logits: function that maps token ids [rows, tokens], with one document in each row, to logits
             [rows * tokens, vocabulary].
         documents: token ids of each document.
         alone: logits of each document run alone, [tokens, vocabulary].

@@ -109,8 +109,8 @@ def packed_varlen(
         attention_mask: None, since the borders of segments replace a mask; or a `LocalMask`.
         sliding_window: size of the window: a token attends only to tokens at a distance of less than this number.
         s_aux: [heads], attention sinks.
-        position_ids: integers [rows, tokens], which restart in every segment. The borders are read from the positions
-            if no other argument has the borders.
+        position_ids: integers [rows, tokens], which restart in every segment. The borders of the segments are read from
+            the positions if the borders are not known otherwise.
         cu_seq_lens_q: int32 [segments + 1], cumulative segment lengths over all rows, starting with 0.
 
     Returns:
@@ -183,9 +183,10 @@ def _borders_and_lengths(
 ) -> tuple[Tensor, list[int] | None]:
     """Return the borders of the segments, int32 [segments + 1], and the lengths of the segments.
 
-    The borders are those of the packed row that the patched model currently processes. If there is no such row, or if
-    cu_seq_lens_q is not the tensor of this row, the borders are read from cu_seq_lens_q, or else from position_ids. In
-    these cases, the lengths are None, since computing them requires reading the values of a tensor.
+    The borders are those of the packed row that the patched model currently processes. If cu_seq_lens_q is given, but
+    is not the tensor of this row, cu_seq_lens_q is returned. If there is neither such a row nor cu_seq_lens_q, the
+    borders are read from position_ids. If the borders are not those of the row, the lengths are None, since computing
+    them requires reading the values of a tensor.
     """
     row = None if torch.compiler.is_compiling() else current_row.get()
     if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
@@ -279,9 +280,9 @@ def _local_mask(mask_function: Any, local_size: int) -> LocalMask:
 
 
 def _overlay_names(mask_function: Any) -> Iterator[str]:
-    """Yield the names of the functions that built a mask function and its parts, such as "sliding_window_overlay".
+    """Yield the names of the functions that built a mask function and its parts.
 
-    These functions are in transformers.masking_utils.
+    These functions, such as `sliding_window_overlay`, are in transformers.masking_utils.
     """
     yield mask_function.__qualname__.split(".")[0]
     for cell in mask_function.__closure__ or ():

@@ -121,7 +121,7 @@ def _check_model(name: str, weights: bool, trust_remote_code: bool) -> _CheckedM
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager: within the block, hide Python warnings, and log messages of transformers other than errors."""
+    """Context manager: within the block, hide Python warnings, and all log messages of transformers except errors."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -137,7 +137,8 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
 
     Args:
         name: name of a model on the hub, a folder, or an architecture of transformers such as "llama".
-        weights: whether to load the model itself; if False, a small model of the same configuration is made.
+        weights: whether to load the model itself; if False, a small model of the same architecture is made, with
+            random weights.
         trust_remote_code: whether to run code that comes with the model; if False, a model that needs such code is
             refused.
 
@@ -190,11 +191,12 @@ def _head_of(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tu
 
     The class is the first of these three that is available:
 
-    1. The Auto class for the code that comes with the configuration. This class is considered only if
-       trust_remote_code is True, or if transformers has none of the classes that the configuration names.
+    1. The Auto class in the configuration's auto_map, which loads code that comes with the model. This class is
+       considered only if trust_remote_code is True, or if transformers has none of the classes that the configuration
+       names.
     2. The transformers class that the configuration names.
-    3. The Auto class for language models of the configuration's type. In this case, the note says which classes the
-       configuration names. In the other two cases, the note is empty.
+    3. The Auto class for language models of the configuration's type. The note then says which classes the
+       configuration names; in the first two cases, the note is empty.
     """
     named = list(getattr(config, "architectures", None) or [])
     known = [cls for cls in (getattr(transformers, each, None) for each in named) if _is_model(cls)]
@@ -239,7 +241,7 @@ def _kind_of_type(config: PreTrainedConfig, name: str) -> str:
 
 
 def _load(head: Any, name: str, options: dict[str, bool]) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model with its weights, and the names of weights that are not in its files and have random values."""
+    """Return the model with its weights, and the names of weights that are random because its files lack them."""
     try:
         model, info = head.from_pretrained(name, output_loading_info=True, **options)
     except Exception as error:  # errors of the hub, the network or files

@@ -22,7 +22,7 @@ def corpus_of(given: argparse.Namespace) -> Corpus:
 
 
 def check_that_it_plans(strategy: Strategy) -> None:
-    """Check that the packages that a strategy needs are installed, by packing one document of one token.
+    """Pack one document of one token, to check that all packages for the strategy are installed.
 
     Raises:
         MissingDependencyError: a package that the strategy needs is not installed.
@@ -43,9 +43,9 @@ def print_skipped(skipped: Sequence[str]) -> None:
 
 
 def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[Strategy]:
-    """Return one strategy for each pair of a name and a maximum row length.
+    """Return one strategy for each name and each maximum row length.
 
-    For the name of a strategy with buckets, return one strategy with all lengths.
+    A strategy with buckets is returned only once for each name, with all lengths.
     """
     strategies: list[Strategy] = []
     for name in dict.fromkeys(names):
@@ -56,7 +56,7 @@ def strategies_named(names: Sequence[str], max_lengths: Sequence[int]) -> list[S
 
 
 def strategy_named(name: str, max_lengths: Sequence[int]) -> Strategy:
-    """Return the strategy with this name, for rows of the given maximum lengths.
+    """Return the strategy with this name and one maximum row length, or several if the strategy has buckets.
 
     Raises:
         PackingError: no strategy has this name, or a strategy without buckets is given several lengths.

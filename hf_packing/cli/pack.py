@@ -116,8 +116,8 @@ def _make_packed_dataset(
         The saved dataset's folder, plan and counts.
 
     Raises:
-        PackingError: the output folder exists, or another run is writing to the folder; rows that cannot be read; no
-            document with a token.
+        PackingError: the output folder exists and must not be replaced; another run is writing to the folder; rows
+            cannot be read, or files change during reading; or no document has a token.
     """
     output = output.resolve() if output.is_symlink() else output  # write to the folder that the link points to
     _check_output(output, overwrite)
@@ -201,10 +201,10 @@ def _job_of(corpus: Corpus) -> dict[str, Any]:
 
 
 def _begin(partial: Path, job: dict[str, Any]) -> None:
-    """Create the folder for the shards of an unfinished run, or keep the folder of an earlier run with the same job.
+    """Create the folder for the shards of a run, or keep the folder of an interrupted run if its shards can be reused.
 
     Args:
-        partial: the folder. If it has the shards of a different job, these shards are deleted.
+        partial: the folder. Shards of a run with a different `job` are deleted.
         job: everything that the tokens depend on, as `_job_of` returns it.
     """
     written = json.dumps(job, sort_keys=True)
@@ -215,7 +215,7 @@ def _begin(partial: Path, job: dict[str, Any]) -> None:
 
 
 def _tokenize(corpus: Corpus, folder: Path, seen: Seen) -> tuple[int, int]:
-    """Tokenize documents block by block, and write one shard for each block. A block that has a shard is skipped.
+    """Tokenize documents block by block, and write one shard for each block. Blocks that already have one are skipped.
 
     Args:
         corpus: the documents and their tokenizer.

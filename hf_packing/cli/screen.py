@@ -28,7 +28,7 @@ class _Screen(Console):
         super().__init__(highlight=False, emoji=False, **settings)
 
     def on_broken_pipe(self) -> None:
-        """Raise ReaderGoneError. Rich would exit with code 1, the code for a model that does not isolate documents."""
+        """Raise ReaderGoneError, since Rich would exit with 1, the code for a model that does not isolate documents."""
         raise ReaderGoneError
 
 
@@ -51,7 +51,7 @@ def say_error(text: str) -> None:
 
 
 def say_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning in one line, and ignore the other arguments, such as the file name and line number."""
+    """Print a warning in one line. The other arguments of `warnings.showwarning`, such as the file, are ignored."""
     say(err, f"warning: {' '.join(str(message).split())}", style="yellow")
 
 
@@ -92,14 +92,14 @@ def prepare_streams() -> None:
 
 
 def swallow_the_rest() -> None:
-    """Discard the output that is not yet written. Otherwise Python would write it at exit, and print an error."""
+    """Discard output that is not yet written, since Python would try to write it at exit, and print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with NaN and infinity replaced by None, also in dicts and lists, since JSON has neither."""
+    """Replace NaN and infinity, which JSON does not have, by None, also in dicts and lists, and return the result."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -140,12 +140,12 @@ class CachedPacks:
             unfinished.replace(self.rows)
 
     def save_origin(self, origin: Origin, folder: Path) -> None:
-        """Write the origin of the rows to the work folder, then move the written files to the final origin folder.
+        """Write the plan and other facts about the rows to the work folder, then move them to the folder `self.origin`.
 
-        If the final folder already has an equal origin, its files are kept, since other processes may be reading them.
+        If that folder already holds the same data, it is kept, since other processes may be reading its files.
 
         Args:
-            origin: the origin to store.
+            origin: the plan and the other facts.
             folder: the work folder that `create` yielded.
         """
         fresh = folder / self.origin.name
@@ -175,14 +175,14 @@ class CachedPacks:
             ) from error
         if plan.fingerprint != plan_of_rows:
             raise PackingError(
-                f"packed: expected the plan {plan_of_rows} of these rows in {str(self.origin)!r}, got the plan "
-                f"{plan.fingerprint}; pack the documents again with {again}"
+                f"packed: expected {str(self.origin)!r} to hold the plan {plan_of_rows}, with which these rows were "
+                f"packed, but it holds the plan {plan.fingerprint}; pack the documents again with {again}"
             )
         masks, trained = tuple(facts["loss_masks"]), facts["trained_tokens"]
         return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained)
 
     def describe_changes(self) -> list[str]:
-        """Return a phrase for each warning of `pack` about the data, such as "drops 5 of 11 tokens"."""
+        """Return phrases that say, in warnings, what `pack` did to the documents, such as "drops 5 of 11 tokens"."""
         facts = self._facts()
         said = []
         if facts["loss_masks"]:
@@ -227,7 +227,7 @@ def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
 
     Args:
         dataset: the documents.
-        how: the packing settings. One of them is the strategy, which has a field with the version of hf_packing.
+        how: the packing settings, among them the strategy, which has a field with the version of hf_packing.
     """
     return str(Hasher.hash((dataset._fingerprint, how)))
 
@@ -236,8 +236,8 @@ def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
     """Return the paths at which packed rows are stored.
 
     As with `Dataset.map`, packed rows are stored beside the dataset's own files. If the dataset has no files, or the
-    folder of its files is not writable, the rows go into the cache folder of `datasets`. If caching is disabled, the
-    rows go into a temporary folder. Otherwise, unfinished files of killed processes are removed from the chosen folder.
+    folder of its files is not writable, the rows go into the cache folder of `datasets`. In either folder, unfinished
+    files of killed processes are removed. If caching is disabled, the rows go into a new temporary folder instead.
 
     Args:
         dataset: the documents.
@@ -264,7 +264,7 @@ def _plan_of(schema: pa.Schema) -> str:
 
 
 def _remove_at_exit_of(process: int, folder: Path) -> None:
-    """Remove a folder when a process exits, unless the process is a fork, since forks run this exit function too.
+    """Remove a folder when the process that made it exits. Forks of the process call this too, but remove nothing.
 
     Args:
         process: id of the process that made the folder.

@@ -59,12 +59,12 @@ class Corpus:
 
     @property
     def should_end(self) -> bool:
-        """True if the options and the kind of the rows require an end token, even if the tokenizer has none."""
+        """True if `end_documents` is True and the rows are texts or prompts, even if the tokenizer has no end token."""
         return self.tokenizer is not None and self.end_documents and (self.kind in _ENDED or self.kind not in ROW_KINDS)
 
     @property
     def ends(self) -> bool:
-        """True if an end token is appended to every document: `should_end` is True, and the tokenizer has one."""
+        """True if an end token is appended to texts that lack one: `should_end` is True, and the tokenizer has one."""
         return self.should_end and self.tokenizer is not None and self.tokenizer.end is not None
 
     def lengths(self, seen: Seen) -> IntArray:
@@ -163,7 +163,7 @@ class Corpus:
 
 
 class _TokenizedRow(NamedTuple):
-    """A document from a row that has input_ids, so that no tokenizer is needed."""
+    """A document from a row with input_ids, which needs no tokenizer."""
 
     input_ids: list[int]
     labels: list[int]
@@ -176,7 +176,7 @@ class _TokenizedRow(NamedTuple):
 
 
 def _tokenized_row(row: DocumentRow) -> _TokenizedRow:
-    """Return the input_ids of a row, the labels with the row's loss masks applied, and the names of the row's columns.
+    """Return a row's input_ids, its labels with its loss masks applied, and the names of the columns used or left out.
 
     Raises:
         PackingError: the row is packed already.

@@ -80,8 +80,8 @@ class Documents:
         self.files = self._found.to_read
         if self.split and path.exists() and not is_saved_dataset(path):
             raise PackingError(
-                f"--split: expected a saved dataset or a name on the hub, got {self.data!r}, which has files and no "
-                "splits; leave --split out, and pass the files of the split as DATA or with --glob"
+                f"--split: expected a saved dataset or a name on the hub, got {self.data!r}, a file or a folder "
+                "without splits; leave --split out, and pass the files of the split as DATA or with --glob"
             )
 
     def __iter__(self) -> Iterator[DocumentRow]:
@@ -195,8 +195,8 @@ class Documents:
     def _text(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
         """Yield one pair (place, row) for a whole text file. The place is an empty string.
 
-        A file that is not text, such as an image, is added to `skipped`. A spreadsheet raises PackingError instead,
-        unless `skip_bad` is True.
+        A file that is not text, such as an image, is added to `skipped`. A spreadsheet is passed to `leave_out`
+        instead, which raises PackingError unless `skip_bad` is True.
         """
         if kind_of_file(file) == _SPREADSHEET:
             yield from self._rows(file)
@@ -276,7 +276,7 @@ def _from_cache_only(unless: bool) -> Iterator[None]:
     """Context manager: within the block, `load_dataset` reads only from its cache.
 
     Args:
-        unless: if True, the block runs without this restriction.
+        unless: if True, the context manager changes nothing.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""Find the files from which documents are read, and list the files of a folder that are not read, with the reasons.
+"""Find the files from which documents are read, and report which files of a folder are not read, and why.
 
 `datasets` could list the files of a folder, but does not follow links to folders, reads a file with two names twice,
 and does not report which files are left out.
@@ -40,7 +40,7 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
 
     Args:
         path: a file, a folder, a saved dataset, or the name of a dataset on the hub.
-        glob: pattern for the names of files in the folder, at any depth, such as "*.py"; None for all files.
+        glob: pattern for the files to read in the folder, such as "*.py", which matches at any depth; None for all.
 
     Raises:
         PackingError: there are no files, a pattern is given without a folder, or a folder cannot be read.
@@ -78,7 +78,10 @@ def open_file(file: Path) -> IO[bytes]:
 
 def _files_of_folder(folder: Path, glob: str | None) -> FoundFiles:
     if glob and (Path(glob).is_absolute() or "**" in glob.removeprefix("**/")):
-        raise PackingError(f"--glob: expected a pattern for file names at any depth, such as *.py, got {glob!r}")
+        raise PackingError(
+            "--glob: expected a relative pattern without **, such as *.py, which matches files at any depth, got "
+            f"{glob!r}"
+        )
     saved: list[Path] = []
     files = sorted(file for file in _walk(folder, saved) if file.match(glob or "*"))
     not_read = [f"{each}: a saved dataset within a folder, so not read" for each in sorted(saved)]

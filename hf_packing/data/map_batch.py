@@ -40,9 +40,9 @@ def pack_batch(batch: Any, plan_lengths: Callable[[IntArray], PackingPlan], *, b
         bucket: whether packed rows get a column `bucket` with the capacity of their pack.
 
     Returns:
-        Packed rows, one for each pack, as a Table if the batch comes from `Dataset.map` or is a Table or a data frame.
-        For other mappings, a dict from names to columns: lists of lists if `input_ids` was a list of lists, otherwise
-        lists of arrays.
+        Packed rows, one for each pack. If the batch comes from `Dataset.map`, or is a Table or a data frame, they are a
+        Table. If the batch is any other mapping, they are a dict from names to columns: lists of lists if `input_ids`
+        was a list of lists, otherwise lists of arrays.
 
     Raises:
         PackingError: `find_token_columns` refuses the columns; the batch is a single row or has an unknown type; or
@@ -135,7 +135,7 @@ def _package_of(frame: FrameType) -> str:
 
 
 def _is_single_row(batch: Any) -> bool:
-    """Return whether a batch is a mapping with a single row's values, as `map` passes it without batched=True."""
+    """Return whether a batch is a mapping with a single row's values, such as `map` passes without batched=True."""
     if not isinstance(batch, Mapping) or type(batch).__name__ == "LazyBatch":
         return False
     if type(batch).__name__ == "LazyRow":
@@ -208,8 +208,8 @@ def _select_visible(table: pa.Table, dataset: Any) -> pa.Table:
 def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bool) -> None:
     """Raise PackingError if the dataset's format, which `map` keeps, would hide a column that packing makes.
 
-    The check covers only the columns that change the meaning of packed rows: `labels` with loss masks applied, and
-    `bucket`.
+    The check covers `labels`, if loss masks are applied to them, and `bucket`, since packed rows mean something else
+    without these columns.
 
     Args:
         dataset: the Dataset whose `map` was called.
@@ -223,8 +223,8 @@ def _check_made_columns_are_visible(dataset: Any, visible: list[str], bucket: bo
     made += [BUCKET] if bucket else []
     if hidden := [name for name in made if name in dataset.column_names and name not in form["columns"]]:
         raise PackingError(
-            f"column {hidden[0]!r}: expected no column of this name that the dataset's format hides, got a format that "
-            f"shows only {form['columns']}. map keeps the format, so {hidden[0]!r} of packed rows would be hidden too; "
+            f"column {hidden[0]!r}: expected no hidden column of this name, but the dataset's format shows only "
+            f"{form['columns']}. map keeps the format, so {hidden[0]!r} of packed rows would be hidden too; "
             "remove the column, or call pack, which shows all columns of packed rows"
         )
 

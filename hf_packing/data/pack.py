@@ -1,4 +1,4 @@
-"""`pack` plans over a whole dataset, gathers rows in Arrow and caches the rows on disk; `unpack` restores documents."""
+"""`pack` packs a whole dataset with one plan and caches the packed rows on disk; `unpack` restores the documents."""
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,7 +41,7 @@ class PlansLengths(Protocol):
     """True if packs have several capacities. Packed rows then have the capacity of their pack in a column `bucket`."""
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Return the plan for documents with these lengths, int32 or int64 [documents]. They are already checked."""
+        """Return the plan for documents with these lengths, int32 or int64 [documents]. The caller has checked them."""
         ...
 
 
@@ -144,7 +144,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         packed: a dataset that `pack` returned, neither shuffled nor selected from.
         plan: the plan that the rows were packed with; None to use the plan that `pack` saved beside the rows. Pass a
             plan if the rows were saved elsewhere, without the saved plan. In this case, labels keep the -100 at the
-            start of segments, and no error is raised for rows that changed places and have equal seq_lengths.
+            start of segments, and rows with equal seq_lengths can change places without an error.
 
     Returns:
         A Dataset in memory, with one row for each document.
@@ -261,7 +261,7 @@ def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: 
 
     Args:
         dataset: the documents.
-        column_names: names of the columns of the documents that the dataset's format shows.
+        column_names: names of the documents' columns that the dataset's format shows.
         schema: schema of the packed rows.
     """
     known = dataset.info

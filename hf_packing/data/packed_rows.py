@@ -47,7 +47,7 @@ def pack_rows(
     position_ids: bool = True,
     bucket: bool = False,
 ) -> PackedRows:
-    """Return one packed row for each of the plan's packs first_pack:end_pack.
+    """Build the plan's packs with the numbers first_pack:end_pack, and return one packed row for each.
 
     Loss masks are applied to the labels, and are not columns of packed rows.
 
@@ -172,7 +172,8 @@ def _as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 def _positions(length: IntArray) -> npt.NDArray[np.int32]:
     """Return the position of every token in the token's segment, int32 [tokens], given the segment lengths.
 
-    Joining slices of one range is faster than computing the positions from a range over all tokens.
+    Every segment gets the beginning of one range from 0. Joining these slices is faster than subtracting the start of
+    each token's segment from the token's index.
     """
     ramp = np.arange(length.max(initial=0), dtype=np.int32)
     return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
@@ -184,7 +185,7 @@ def _list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False
     Args:
         values: numbers [sum(lengths)]: the values of all rows, concatenated.
         lengths: integers [rows]: the number of values in each row.
-        large: whether to make a LargeList array even if 32-bit offsets would do.
+        large: True to make a LargeListArray even if 32-bit offsets would do.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     flat = pa.array(values)

@@ -87,8 +87,8 @@ def render(
         kind: one of ROW_KINDS, or the name of the field with the text.
         template: function that writes a chat as text.
         separator: the text between a prompt and a completion that are both text.
-        train_on: the parts of the text that have a loss. If some parts of a chat have no loss, the text after the last
-            part with a loss is left out, since that text does not change the loss.
+        train_on: the choice of the tokens to train on. If some parts of a chat are not trained on, its text ends after
+            the last trained part, since later text does not change the loss.
 
     Raises:
         BadRowError: a value has the wrong type, or the template cannot write the chat.
@@ -145,7 +145,7 @@ class _Edge(NamedTuple):
 def _render_chat(
     messages: Sequence[Mapping[str, Any]], prompt: int, template: Template, settings: Settings, train_on: TrainOn
 ) -> Rendered:
-    """Return a chat as text, with the parts that are not trained on. The first `prompt` messages are the prompt."""
+    """Return the text of a chat, and its parts that are not trained on. The first `prompt` messages are the prompt."""
     if not train_on.assistant_only and not (prompt and train_on.completion_only):
         return Rendered(_unicode(template(messages, False, settings)), complete=True)
     text, masked = "", []

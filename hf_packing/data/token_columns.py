@@ -25,8 +25,8 @@ TRAINING_COLUMNS = {LABELS: "integers", ATTENTION_MASK: "0 and 1"} | dict.fromke
 class TokenColumn:
     """An Arrow column with a list of numbers in each row, readable as NumPy arrays.
 
-    The chunks of the Arrow column are read without copies and stay separate, so they may have more than 2**31 values
-    together.
+    The chunks of the Arrow column are not joined, and are copied only if they have nulls or booleans. The column may
+    have more than 2**31 values.
 
     Args:
         name: the column's name, for error messages.
@@ -67,14 +67,14 @@ class TokenColumn:
             )
 
     def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
-        """Return slices of rows, concatenated. Each slice has the values start:start + length of a row.
+        """Return slices of rows, concatenated. Each slice has the values start:start + length of its row.
 
-        Slices and one np.concatenate are about twice as fast as fancy indexing or `take`.
+        Slicing and one np.concatenate are about twice as fast as fancy indexing or `take`.
 
         Args:
-            row: integers [slices]: the index of the row of every slice.
-            start: integers [slices]: the first value of every slice, counted from the start of the row.
-            length: integers [slices]: the number of values in every slice.
+            row: integers [slices]: the index of the row to which each slice belongs.
+            start: integers [slices]: the index, within the row, of each slice's first value.
+            length: integers [slices]: the number of values in each slice.
 
         Returns:
             Array [sum(length)] in the dtype of the column; always a copy.
@@ -136,8 +136,9 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
 def with_typed_empty_lists(table: pa.Table) -> pa.Table:
     """Return a table in which token columns with nothing but empty lists are cast to lists of int32.
 
-    Arrow gives such columns the value type null. If the table has values in input_ids, only the columns that decide
-    which tokens are trained on (TRAINING_COLUMNS) are cast.
+    Arrow gives such columns the value type null. If input_ids has another value type, only the columns that decide
+    which tokens are trained on (TRAINING_COLUMNS) are cast. If the table has no rows, input_ids and these columns are
+    also cast from the type null.
     """
     untyped = [field.name for field in table.schema if is_list(field.type) and pa.types.is_null(field.type.value_type)]
     if INPUT_IDS not in untyped:
@@ -222,7 +223,7 @@ def check_same_lengths(columns: TokenColumns) -> None:
 
 
 def blocks_of_rows(row_tokens: IntArray, tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges of rows with at most `tokens` tokens per range. A longer row is a range by itself.
+    """Yield consecutive ranges of rows with at most `tokens` tokens per range. A row with more is a range by itself.
 
     Args:
         row_tokens: integers [rows]: the number of tokens in each row.

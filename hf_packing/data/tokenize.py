@@ -39,7 +39,7 @@ class TextTokenizer:
 
         Args:
             rendered: the documents.
-            ended: whether to append the end token to every document.
+            ended: whether to append the end token to documents that need one.
         """
         pairs = zip(rendered, self._encode(rendered), strict=True)
         lengths = [len(encoding) + len(self._end_of(each, encoding.ids, ended)) for each, encoding in pairs]
@@ -50,7 +50,7 @@ class TextTokenizer:
 
         Args:
             rendered: the documents.
-            ended: whether to append the end token to every document.
+            ended: whether to append the end token to documents that need one.
         """
         edges = [sorted({edge for piece in each.masked for edge in piece if edge}) for each in rendered]
         before = [
@@ -85,7 +85,7 @@ class TextTokenizer:
         Args:
             document: the document.
             ids: the input_ids of the document.
-            ended: whether to append an end token to documents that do not have one yet.
+            ended: whether to append the end token to documents that need one: texts that do not end with it yet.
         """
         if not ended or document.complete or self.end is None or (ids and ids[-1] == self.end):
             return []

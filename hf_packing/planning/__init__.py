@@ -40,7 +40,7 @@ Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by a
     >>> cuts.counts().tolist()  # number of pieces of 0, 1, 2, ... tokens
     [0, 0, 0, 3, 0, 1, 1, 0, 1]
 
-    Pack the pieces. There are four patterns, for one pack each. The last pattern has two segments of 3 tokens:
+    Pack the pieces. Each of the four patterns describes one pack. The last pattern has two segments of 3 tokens:
 
     >>> patterns = best_fit_patterns(cuts.counts(), 8)
     >>> patterns.packs.tolist(), patterns.entry_offsets.tolist()

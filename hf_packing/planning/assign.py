@@ -97,7 +97,7 @@ class Slots:
             self._within_pack_key = derive_key(seed, "documents of a pack")
 
     def block(self, begin: int, end: int) -> tuple[_Places, IntArray]:
-        """Return the packs and the positions of the slots begin, ..., end - 1, and the rank of the piece in each slot.
+        """Return, for the slots begin, ..., end - 1, the pack, the position in the pack, and the rank of the piece.
 
         A slot is the position of one segment in a pack. Slots are numbered in the order of slot length. The rank of a
         piece is the index of the piece in the list of all pieces, sorted by length.
@@ -261,7 +261,7 @@ class Assignment:
             group: int64 [documents]: index of each document's group in `Cuts`.
 
         Returns:
-            int64 [pieces]: index of the piece's document in the argument `group`; int64 [pieces]: index of the piece in
+            int64 [pieces]: document of the piece, as an index into `group`; int64 [pieces]: index of the piece in
             `Cuts.piece_length`.
         """
         pieces_each = self.cuts.pieces_each[group]
@@ -269,7 +269,7 @@ class Assignment:
         return nth, np.repeat(self.cuts.piece_offsets[group], pieces_each) + _count_up(pieces_each)
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
-        """Return the document and the start of every piece, for the list of all pieces sorted by length (see `Cuts`).
+        """Return the document and the start of every piece. Pieces are listed in the order of rank (see `Cuts`).
 
         Returns:
             integers [pieces]: index of the piece's document; int64 [pieces]: index of the piece's first token in the
@@ -294,7 +294,7 @@ class Assignment:
         return np.insert(whole, at, document), start
 
     def _final_pack(self, pack: IntArray) -> IntArray:
-        """Return the index of each pack in the plan, given the index of the pack before packs are shuffled."""
+        """Convert indices of packs before shuffling to the indices of the same packs in the plan, after shuffling."""
         if self.seed is None:
             return pack
         return permute(pack, np.array([self.patterns.num_packs]), np.array([derive_key(self.seed, "packs")]))
@@ -303,8 +303,8 @@ class Assignment:
         """Return the index of every pack after shuffling, and the plan's arrays `pack_offsets` and `pack_capacity`.
 
         Returns:
-            int64 [packs]: index in the plan of each pack, with packs listed in the order before packs are shuffled;
-            int64 [packs + 1]: `pack_offsets` of the plan; int32 [packs]: `pack_capacity` of the plan.
+            int64 [packs]: element i is the index in the plan, after shuffling, of the pack that had index i before
+            shuffling; int64 [packs + 1]: `pack_offsets` of the plan; int32 [packs]: `pack_capacity` of the plan.
         """
         patterns = self.patterns
         row = np.arange(patterns.num_packs)

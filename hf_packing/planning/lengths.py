@@ -32,8 +32,8 @@ def check_lengths(lengths: Any, name: str = "lengths") -> IntArray:
         int32 [documents], or int64 [documents] if a document has 2**31 tokens or more.
 
     Raises:
-        PackingError: `lengths` is not one-dimensional, is a masked array, or has a value that is negative or not an
-            integer, or all documents together have 2**63 tokens or more.
+        PackingError: `lengths` is not one-dimensional, is a masked array, has a value that is negative or not an
+            integer, or has a total of 2**63 tokens or more.
     """
     array = check_whole_numbers(name, lengths)
     if not array.size:
@@ -149,8 +149,8 @@ def check_counts(counts: Any) -> IntArray:
         int64 [longest + 1].
 
     Raises:
-        PackingError: `counts` is not one-dimensional, is a masked array, or has a value that is negative or not an
-            integer, or there are 2**63 or more documents or tokens in total.
+        PackingError: `counts` is not one-dimensional, is a masked array, has a value that is negative or not an
+            integer, or has a total of 2**63 or more documents or tokens.
     """
     array = check_whole_numbers("counts", counts)
     if not array.size:
@@ -203,14 +203,14 @@ def check_fitting(lengths: IntArray, capacity: int, overflow: Overflow) -> None:
 
 
 def check_num_pieces(pieces: float, capacity: int) -> None:
-    """Raise PackingError if `pieces`, the number of pieces of all documents, is above 2**40, the maximum for a plan.
+    """Raise PackingError if there are more than 2**40 pieces. `pieces` is the number of pieces of all documents.
 
     `capacity` is the capacity of a pack in tokens, for the error message.
     """
     if pieces > _MAX_PIECES:
         raise PackingError(
-            "max_length or bucket_lengths: expected packs long enough to cut documents into at most 2**40 pieces, "
-            f"got packs of {capacity} tokens and {pieces:.4g} pieces; use longer packs"
+            "max_length or bucket_lengths: expected packs so long that documents are cut into at most 2**40 pieces, "
+            f"got {pieces:.4g} pieces with packs of {capacity} tokens; use longer packs"
         )
 
 

@@ -147,8 +147,8 @@ def pack_lower_bound(counts: IntArray, capacity: int) -> int:
     up. L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem", 1990) counts one
     pack for each long segment, that is, each segment longer than half the capacity. Two long segments never fit in one
     pack. L2 then adds packs for shorter segments that do not fit beside the long segments. For a threshold a, a segment
-    of at least a tokens fits only beside a long segment of at most capacity - a tokens. L2 is the maximum over all
-    thresholds a up to half the capacity.
+    of at least a tokens fits only beside a long segment of at most capacity - a tokens. Each threshold a up to half the
+    capacity gives a number of packs, and L2 is the largest of these numbers.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens, for n up to the capacity.

@@ -27,13 +27,14 @@ class Interval(NamedTuple):
 
 
 class OpenPacks:
-    """The packs to which segments can still be added (open packs), and the steps in which all packs were filled.
+    """The packs to which segments can still be added (open packs), and a record of how all packs were filled.
 
-    The room of a pack is the number of free tokens. Packs with the same room are stored as intervals of consecutive
-    packs, and the newest interval is used first. The integer `_rooms` has bit n set if an open pack has a room of n
-    tokens. The highest set bit gives the most room. After a right shift by a length, the lowest set bit gives the least
-    room in which a segment of that length fits. Either lookup takes a fraction of a microsecond and needs no search
-    tree.
+    The record is `runs`: each `Run` says how many segments of which length were put into which packs.
+
+    The room of a pack is the number of free tokens. Open packs with the same room are stored as intervals of
+    consecutive packs, and the newest interval is used first. The integer `_rooms` has bit n set if an open pack has a
+    room of n tokens. So the highest set bit gives the most room, and the lowest set bit from bit n on gives the least
+    room in which a segment of n tokens fits. Either lookup takes a fraction of a microsecond and needs no search tree.
     """
 
     def __init__(self, capacity: int, max_documents: int | None) -> None:
@@ -81,9 +82,9 @@ class OpenPacks:
     def fill(self, interval: Interval, room: int, length: int, copies: int) -> None:
         """Put `copies` segments of `length` tokens into each pack of the interval.
 
-        `room` is the number of free tokens in each pack before the call. The packs must be new, or
-        must have been removed by `take`. After the call, the packs are open, unless the packs are full or have the
-        maximum number of segments.
+        `room` is the number of free tokens in each pack before the call. The packs must be new, or must have been
+        removed by `take`. After the call, the packs are open, unless they are full or have the maximum number of
+        segments.
         """
         self.runs.append(Run(length, interval.first_pack, interval.packs, copies))
         room, documents = room - copies * length, interval.documents + copies

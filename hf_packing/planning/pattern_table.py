@@ -87,8 +87,8 @@ class PatternTable:
         Args:
             shard_lengths: 1-d integers [documents]: lengths of the shard's documents, in tokens.
             already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in all earlier shards
-                together, that is, the sum of `np.bincount(shard_lengths)` over the earlier shards. The array may be
-                shorter than the longest length; missing counts are 0. None for the first shard.
+                together, that is, the sum of `np.bincount(shard_lengths)` over the earlier shards. The array may end
+                before the longest length; missing counts are 0. None for the first shard.
 
         Returns:
             DealtShard with all segments of the shard's documents. Together, the results for all shards contain every
@@ -187,15 +187,15 @@ def _number_documents(
 
 
 def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> IntArray:
-    """Check `already_dealt`, and return the number of documents in earlier shards for each length in `by_length`.
+    """Check `already_dealt`, and return its counts for the lengths in `by_length`.
 
     Args:
         by_length: number of documents of each length in the PatternTable.
         already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in earlier shards. The
-            array may be shorter than the longest length; missing counts are 0. None if there are no earlier shards.
+            array may end before the longest length; missing counts are 0. None if there are no earlier shards.
 
     Returns:
-        int64 [lengths].
+        int64 [lengths]: for each length in `by_length`, the number of documents in earlier shards.
     """
     length, documents = by_length.length, by_length.documents
     if already_dealt is None:

@@ -1,8 +1,8 @@
 """The class `Patterns`, which describes packs, and the class `Cuts`, which describes how documents are cut.
 
-Strategies that need only the counts of lengths compute both objects. `Patterns` stores packs with the same segment
-lengths only once. `Cuts` stores documents that have the same length and are cut in the same way only once. So both
-objects are small, even for many documents.
+Strategies that need only the counts of lengths compute one object of each class. In `Patterns`, one pattern describes
+many packs with the same segment lengths. In `Cuts`, one group describes all documents of one length that are cut in the
+same way. So both objects are small, even for many documents.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +42,7 @@ class Patterns:
 
     @property
     def entry_pattern(self) -> IntArray:
-        """The index of each entry's pattern, int64 [entries]."""
+        """For each entry of a pattern (see `Patterns`), the index of the pattern, int64 [entries]."""
         return np.repeat(np.arange(len(self.packs)), np.diff(self.entry_offsets))
 
     def segments_per_pack(self) -> IntArray:
@@ -181,12 +181,12 @@ class Cuts:
 
     @cached_property
     def pieces_each(self) -> IntArray:
-        """The number of pieces of each document in a group, int64 [groups]."""
+        """For each group, the number of pieces of one document, int64 [groups]."""
         return np.diff(self.piece_offsets)
 
     @cached_property
     def tokens_kept(self) -> IntArray:
-        """The number of tokens in all pieces of one document, for each group, int64 [groups].
+        """For each group, the number of tokens in all pieces of one document, int64 [groups].
 
         The other tokens of the document are dropped.
         """
@@ -195,7 +195,7 @@ class Cuts:
 
     @cached_property
     def piece_start(self) -> IntArray:
-        """The index of each piece's first token in the document, int64 [pieces]."""
+        """For each piece, the index of the piece's first token in the document, int64 [pieces]."""
         begin = np.cumsum(self.piece_length, dtype=np.int64) - self.piece_length
         first = np.append(begin, 0)[self.piece_offsets[:-1]]
         start: IntArray = begin - np.repeat(first, self.pieces_each)
@@ -217,7 +217,7 @@ class Cuts:
         return cut
 
     def by_length(self) -> DocumentsByLength:
-        """Return the number of documents of each length, summed over the groups of that length."""
+        """Return the number of documents of each length, however the documents are cut."""
         length, first_group, groups = np.unique(self.document_length, return_index=True, return_counts=True)
         documents = np.add.reduceat(self.documents, first_group) if len(length) else self.documents
         return DocumentsByLength(length, documents, np.cumsum(documents) - documents, groups > 1)
@@ -234,8 +234,9 @@ class Cuts:
     def ranks(self) -> tuple[IntArray, IntArray]:
         """Return two arrays `first_rank` and `stride`, from which the rank of every piece can be computed.
 
-        The rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`). In
-        document n of a group, where n = 0 is the first document, piece i has the rank `first_rank[i] + n * stride[i]`.
+        The rank of a piece is the index of the piece in the list of all pieces, sorted by length (see `Cuts`). A group
+        consists of documents of one length that are cut in the same way. In document n of a group (the first document
+        has n = 0), the piece with index i in `piece_length` has the rank `first_rank[i] + n * stride[i]`.
 
         Returns:
             int64 [pieces]: `first_rank`; int64 [pieces]: `stride`.

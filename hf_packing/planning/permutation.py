@@ -44,7 +44,7 @@ def derive_key(seed: int, purpose: str) -> np.uint64:
 
 
 def keys_for(numbers: npt.NDArray[Any], key: np.uint64) -> _Keys:
-    """Return one key for each number in an array. The new key is a hash of the number and of `key`."""
+    """Return one key for each number in an array. Each new key is a hash of the number and of `key`."""
     mixed = (numbers.astype(np.uint64) + key) * _GAMMA
     mixed ^= mixed >> _HALF
     return mixed * _MIX
@@ -76,15 +76,15 @@ def permute(index: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt
 
 
 def permute_back(place: npt.NDArray[Any], size: npt.NDArray[Any], keys: _Keys) -> npt.NDArray[np.int64]:
-    """Return the index of each element of a permutation. This function is the inverse of `permute`.
+    """Return the indices at which a random permutation has the given elements. This is the inverse of `permute`.
 
     Args:
-        place: integers [n], from 0 to size - 1: results of `permute`.
+        place: integers [n], from 0 to size - 1: elements of the permutation, as returned by `permute`.
         size: the same array as for `permute`.
         keys: the same array as for `permute`.
 
     Returns:
-        int64 [n]: the indices that `permute` maps to these results.
+        int64 [n]: the indices for which `permute` returns `place`.
 
     Example:
         >>> import numpy as np
@@ -146,8 +146,8 @@ def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
 def _walk_inside(walk: _Walk, cell: _Keys, size: _Keys, rows: _Keys, columns: _Keys, keys: _Keys) -> _Keys:
     """Apply `walk` to each cell number repeatedly until the result is below `size`, and return the results.
 
-    `walk` permutes the cells of a grid: `_walk` or the inverse function `_walk_back`. The cell in a row and a column
-    has the number row * columns + column.
+    `walk` is `_walk`, which permutes the cells of a grid, or the inverse function `_walk_back`. The cell in
+    row r and column c has the number r * columns + c.
     """
     cell = walk(cell, rows, columns, keys)
     outside = np.flatnonzero(cell >= size)

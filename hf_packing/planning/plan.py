@@ -157,7 +157,7 @@ class PackingPlan:
             path: folder to create or to replace.
 
         Raises:
-            PackingError: the path exists, but is not a saved plan, or the folder contains other files, too.
+            PackingError: the path exists, and either is not a saved plan or contains other files, too.
         """
         facts = {
             "fingerprint": self.fingerprint,
@@ -317,8 +317,8 @@ def _check_shapes(plan: PackingPlan) -> None:
             )
     if len(plan.pack_offsets) != len(plan.pack_capacity) + 1:
         raise PackingError(
-            f"pack_offsets: expected one more offset than the {len(plan.pack_capacity)} packs in pack_capacity, got "
-            f"{len(plan.pack_offsets)} offsets"
+            f"pack_offsets: expected one offset more than packs, got {len(plan.pack_offsets)} offsets for the "
+            f"{len(plan.pack_capacity)} packs in pack_capacity"
         )
 
 

@@ -29,7 +29,7 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
         facts: values to write to plan.json, by name.
 
     Raises:
-        PackingError: the path exists, but is not a saved plan, or the folder contains other files, too.
+        PackingError: the path exists, and either is not a saved plan or contains other files, too.
     """
     folder = folder.resolve()  # a folder cannot be renamed onto a symbolic link
     _check_replaceable(folder, {f"{name}.npy" for name in arrays} | {_INDEX})
@@ -44,10 +44,10 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
 
 
 def _check_replaceable(folder: Path, files: set[str]) -> None:
-    """Check that a plan can be saved at a path: nothing exists there, or a saved plan that may be replaced.
+    """Raise PackingError if anything exists at a path, except a saved plan that may be replaced.
 
-    Raise PackingError otherwise. A saved plan may be replaced if its folder contains only files with names in `files`.
-    If another process replaces the plan during the check, the check is repeated.
+    A saved plan may be replaced if its folder contains only files with names in `files`. If another process replaces
+    the plan during the check, the check is repeated.
     """
     while (found := _identity(folder)) is not None:
         with suppress(FileNotFoundError):
@@ -70,13 +70,13 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def put_in_place(fresh: Path, folder: Path, unless: Callable[[], bool] = lambda: False) -> None:
-    """Rename a finished folder to its final path. A folder that exists at that path is removed.
+    """Rename a finished folder to its final path. A folder that exists there is removed, or kept if `unless` says so.
 
     Args:
         fresh: the finished folder.
         folder: the final path.
         unless: function without arguments, called if a non-empty folder exists at the final path. If the function
-            returns True, the existing folder stays and `fresh` is not renamed.
+            returns True, the existing folder is kept and `fresh` is not renamed.
     """
     replaced = []
     while not _try_rename(fresh, folder):

@@ -24,7 +24,7 @@ _STEPS = 48
 
 @dataclass(frozen=True)
 class Setup:
-    """The assumptions of a report about the training run."""
+    """What a report assumes about the training run."""
 
     ranks: int = 8
     """Number of ranks; each rank works on one pack at a time."""
@@ -99,7 +99,7 @@ class PaddedRow:
 
     @property
     def padding_ratio(self) -> float:
-        """The share of the token positions in all padded batches that hold padding."""
+        """The share of padding among all token positions of the padded batches."""
         return 1 - self.work.tokens / self.work.slots if self.work.slots else 0.0
 
 
@@ -130,7 +130,7 @@ class ReportRow:
 
 @dataclass(frozen=True, eq=False)
 class PlanSample:
-    """The data that the pictures of a report show for one plan. The data are small, even for a large plan."""
+    """Data of one plan for the pictures of a report; small, even if the plan is large."""
 
     fill: npt.NDArray[np.float64]
     """float64 [points]: the filled share of packs, emptiest pack first."""
@@ -231,10 +231,11 @@ def _sample_of(plan: PackingPlan, ranks: int) -> PlanSample:
 
 
 def _cut_by_length(plan: PackingPlan) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the edges of bins of document lengths, and the share of each bin's documents that a plan cuts.
+    """Divide documents by length into bins, and return for each bin the share of documents that are not whole.
 
     Returns:
-        float64 [bins + 1], tokens; and float64 [bins], the share of documents that are not whole in one pack.
+        float64 [bins + 1], tokens: the edges of the bins; and float64 [bins]: the share of the documents in each bin
+        that are not whole in one pack, nan for an empty bin.
     """
     length = plan.document_length
     whole = np.zeros(len(length), dtype=bool)

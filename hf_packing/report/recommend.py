@@ -44,9 +44,9 @@ def recommend(lengths: LengthSummary, rows: Sequence[ReportRow]) -> Recommendati
 def _row_length(lengths: LengthSummary, rows: Sequence[ReportRow]) -> int:
     """Return the recommended row length: as short as possible, with few documents longer than a row and little padding.
 
-    A row length fits the documents if the documents that are longer than a row have few of all tokens. The result is
-    the shortest fitting row length with few empty slots. If every fitting row length has many empty slots, the result
-    is the fitting row length with the fewest. If no row length fits, the result is the longest row length.
+    A row length fits if documents longer than a row hold only a small share of all tokens. The result is the shortest
+    fitting row length with little padding. If every fitting row length has much padding, the result is the one with the
+    least padding. If no row length fits, the result is the longest row length.
     """
     given = sorted({row.max_length for row in rows})
     empty = {length: _careful_padding([row for row in rows if row.max_length == length]) for length in given}
@@ -94,7 +94,7 @@ def _cost(lengths: LengthSummary, best: ReportRow) -> str:
 
 
 def _longer_rows(lengths: LengthSummary, max_length: int) -> str:
-    """Return a remark in parentheses on the row lengths at which few documents, or none, would be cut."""
+    """Return a remark, in parentheses, that names row lengths with which few documents, or none, would be cut."""
     few = lengths.shortest_row_for(_FEW_CUT)
     would = [f"rows of {few:,} tokens would cut {_FEW_CUT:.0%} of the documents"] if few > max_length else []
     return f"({', '.join([*would, f'rows of {lengths.longest:,} tokens would cut no document'])})"

@@ -21,7 +21,7 @@ from hf_packing.strategies.sequential import FirstCome, FixedLength
 
 @dataclass(frozen=True, repr=False)
 class PackingReport(Figures):
-    """A comparison of packing strategies on your documents, with a recommendation, to print or show in a notebook.
+    """A comparison of packing strategies on your documents, with a recommendation; print it or show it in a notebook.
 
     Example:
         >>> import hf_packing as hfp

@@ -70,7 +70,7 @@ def padded_work(lengths: IntArray, max_length: int, rows: int, ranks: int, linea
 
 
 def packed_work(plan: PackingPlan, ranks: int, linear_cost: float, leveled: bool = False) -> Work:
-    """Return the work of an epoch with packing, in which every pack is a micro-batch. Empty slots cost nothing.
+    """Return the work of an epoch with packing, in which every pack is a micro-batch. Unused capacity costs nothing.
 
     Args:
         plan: the plan whose packs are run.
@@ -103,7 +103,7 @@ def _work_of(
     """Return the work of an epoch whose micro-batches run in the given order, one on each rank in every step.
 
     If the last step has fewer micro-batches than ranks, its time is its total cost divided by the number of ranks, as
-    if no rank were idle. Idle ranks in the last step have nothing to do with padding or packing.
+    if no rank were idle: neither padding nor packing is the reason why ranks are idle in the last step.
 
     Args:
         documents: number of documents with tokens.
@@ -123,7 +123,7 @@ def _work_of(
 
 
 def values_of_ranks(values: _FloatArray, ranks: int) -> _FloatArray:
-    """Return one value per micro-batch as an array by step and rank, float64 [steps, ranks].
+    """Return an array, float64 [steps, ranks], with the value of the micro-batch that each rank runs in each step.
 
     Ranks without a micro-batch in the last step have the value 0.
 

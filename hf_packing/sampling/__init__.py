@@ -1,8 +1,9 @@
 """Group the rows of a dataset into micro-batches, for every rank and every epoch.
 
 A row is one document, or a pack of several documents. The sizes of all rows are measured first. A batching, such as
-TokenBudget, then fits the rows to micro-batches and plans every epoch. The plan is a pure function of the sizes, the
-seed, the epoch, the number of ranks and the gradient accumulation. The rows are read in the order of the plan:
+TokenBudget, then cuts, drops or refuses rows that are too long for a micro-batch, and plans every epoch. The plan is a
+pure function of the sizes, the seed, the epoch, the number of ranks and the gradient accumulation. The rows are read in
+the order of the plan:
 
     dataset -> RowSizes -> Batching.fit -> FittedRows -> Batching.plan_fitted -> EpochPlan -> RankBatchSampler -> rows
 

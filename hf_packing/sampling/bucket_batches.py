@@ -25,8 +25,8 @@ _Round = list[list[SampledRow]]
 class _BucketCounts(NamedTuple):
     """The numbers of rows, units and rounds of one bucket in an epoch.
 
-    A unit is one row of the bucket, or several leftover rows of smaller buckets that take the space of one row. In a
-    round, every rank runs one micro-batch of the bucket.
+    A unit is one row of the bucket, or leftover rows of smaller buckets, which together take the space of one row. In
+    a round, every rank runs one micro-batch of the bucket.
     """
 
     capacity: int
@@ -48,11 +48,11 @@ class _BucketCounts(NamedTuple):
 class BucketBatches(Batching):
     """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 
-    A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. Rows that
-    are too few to fill a micro-batch on every rank move to the next larger bucket. There, several of these leftover
-    rows are joined to take the space of one row. If rows are missing for a joined row, or for the last micro-batches
-    of the largest bucket, copies of rows with masked labels are added. If all rows together do not fill one micro-batch
-    on every rank, the micro-batches are smaller.
+    A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. The last
+    rows of a bucket, if too few for one more micro-batch on every rank, move to the next larger bucket. There, several
+    of these leftover rows are joined to take the space of one row. If too few are left for the last joined row, or if
+    the largest bucket has too few rows for its last micro-batches, copies of rows with masked labels are added. If all
+    rows together do not fill one micro-batch on every rank, the micro-batches are smaller.
 
     Args:
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
@@ -65,7 +65,7 @@ class BucketBatches(Batching):
         PackingError: a bad argument, which the message names.
 
     Source:
-        The sampler follows arXiv 2407.07495. The cycles from short to long follow Dataset Decomposition, arXiv
+        The batching follows arXiv 2407.07495. The cycles from short to long follow Dataset Decomposition, arXiv
         2405.13226.
 
     Example:
@@ -190,7 +190,7 @@ def _fill_buckets(
 
 
 def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Unit]:
-    """Return the units, followed by copies of `others` with masked labels, so that there are `number` units."""
+    """Return `number` units: the given units first, and then copies of units in `others`, with masked labels."""
     copied = (others[place % len(others)] for place in range(number - len(units)))
     return units + [[(row, True) for row, _ in unit] for unit in copied]
 

@@ -75,10 +75,10 @@ def difference(one: DataFacts, other: DataFacts, here: str, there: str) -> str |
 
 
 def _contents_sampled(sizes: RowSizes) -> tuple[tuple[int, str], ...]:
-    """Return pairs (row number, hex digest of the row's first tokens) for the rows whose tokens are in `sizes.sample`.
+    """Return pairs (row number, hex digest of the row's values in the sample) for the rows in `sizes.sample`.
 
-    The sample holds one column after another. If the sample cannot be split into rows, the result is one pair, with a
-    digest of the whole sample.
+    The sample holds the first tokens of all these rows, then their first labels, then their mask values. If the sample
+    cannot be split into rows, the result is one pair, with a digest of the whole sample.
     """
     sampled = rows_to_sample(len(sizes))
     widths = np.minimum(sizes.tokens[sampled], SAMPLED_TOKENS)

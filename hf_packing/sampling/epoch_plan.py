@@ -1,6 +1,6 @@
 """Batching, the base class of objects that decide which rows share a micro-batch, and EpochPlan, their result.
 
-A batching first fits the rows of a dataset to micro-batches, once. Rows that are too long for a micro-batch may be cut
+Before the first epoch, `Batching.fit` returns the rows that fit into micro-batches. Rows that are too long may be cut
 or dropped. The batching then plans every epoch as a pure function of the fitted rows, the seed and the `Epoch`. So
 every rank computes the same plan, which covers all ranks, without communication.
 """
@@ -167,7 +167,7 @@ class Batching(ABC):
 
     @abstractmethod
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        """Return the number of micro-batches of each rank. The number does not depend on the number of the epoch."""
+        """Return the number of micro-batches of each rank. It is the same in every epoch."""
 
     @abstractmethod
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
@@ -195,7 +195,7 @@ class Batching(ABC):
         return self.plan_fitted(rows, epoch)
 
     def check_enough_rows(self, rows: FittedRows, epoch: Epoch) -> None:
-        """Raise PackingError if there are no rows, or fewer rows than ranks although needs_row_per_rank is True."""
+        """Raise PackingError if there are no rows, or if needs_row_per_rank is True and rows are fewer than ranks."""
         ranks = epoch.world_size if self.needs_row_per_rank else 1
         if len(rows.kept) < ranks:
             without = f", not counting {len(rows.left_out)} empty or dropped rows" if len(rows.left_out) else ""

@@ -1,8 +1,8 @@
-"""Put rows into a given number of micro-batches within a token budget, with equal work on all ranks.
+"""Put rows into a given number of micro-batches of at most max_tokens tokens, with equal work on all ranks.
 
-Rows are placed by best fit, in an order that is roughly longest first. The order is only rough, so that different rows
-share a micro-batch in every epoch. The shortest rows still come last and fill the gaps, so the rough order packs almost
-as well as the exact order.
+Rows are placed by best fit, in an order that is roughly longest first. The order is only rough, so that rows
+are grouped differently from epoch to epoch. The shortest rows still come last and fill the gaps, so the rough order
+packs almost as well as the exact order.
 
 In a round, every rank runs one micro-batch, and all ranks wait for the slowest rank. Micro-batches with equal numbers
 of tokens can differ severalfold in attention cost. So micro-batches are sorted by cost, and neighbors in that order
@@ -63,8 +63,8 @@ _EVEN = 0.99
 def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
     """Return the number of micro-batches that best-fit decreasing needs for all rows.
 
-    This number of micro-batches is enough for `fill` in every epoch. For a small budget, the number is computed from
-    the histogram of lengths, which is faster and gives the same result.
+    This number of micro-batches is enough for `fill` in every epoch. If max_tokens is at most _GRAINS, the number is
+    computed from the histogram of lengths, which is faster and gives the same result.
 
     Args:
         tokens: integers [rows], from 1 to max_tokens: the length of each row.
@@ -268,12 +268,13 @@ def _split_more(
 ) -> MicroBatches:
     """Spread the rows over `more` additional micro-batches, and return all micro-batches.
 
-    The micro-batches with the smallest sums of squared row lengths are emptied. Their rows are redistributed over the
-    emptied and the additional micro-batches, longest row first. If this is impossible, the fullest micro-batches are
-    split instead. If `more` is 0, no micro-batch is added, but the emptied micro-batches become more even.
+    The micro-batches with the smallest sums of squared row lengths are emptied, and their rows are dealt out again,
+    longest row first, to the emptied and the additional micro-batches. If these rows are too few or do not fit, the
+    fullest micro-batches are split instead. If `more` is 0, dealing the rows again only makes micro-batches more even.
 
-    Several micro-batches are emptied, so that each loses only a few rows, and so that the shortest rows do not always
-    share a micro-batch. The refilled micro-batches form whole rounds, in which every rank runs one micro-batch.
+    Several micro-batches are emptied for each additional one, so that each has only a few rows fewer than before, and
+    so that the shortest rows do not always share a micro-batch. The number of refilled micro-batches is a multiple of
+    world_size, so that they can form whole rounds, in which every rank runs one micro-batch.
     """
     by_squares = np.argsort(sum_rows(micro_batches, tokens.astype(np.int64) ** 2), kind="stable")
     refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_ROUNDS * world_size) // world_size) * world_size
@@ -322,7 +323,7 @@ def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> 
 def _deal_by_cost(
     rows: IntArray, cost: npt.NDArray[np.float64], tokens: IntArray, max_tokens: int, num_micro_batches: int
 ) -> MicroBatches | None:
-    """Place each row in the micro-batch with the least cost so far and enough space; the costliest row comes first.
+    """Place rows, costliest first, each in the micro-batch that has the least cost so far among those with space.
 
     There must be at least as many rows as micro-batches. Otherwise some micro-batches would stay empty.
 

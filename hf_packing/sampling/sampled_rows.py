@@ -100,7 +100,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             )
 
     def _with_labels(self, row: Row) -> Row:
-        """Return the row with labels, which are made from tokens and loss masks if the row has no labels.
+        """Return the row with labels. If the row has none, they are made from its tokens and loss masks.
 
         If apply_masks is False, a row with loss masks but without labels stays unchanged, and the collator refuses it.
         """
@@ -115,7 +115,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
     def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
         """Raise PackingError if a row does not have the length that was known when micro-batches were planned.
 
-        Also raise PackingError if a row has no input_ids, or if a per-token column has a different length.
+        Also raise PackingError if a row has no input_ids, or if a per-token column is not as long as input_ids.
 
         Args:
             numbers: numbers of the rows in the dataset.

@@ -77,7 +77,7 @@ class RankBatchSampler:
         return self._num_micro_batches
 
     def set_epoch(self, number: int) -> None:
-        """Set the number of the epoch, from 0, whose micro-batches the next iteration yields."""
+        """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
         self.epoch = Epoch(number, self.world_size, self.accumulation)
 
     @property
@@ -218,7 +218,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
 
     Args:
         sampler: the sampler of any rank.
-        unpacked: number of documents in an optimizer step without packing.
+        unpacked: number of documents that an optimizer step has in training without packing.
     """
     plan, fitted = sampler.plan, sampler.rows
     steps = -(-plan.num_micro_batches // sampler.accumulation)
@@ -243,7 +243,10 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
 
 
 def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
-    """Return whether match_documents_per_step of the sampler's batching is None, but could be set to `documents`."""
+    """Return whether match_documents_per_step can be set to `documents`, a number of documents per optimizer step.
+
+    The result is False if match_documents_per_step is set already, or if the batching is not a TokenBudget.
+    """
     batching = sampler.batching
     if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
         return False

@@ -33,23 +33,23 @@ _MOST_LINEAR = 1e12
 class TokenBudget(Batching):
     """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 
-    Plain documents are packed during training, and different documents share a micro-batch in every epoch. All ranks
-    have the same number of micro-batches. This number is the same in every epoch, and no micro-batch is empty. If the
-    number of micro-batches is not a multiple of the number of ranks, some micro-batches are split. If every micro-batch
-    already has a single row, copies of rows with masked labels are added instead.
+    Plain documents are packed during training, and are grouped differently from epoch to epoch. All ranks have the same
+    number of micro-batches. This number is the same in every epoch, and no micro-batch is empty. If the number of
+    micro-batches is not a multiple of the number of ranks, some micro-batches are split. If every micro-batch already
+    has a single row, copies of rows with masked labels are added instead.
 
-    Each packed row that is as long as the budget is a micro-batch of its own. Rows of about equal cost then run at the
-    same time on different ranks. Which of these rows run at the same time changes from epoch to epoch.
+    A packed row of max_tokens tokens is a micro-batch of its own. Such rows run at the same time as rows of about equal
+    cost on the other ranks, in combinations that change from epoch to epoch.
 
     Args:
         max_tokens: the most tokens that a micro-batch may have.
         balance: the quantity to equalize among micro-batches that run at the same time: "tokens" for the number of
             tokens, or "attention" for all work, which is linear_cost * tokens + the sum of squared segment lengths.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
-            of tokens; None to compute this ratio from the model's configuration, or 12288 if there is no model.
-        match_documents_per_step: average number of documents in an optimizer step, over all ranks. Set this to the
-            number of documents per step without packing to keep the number of optimizer steps; None to take as many
-            documents as fit.
+            of tokens; None to compute this ratio from the model's configuration, or to use 12288 if that is impossible.
+        match_documents_per_step: average number of documents in an optimizer step, over all ranks; None to take as many
+            documents as fit. To keep the number of optimizer steps that training has without packing, set this to the
+            number of documents per step of that training.
         overflow: treatment of a row with more than max_tokens tokens: "error" or "drop"; for documents also "split" or
             "truncate".
         seed: seed that decides, together with the epoch, the order of rows and which rows share a micro-batch.
@@ -128,7 +128,12 @@ class TokenBudget(Batching):
         return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
 
     def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Return the cost of each row or micro-batch, float64 [n], from its tokens and squared lengths, numbers [n]."""
+        """Return the cost of each row or micro-batch, float64 [n].
+
+        Args:
+            tokens: integers [n]: the number of tokens in each row or micro-batch.
+            squared_lengths: numbers [n]: the sum of squared segment lengths in each row or micro-batch.
+        """
         if self.balance == "tokens":
             return tokens.astype(np.float64)
         linear = LINEAR_COST if self.linear_cost is None else self.linear_cost
@@ -190,7 +195,8 @@ class _Schedule:
         """Return the number of optimizer steps in an epoch.
 
         Args:
-            per_step: number of documents in an optimizer step; the last step of an epoch may have fewer documents.
+            per_step: wanted number of documents in an optimizer step. The average is lower if the number of steps is
+                rounded up.
             epoch: the number of ranks, and of micro-batches per optimizer step.
 
         Raises:
@@ -217,8 +223,8 @@ class _Schedule:
             remedies.append(f"match_documents_per_step={documents}")
         hint = f"; use {', or '.join(remedies)}" if remedies else ""
         raise PackingError(
-            f"match_documents_per_step: expected {expected}, got {per_step} documents per optimizer step, and "
-            f"{self.documents} documents per epoch{hint}"
+            f"match_documents_per_step: expected {expected}, got {per_step} documents per optimizer step; an "
+            f"epoch has {self.documents} documents{hint}"
         )
 
     def _fits(self, per_step: int, slots: int) -> bool:
@@ -228,7 +234,7 @@ class _Schedule:
 
 
 def with_linear_cost(batching: Batching, config: Any) -> Batching:
-    """Return the batching with linear_cost set to the value of a model.
+    """Return the batching with linear_cost computed from the configuration of a model.
 
     The batching stays unchanged if it is not a TokenBudget, if linear_cost is already set, or if config is None.
     """

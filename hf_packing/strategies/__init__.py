@@ -1,7 +1,8 @@
 """Packing strategies. A strategy decides which documents share a pack.
 
 A counting strategy needs only the number of documents of each length. The other strategies need the length of each
-document, in the order of the documents. Each strategy is in the same file as the algorithm that the strategy uses.
+document, in the order of the documents. The algorithm of a strategy is in the same file or folder as the strategy; only
+best fit and first fit are in planning/open_packs.py.
 
     base.py         base classes of strategies, the strategy registry, plan_packing and plan_counts
     greedy.py       BestFit and ShortestPackFirst, which are counting strategies
@@ -10,9 +11,9 @@ document, in the order of the documents. Each strategy is in the same file as th
     fill_columns.py turns solutions of NonNegativeLeastSquares and Optimal into packs
     bucket.py       Bucket, a counting strategy, and BucketByLength; both strategies make packs of several capacities
     sequential.py   FixedLength, FirstCome and Multipack
-    compare.py      compare, which plans the same lengths with several strategies
+    compare.py      the function compare, which plans the same lengths with several strategies
 
 A new strategy is a class with `@register_strategy` in a module of this package, a page in docs/strategies, and tests of
 the strategy's own behavior. The command line, the tests of all strategies and the error messages find the class in the
-registry. docs/ARCHITECTURE.md has all steps.
+registry. docs/ARCHITECTURE.md lists all steps for a new strategy.
 """

@@ -39,10 +39,10 @@ class Strategy(ABC):
 
     Use a strategy as in `dataset.map(strategy, batched=True)`, or call the strategy with a batch of rows: a dict of
     lists, a dict of arrays, a pyarrow Table or a data frame. The call returns one row for each pack, with the int32
-    columns `input_ids`, `labels`, `position_ids` and `seq_lengths`, and with a column `bucket` if packs have several
-    capacities. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch is a Table or a
-    data frame, and otherwise as a dict. Each batch is planned separately, so larger batches need less padding;
-    `hf_packing.pack` plans over the whole dataset.
+    columns `input_ids`, `labels`, `position_ids` and `seq_lengths`. If packs have several capacities, a column `bucket`
+    has the capacity of each pack. The rows are returned as a Table if the call comes from `Dataset.map` or if the batch
+    is a Table or a data frame, and otherwise as a dict. Each batch is planned separately, so larger batches need less
+    padding; `hf_packing.pack` plans over the whole dataset.
     """
 
     package_version: str = field(default_factory=_package_version, init=False, repr=False)
@@ -69,7 +69,7 @@ class Strategy(ABC):
         return pack_batch(batch, self.plan_lengths, bucket=self.has_buckets)
 
     def set_fields(self, **values: Any) -> None:
-        """Set fields of the frozen instance. `__post_init__` uses this method to store checked values."""
+        """Set fields although the instance is frozen. `__post_init__` uses this method to store checked values."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -88,7 +88,7 @@ class CountingStrategy(Strategy):
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of `OneCapacity.solve`: packs for counted segments, and remarks on how the packs were found."""
+    """The result of `OneCapacity.solve`: packs, a lower bound on packs, and a note on how the packs were found."""
 
     patterns: Patterns
     lower_bound: int = 0
@@ -252,7 +252,7 @@ def read_lengths(lengths: Any) -> IntArray:
 
 
 def plan_counts(counts: Any, strategy: Strategy) -> PatternTable:
-    """Plan packs from a histogram of document lengths, before any document is assigned to a pack.
+    """Plan packs from a histogram of document lengths, without assigning documents to the packs yet.
 
     Use this function if the lengths of all documents do not fit in memory, or if several workers pack one dataset.
 

@@ -35,10 +35,10 @@ class Bucket(CountingStrategy):
 
     Packs are made one after the other. Each pack gets the smallest capacity that holds the longest remaining document,
     and takes the longest documents that fit. If the free share of the pack is then above `padding_threshold`, the
-    shortest remaining document is cut: the first part fills the pack, and the second part is packed later. If several
-    documents have this shortest length, the second part of an earlier cut is chosen before a whole document. This is
-    Algorithm 1 of "Bucket pre-training is all you need" (arXiv 2407.07495). A document longer than the largest bucket
-    is cut into full packs of the largest bucket and a remainder. No token is dropped.
+    shortest remaining document is cut: the first part fills the pack, and the second part is packed later. If a whole
+    document and a remainder of an earlier cut have the same length, the remainder is cut first. This is Algorithm 1 of
+    "Bucket pre-training is all you need" (arXiv 2407.07495). A document longer than the largest bucket is cut into full
+    packs of the largest bucket and a remainder. No token is dropped.
 
     Args:
         bucket_lengths: capacities of packs in tokens, ascending without repeats, each at least 1.
@@ -167,8 +167,8 @@ def _pieces_of(given: _Given | None) -> _PieceLengths:
 class _Fragments:
     """The remainders of cut documents, called fragments, grouped by length.
 
-    `of_length[n]` lists the fragments of n tokens. Each entry stands for equal fragments, and consists of the number of
-    fragments, the length of the whole document, and the pieces that were already cut off the document.
+    `of_length[n]` is a list of (number of fragments, length of the whole document, pieces already cut off the document)
+    for the fragments of n tokens.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class _Fragments:
     def cut(self, length: int, room: int, whole: dict[int, int]) -> None:
         """Cut `room` tokens off a fragment of `length` tokens, or off a whole document if there is no such fragment.
 
-        `whole` has the number of uncut documents of each length. If a whole document is cut, `whole` is updated.
+        `whole[n]` is the number of uncut documents of n tokens. If a whole document is cut, `whole` is updated.
         """
         if length in self.of_length:
             number, document_length, given = self.of_length[length].pop()
@@ -217,8 +217,8 @@ class _Fragments:
 def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_threshold: float) -> tuple[Patterns, Cuts]:
     """Pack counted documents by Algorithm 1 of arXiv 2407.07495.
 
-    The docstring of `Bucket` describes the algorithm. If no document is cut to fill a pack, all identical packs that
-    the remaining documents allow are made at once.
+    The docstring of `Bucket` describes the algorithm. If a pack needs no cut, as many equal packs are made at once as
+    the remaining documents allow.
 
     Args:
         counts: number of documents of each length.
@@ -261,8 +261,9 @@ def _cut_at_largest(
     """Cut documents longer than the largest bucket into full packs and a remainder.
 
     Returns:
-        Patterns of the full packs; groups (document length, number of documents, piece lengths) of documents that are
-        empty or fill packs exactly; a dict with the number of uncut documents of each length; and the remainders.
+        Patterns of the full packs; a list of (document length, number of documents, piece lengths) for documents that
+        are empty or were cut into full packs only; a dict with the number of uncut documents of each length; and the
+        remainders.
     """
     long = counts.length > largest
     check_num_pieces(float(counts.documents[long].astype(float) @ (counts.length[long] // largest)), largest)

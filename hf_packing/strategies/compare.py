@@ -43,8 +43,8 @@ class ComparedStrategy:
         """The relative gap between the number of packs and the lower bound, or None for a strategy with buckets.
 
         The gap is (packs - lower bound) / lower bound. No plan for the same segments has fewer packs than the lower
-        bound, so the fewest possible packs have been found if the gap is 0. A strategy with buckets makes many small
-        packs on purpose, so a gap would not be meaningful.
+        bound, so fewer packs are impossible if the gap is 0. A strategy with buckets makes many small packs on purpose,
+        so a gap would not be meaningful.
         """
         bound = self.metrics.lower_bound
         if self.strategy.has_buckets:
@@ -55,7 +55,7 @@ class ComparedStrategy:
 def name_of(strategy: Strategy) -> str:
     """Return a strategy as Python code, such as BestFit(2048).
 
-    The first argument is always included, and other arguments are included if the value is not the default.
+    The first argument is always included. Other arguments are included if their value is not the default.
     """
     changed = []
     for number, field in enumerate(field for field in fields(strategy) if field.init):
@@ -104,7 +104,8 @@ def compare(lengths: Any, strategies: Iterable[Strategy]) -> Comparison:
         strategies: strategies to compare, such as [BestFit(2048), Bucket()].
 
     Returns:
-        Comparison: a sequence of ComparedStrategy with `strategy`, `metrics`, `seconds`, `gap` and `note`.
+        Comparison: a sequence with one ComparedStrategy for each strategy. A ComparedStrategy has the attributes
+        `strategy`, `name`, `metrics`, `seconds`, `gap` and `note`.
 
     Raises:
         PackingError: `lengths` are negative, not integers or not 1-d, `strategies` is empty or has an element that is
@@ -142,14 +143,14 @@ def each_planned(lengths: Any, strategies: Sequence[Strategy]) -> Iterator[tuple
 
 
 def with_best_bounds(found: Sequence[tuple[ComparedStrategy, _Workload]]) -> list[ComparedStrategy]:
-    """Return the compared strategies with the best known lower bound for each strategy.
+    """Return the compared strategies, each with the highest lower bound that is known to be valid for it.
 
     The lower bound of one strategy is also valid for every strategy whose workload is at least as hard, as defined by
     `_Workload.is_as_hard_as`.
 
     Args:
-        found: pairs of a compared strategy and the strategy's workload. The metrics of the compared strategy have the
-            lower bound of the strategy's own plan.
+        found: pairs of a compared strategy and the strategy's workload. `metrics.lower_bound` of each compared strategy
+            comes from the strategy's own plan.
     """
     rows = []
     for row, workload in found:

@@ -1,4 +1,4 @@
-"""Turn the solution of an optimizer, which is a number of packs for each column, into packs of documents.
+"""Turn the solution of an optimizer (how many packs to make of each column) into packs of documents.
 
 A column is one way to fill a pack: a combination of slots. A slot is a place for one document in a pack, and may be
 longer than the document. Documents that get no slot are packed best-fit.
@@ -52,7 +52,7 @@ class _FreeSlots:
 def fill_columns(
     packs: IntArray, columns: IntArray, slots: IntArray, counts: IntArray, capacity: int, max_documents: int | None
 ) -> Patterns:
-    """Build packs from columns, and pack all counted segments, as many as possible into the slots of these packs.
+    """Build packs from columns, fill the slots with as many counted segments as possible, and pack the rest best-fit.
 
     First, slots of each length take documents that fit in such a slot but not in the next shorter slot. Then, slots
     that are still free take any documents that fit. In both steps, longer documents come first. The remaining documents

@@ -207,8 +207,8 @@ def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:
 def _first_of_each_pack(length: IntArray, capacity: int, max_documents: int) -> IntArray:
     """Fill one pack at a time with pieces in order, and return the index of each pack's first piece, int64 [packs].
 
-    A binary search finds, for every piece, the first later piece that does not fit in a pack that starts with the
-    piece. The later piece starts the next pack.
+    For every piece p, a binary search finds the piece that would start the next pack if a pack started with p. This is
+    the first piece that no longer fits, or piece p + max_documents if that piece comes earlier.
 
     Args:
         length: integers [pieces]: length of each piece, in tokens.

@@ -75,7 +75,7 @@ def attach(
         loss: "token" for the mean over all trainable tokens of an optimizer step; "sequence" to average first within
             each document of the step, then over documents.
         match_documents_per_step: mean number of documents in an optimizer step, over all ranks. With the same number as
-            without packing, an epoch has as many steps as without packing. None puts as many into a step as fit.
+            without packing, an epoch has as many steps as without packing. None leaves this to the batching.
         prove: True to test isolation on the model itself; False to test a small copy, as described in `patch_model`.
 
     Returns:
@@ -195,7 +195,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         return (loss, outputs) if return_outputs else loss
 
     def _compute_evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Return a batch's mean loss over trainable tokens; during an evaluation, also add the loss to its mean."""
+        """Return a batch's mean loss over trainable tokens; in an evaluation, also add it to the overall mean."""
         planned = self.planned_batches
         if planned.settled.by_trainer:
             tokens, outputs = items_in(inputs, "token"), None

@@ -269,8 +269,8 @@ def _check_collator(collator: Any) -> None:
     ):
         return
     raise PackingError(
-        f"data_collator: expected a collator that attach can replace, such as {', '.join(_REPLACED_COLLATORS)}, "
-        f"got {name}; attach replaces this collator, so change labels in the dataset instead, by map or with_transform"
+        f"data_collator: expected a standard collator, such as {', '.join(_REPLACED_COLLATORS)}, "
+        f"got {name}. attach would replace this collator; to change labels, use the dataset's map or with_transform"
     )
 
 

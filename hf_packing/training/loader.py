@@ -1,4 +1,4 @@
-"""Load the micro-batches of one rank: `rows_loader` makes a DataLoader, PackedLoader is for your own training loop."""
+"""Load the micro-batches of one rank: `rows_loader` makes a DataLoader; PackedLoader is for your own training loop."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -221,10 +221,10 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         return self._sampler.accumulation - self.micro_batches_done % self._sampler.accumulation
 
     def _items(self, batches: list[Batch]) -> torch.Tensor:
-        """Return the divisor of the summed loss of each micro-batch in an optimizer step, a float scalar.
+        """Return the float scalar by which the summed loss of each micro-batch in an optimizer step is divided.
 
-        Accelerate averages gradients over processes and accumulated micro-batches. With this divisor, the average is
-        the gradient of the mean loss over the whole optimizer step.
+        Accelerate averages gradients over processes and accumulated micro-batches. Thanks to this divisor, the average
+        is the gradient of the mean loss over the whole optimizer step.
 
         Args:
             batches: all micro-batches of this rank in the optimizer step.
@@ -237,4 +237,4 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
 
 class _NotADataLoaderError(PackingError, AttributeError):
-    """The error for reading a DataLoader attribute that PackedLoader lacks; hasattr() then returns False."""
+    """The error for access to a DataLoader attribute that PackedLoader lacks; hasattr() then returns False."""

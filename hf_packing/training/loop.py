@@ -70,11 +70,11 @@ def prepare_dataloader(
         batching: a TokenBudget or a BucketBatches.
         loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
             over documents.
-        model: the model to train. This function patches the model, unless the model is already patched. The model's
-            loss on a short document shows how the model computes its own loss, so that compute_loss does the same. If
+        model: the model to train. This function patches the model, if it is not patched yet, and checks on a short
+            document that the model's own loss is the cross-entropy of its logits, as compute_loss computes it. If
             linear_cost of the batching is None, the model's configuration decides the value. If `model` is None, patch
-            the model yourself; batches are then made for a model that predicts the next token, and linear_cost has a
-            typical value.
+            the model yourself; batches are then made for a model that predicts the next token, and a linear_cost of
+            None stands for a typical value.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
@@ -143,8 +143,8 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     Returns:
         A float scalar. Accelerate averages the gradients of such losses over ranks and accumulated micro-batches; the
         average is the gradient of the mean loss over all batches of the optimizer step. For a mixture of experts, the
-        load-balancing loss times router_aux_loss_coef is added. This part is averaged over ranks and over
-        gradient_accumulation_steps micro-batches, even if the last step of an epoch has fewer micro-batches.
+        load-balancing loss times router_aux_loss_coef is added. This part is averaged over ranks, and is always divided
+        by gradient_accumulation_steps, even if the last step of an epoch has fewer micro-batches.
 
     Raises:
         PackingError: the batch is not from a loader of prepare_dataloader; the model is not patched, or is not a
@@ -175,7 +175,7 @@ def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *, rows_per_batch: int = 1) -> float:
-    """Return the mean loss over all trainable tokens of a dataset, which have a label other than -100.
+    """Return the mean loss over all trainable tokens of a dataset: all tokens with a label other than -100.
 
     The result is the same for any rows_per_batch and any number of ranks. After `attach`, the eval_loss of a Trainer is
     this mean, too.

@@ -3,8 +3,8 @@
 A global batch is all micro-batches of one optimizer step, on all ranks. The loss "token" is the mean over all trainable
 tokens, which have a label other than -100. The loss "sequence" averages first within each document, then over
 documents, so that long and short documents have the same weight (per-sequence loss of arXiv 2107.02027; loss weighting
-of arXiv 2401.18058). If a document was split, each piece counts as a document. The weight of a token therefore depends
-on the number of tokens or documents in the global batch. The loss of a batch without trainable tokens is zero.
+of arXiv 2401.18058). If a document was split, each piece counts as a document. With both losses, the weight of a token
+depends on the whole global batch. The loss of a batch without trainable tokens is zero.
 
 `loss_of_model` tests whether a model's own loss compares the logits of a token with the next token.
 """
@@ -74,7 +74,7 @@ def exact_type(device: torch.device) -> torch.dtype:
 
 
 def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Return the weight of each token in the summed loss of a packed batch, before the loss is averaged.
+    """Return each token's weight in the summed loss of a packed batch, not yet divided by the number of items.
 
     Returns:
         float64 [1, tokens], or float32 on an MPS device. The weight is 0 for a label of -100. Otherwise, the weight is
@@ -107,7 +107,7 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
 
 
 def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels: bool) -> dict[str, Any]:
-    """Return a copy of a batch with the entries from which the batch's part of the global batch's loss is computed.
+    """Return a copy of a batch, with what is needed to compute its contribution to the loss of the global batch.
 
     Args:
         batch: a packed batch with labels.
@@ -136,7 +136,7 @@ def summed_loss(logits: Tensor, batch: Mapping[str, Any], shift: bool) -> tuple[
 
 
 class TokenMean:
-    """A running sum of losses and tokens, to which every rank adds its batches; the quotient is the mean loss."""
+    """Running sums of losses and of tokens; their quotient is the mean loss. Each rank adds its own batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._total = torch.zeros(2, dtype=exact_type(device), device=device)
@@ -161,7 +161,7 @@ PROBED_TOKENS = 13
 
 
 class ModelLoss(NamedTuple):
-    """The details of a model's own loss, if that loss is the mean cross-entropy of the model's logits.
+    """How a model computes its own loss, which is the mean cross-entropy of the model's logits.
 
     A mixture of experts may add an auxiliary loss.
     """
@@ -177,10 +177,10 @@ _ANSWERS: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, ModelLoss | Non
 
 
 def loss_of_model(model: nn.Module) -> ModelLoss | None:
-    """Return the details of a model's own loss, or None if that loss is not the cross-entropy of the model's logits.
+    """Return how a model computes its own loss, or None if that loss is not the cross-entropy of the model's logits.
 
-    The model's loss on a short document is compared with the cross-entropy, once for each loss function of the model.
-    If the model's weights are not in memory, a small model of the same class is tested instead.
+    A test compares the model's loss on a short document with the cross-entropy. The result is kept until the model gets
+    another loss function. If the model's weights are not in memory, a small model of the same class is tested instead.
 
     Args:
         model: a patched model, or a model whose weights are not in memory.
@@ -217,10 +217,10 @@ def predicts_next(model: nn.Module) -> bool:
 
 
 def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
-    """Raise the PackingError for a model whose own loss is not the cross-entropy of its logits.
+    """Raise a PackingError, since a model's own loss is not the cross-entropy of its logits.
 
     Args:
-        model: the model with such a loss.
+        model: a model for which `loss_of_model` returned None.
         loss: "token" or "sequence", the loss that the caller asked for.
     """
     predicts_next(model)

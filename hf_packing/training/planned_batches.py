@@ -236,7 +236,7 @@ class PlannedBatches:
         return self._loader(trainer, dataset, sampler)
 
     def _settle_again(self, trainer: Trainer) -> None:
-        """Patch the trainer's model again if needed, and update the decision who computes the loss.
+        """Patch the trainer's model again if needed, and update `self.settled`.
 
         If the trainer has a new model, or if the model's own loss has changed, the function decides again whether
         attach or the trainer computes the loss.

@@ -1,10 +1,10 @@
 """Check that all ranks plan from the same data, and that a resumed run has the same batches; count tokens for logs.
 
-Batches are a pure function of the data, the batching and the number of ranks, so every rank computes the batches of all
+Batches are a pure function of the data, the settings and the number of ranks, so every rank computes the batches of all
 ranks by itself. Ranks with different data would train on some rows twice and on other rows never, or would wait for
-each other forever. Therefore planning runs on all ranks at the same time. The ranks then exchange facts about the data
-and settings from which they planned, even if planning failed on a rank. A checkpoint records how its batches were
-planned, and a resumed run must plan the same batches.
+each other forever. To detect different data, all ranks plan at the same time and then exchange facts about the data and
+settings that they used, even if planning failed on a rank. A checkpoint records how its batches were planned, and a
+resumed run must plan the same batches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +110,7 @@ def on_all_ranks(act: Callable[[PlannedFrom], Result]) -> Result:
 
 
 class CollectiveCall:
-    """A flag that is on while all ranks run a method together, such as train(), until that method has made a loader.
+    """A flag that is on from the start of a method that all ranks run, such as train(), until a loader is made.
 
     While the flag is on, the ranks compare the data and settings of a new loader. While the flag is off, a loader may
     be made on a single rank only, so nothing is compared.
@@ -171,7 +171,7 @@ def _refuse_differences(reports: list[_Report]) -> None:
 
 
 def _names_to_compare(first: Mapping[str, Any], other: Mapping[str, Any], complete: bool) -> list[str]:
-    """Return the names of the data or settings in which two ranks are compared.
+    """Return the names of the data, or of the settings, to compare between two ranks.
 
     If planning succeeded on all ranks (`complete`), the result has all names in `first` or `other`. Otherwise, the
     result has only names in both, since a rank may have failed before it noted all names.
@@ -191,7 +191,7 @@ def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
 
 
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
-    """A Trainer callback that saves the settings of batches in checkpoints, and compares them when a run resumes."""
+    """A Trainer callback that records in checkpoints how batches are planned, and checks this in a resumed run."""
 
     def __init__(self, loss: Loss = "token") -> None:
         self.loss = loss

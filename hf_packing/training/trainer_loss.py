@@ -90,7 +90,7 @@ def computes_loss_as(kind: type[Trainer], other: type[Trainer]) -> bool:
 
 
 def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
-    """Return the way in which a trainer computes its loss; the trainer must not be attached yet."""
+    """Return the way in which a trainer computes its loss; call this before `attach` changes the trainer."""
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
     replaced = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     return TrainerLoss(
@@ -113,8 +113,8 @@ def loss_settings(trainer: Trainer) -> dict[str, Any]:
 def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:
     """Decide whether attach or the trainer computes the loss, and return the decision.
 
-    If needed, the function also sets trainer.model_accepts_loss_kwargs to True. The trainer then passes
-    num_items_in_batch to the model.
+    If the loss is divided by num_items_in_batch, the function may set trainer.model_accepts_loss_kwargs to True. Then
+    the trainer passes num_items_in_batch on, and does not divide the loss by gradient_accumulation_steps too.
 
     Args:
         trainer: a trainer whose model is patched.

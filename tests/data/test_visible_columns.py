@@ -127,7 +127,7 @@ class TestTransforms:
 def test_what_map_would_hide_of_packed_rows(documents):
     masked = documents.add_column("completion_mask", [[0] * len(row) for row in IDS]).remove_columns("text")
     hidden = masked.with_format("torch", columns=["input_ids", "completion_mask"])
-    with pytest.raises(hfp.PackingError, match="column 'labels': expected no column of this name that"):
+    with pytest.raises(hfp.PackingError, match="column 'labels': expected no hidden column of this name"):
         hidden.map(hfp.BestFit(8), batched=True)
     shown = masked.with_format("torch", columns=["input_ids", "completion_mask"], output_all_columns=True)
     removed = hidden.remove_columns("labels")
@@ -140,5 +140,5 @@ def test_what_map_would_hide_of_packed_rows(documents):
 
 def test_buckets_that_map_would_hide(documents):
     hidden = documents.add_column("bucket", [1, 2, 3]).with_format(columns=["input_ids"])
-    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no column of this name that"):
+    with pytest.raises(hfp.PackingError, match="column 'bucket': expected no hidden column of this name"):
         hidden.map(hfp.Bucket((4, 8)), batched=True)

@@ -51,7 +51,7 @@ def test_a_plan_that_keeps_the_laws():
             "expected document indices of at least 0 and below 2, .* got indices from -1 to 0",
         ),
         ({"pack_offsets": [0, 2, 2]}, "pack_offsets: expected offsets that rise from 0 to 3, the number of segments"),
-        ({"pack_offsets": [0, 3]}, "pack_offsets: expected one more offset than the 2 packs .* got 2 offsets"),
+        ({"pack_offsets": [0, 3]}, "pack_offsets: expected one offset more than packs, got 2 offsets for the 2 packs"),
         ({"segment_start": [0, 0]}, "segment_start: expected one value for each of the 3 segments .* got 2 values"),
         ({"segment_length": [4.0, 3.0, 1.0]}, "segment_length: expected 1-d integers, got an array of float64"),
         ({"document_length": [5, -3]}, "document_length: expected no negative length, got -3"),

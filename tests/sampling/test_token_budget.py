@@ -202,7 +202,7 @@ def test_too_many_documents_per_step():
     sizes = sizes_of_documents(np.full(100, 10))
     message = (
         r"expected at most as many documents as fit into 2 x 2 micro-batches \(accumulation x ranks\) of 100 tokens, "
-        "got 50 documents per optimizer step, and 100 documents per epoch; use max_tokens above 100, or "
+        "got 50 documents per optimizer step; an epoch has 100 documents; use max_tokens above 100, or "
         "gradient_accumulation_steps=3, or match_documents_per_step=33"
     )
     with pytest.raises(PackingError, match=message):
@@ -213,7 +213,7 @@ def test_too_few_documents_per_step():
     sizes = sizes_of_documents(np.full(10, 10))
     message = (
         r"expected at least one row for each of 2 x 2 micro-batches \(accumulation x ranks\), got 3 documents per "
-        "optimizer step, and 10 documents per epoch; use gradient_accumulation_steps=1, or match_documents_per_step=5"
+        "optimizer step; an epoch has 10 documents; use gradient_accumulation_steps=1, or match_documents_per_step=5"
     )
     with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=3).plan(sizes, Epoch(0, 2, 2))

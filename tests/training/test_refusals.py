@@ -106,9 +106,9 @@ def test_losses_that_contradict(tmp_path, changes, message):
         (lambda: SimpleNamespace(mlm=True), "does not mask tokens, got SimpleNamespace with mlm=True"),
         (
             lambda: MaskingCollator(),
-            "such as default_data_collator, .*got MaskingCollator; attach replaces this collator",
+            r"such as default_data_collator, .*got MaskingCollator\. attach would replace this collator",
         ),
-        (lambda: lambda rows: rows, "got <lambda>; attach replaces this collator"),
+        (lambda: lambda rows: rows, r"got <lambda>\. attach would replace this collator"),
     ],
 )
 def test_collators_of_the_users(tmp_path, make, message):

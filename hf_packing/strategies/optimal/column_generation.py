@@ -1,17 +1,19 @@
 """Column generation: minimize packs in a linear program, prove a lower bound on packs, and round to whole packs.
 
 A slot is a place for one document in a pack. A column is a combination of slots that fits in a pack. Each round of
-column generation has two steps. (1) The master problem, a linear program solved by HiGHS, finds the smallest total
-number of packs of known columns that gives every document a slot. Numbers of packs may be fractions. The duals of the
-master problem are used as values of the slots. (2) Pricing, a knapsack problem, finds new columns whose slots have a
-total value above 1, the cost of a pack. If there is no such column, the solution is optimal over all columns (Gilmore
-and Gomory, "A linear programming approach to the cutting-stock problem", Operations Research 1961).
+column generation has two steps. (1) The master problem, a linear program solved by HiGHS, chooses how many packs to
+make of each known column, so that every document gets a slot and the total number of packs is smallest. Numbers of
+packs may be fractions. The duals of the master problem are used as values of the slots. (2) Pricing, a knapsack
+problem, finds new columns whose slots have a total value above 1, the cost of a pack. If there is no such column, the
+solution is optimal over all columns (Gilmore and Gomory, "A linear programming approach to the cutting-stock problem",
+Operations Research 1961).
 
 Three ideas make the method fast. First, a slot may hold a document that is shorter than the slot (Valerio de Carvalho,
 "Using extra dual cuts to accelerate column generation", INFORMS Journal on Computing 2005). For this reason, similar
 lengths can also be rounded up to one slot length. Second, pricing uses a weighted mean of the master's duals and of the
 slot values that gave the best bound so far (du Merle et al., "Stabilized column generation", Discrete Mathematics
-1999). Third, the search starts with columns of the best-fit plan and with columns for several guesses at the duals.
+1999). Third, the search starts with the columns of the best-fit plan and with columns that pricing finds for several
+guesses at the duals.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _CLOSE_ENOUGH = 5e-5
 
 @dataclass(frozen=True)
 class Problem:
-    """The packing problem: slot lengths, and the number of documents that need a slot of each length."""
+    """The packing problem: slot lengths, the number of documents for each slot length, and the limits on each pack."""
 
     slots: IntArray
     """int64 [slots]: slot lengths, ascending, in units of one or more tokens."""
@@ -197,7 +199,7 @@ def _without_known(new: IntArray, columns: IntArray) -> IntArray:
 
 
 def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tuple[FloatArray, FloatArray, float] | None:
-    """Solve the master problem: find the smallest number of packs of known columns that gives every document a slot.
+    """Solve the master problem: give every document a slot in as few packs of known columns as possible.
 
     Numbers of packs may be fractions.
 
@@ -229,7 +231,15 @@ def solve_master(columns: IntArray, demand: FloatArray, deadline: float) -> tupl
 
 
 def columns_of(patterns: Patterns, slots: IntArray) -> IntArray:
-    """Return the distinct patterns as columns, int32 [slots, columns]. Every segment length must be a slot length."""
+    """Return the distinct patterns as columns: how often each slot length occurs in each pattern.
+
+    Args:
+        patterns: patterns of packs. Every segment length in the patterns must be a slot length.
+        slots: int64 [slots]: slot lengths, ascending.
+
+    Returns:
+        int32 [slots, columns]: number of slots of each length in each column.
+    """
     columns = np.zeros((len(slots), len(patterns.packs)), dtype=np.int32)
     entry_slot = np.searchsorted(slots, patterns.entry_length)
     np.add.at(columns, (entry_slot, patterns.entry_pattern), patterns.entry_copies)
@@ -245,14 +255,14 @@ def dive(
 ) -> tuple[Patterns, bool]:
     """Round a solution with fractional numbers of packs to whole packs, step by step, and return the best result.
 
-    Each step rounds some numbers of packs, and then solves the master problem again for the slots that are still
-    needed.
+    Each step rounds the numbers of packs down or up, and then solves the master problem again for the slots that are
+    still needed.
 
     Args:
         relaxation: solution with fractional numbers of packs.
         demand: float64 [slots]: demand[i] is the number of documents for which slot i is the shortest slot that fits.
-        make_packs: function that packs all documents, with the given number of packs of each column (int64 [columns]).
-            Documents that get no slot in these packs are packed best-fit.
+        make_packs: function that takes the number of packs to make of each column (int64 [columns]), and packs all
+            documents. Documents that get no slot in these packs are packed best-fit.
         bound: lower bound on the number of packs. Rounding stops when a result reaches the bound.
         deadline: value of `time.monotonic()` at which rounding stops, in seconds.
 
@@ -282,8 +292,9 @@ def dive(
 def _round_up(fraction: FloatArray, columns: IntArray, left: IntArray, at_least_one: bool) -> IntArray:
     """Choose the columns whose number of packs is rounded up.
 
-    Columns are tried from the largest fraction down to one half. A column is chosen if all slots of one more pack are
-    needed. If no column is chosen and `at_least_one` is True, the column with the largest fraction is chosen.
+    Columns are tried from the largest fraction down to one half. A column is chosen if one more pack of this column has
+    only slots that are still needed. If no column is chosen and `at_least_one` is True, the column with the largest
+    fraction is chosen.
 
     Args:
         fraction: float64 [columns]: fractional part of the number of packs of each column.

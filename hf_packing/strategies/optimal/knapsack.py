@@ -18,7 +18,7 @@ LEAST_GAIN = 1e-12
 
 
 class _ValuablePacks(NamedTuple):
-    """The value of the most valuable pack, and the most valuable pack that contains each slot."""
+    """The value of the most valuable pack, and for each slot the most valuable pack that contains this slot."""
 
     most: float
     """The value of the most valuable pack."""
@@ -42,7 +42,7 @@ class _Layer(NamedTuple):
 
 
 def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_documents: int | None) -> _ValuablePacks:
-    """Return the value of the most valuable pack, and the most valuable pack that contains each slot.
+    """Return the value of the most valuable pack, and for each slot the most valuable pack that contains this slot.
 
     Args:
         value: float64 [slots]: value of each slot, at least 0.
@@ -84,8 +84,8 @@ def fill_rooms(value: FloatArray, slots: IntArray, capacity: int) -> _Layer:
 def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, max_documents: int) -> list[_Layer]:
     """Return the most valuable combination of slots for each amount of free room and each limit on the number of slots.
 
-    Element n of the returned list has the best combinations of at most n slots, for n from 0 to max_documents. The
-    other arguments are the arguments of `fill_rooms`.
+    Element n of the returned list has the best combinations of at most n slots, for n from 0 to max_documents. `value`,
+    `slots` and `capacity` have the same meaning as in `fill_rooms`.
     """
     layers = [_Layer(np.zeros(capacity + 1), np.full(capacity + 1, -1))]
     for _ in range(max_documents):
@@ -101,7 +101,7 @@ def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, ma
 
 
 def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
-    """Return the most valuable pack that contains each slot, in the form of `_ValuablePacks.columns`.
+    """Return, for each slot, the most valuable pack that contains this slot, in the form of `_ValuablePacks.columns`.
 
     The pack for a slot consists of this slot and the best combination for the remaining room, which is read from
     `layer` slot by slot. Each iteration of the loop adds one slot to all packs that are not yet complete.
@@ -119,7 +119,7 @@ def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
 
 
 def _packs_of_layers(layers: list[_Layer], slots: IntArray, capacity: int) -> IntArray:
-    """Return the most valuable pack that contains each slot, in the form of `_ValuablePacks.columns`.
+    """Return, for each slot, the most valuable pack that contains this slot, in the form of `_ValuablePacks.columns`.
 
     The number of slots in a pack is limited. The pack for a slot starts with this slot. Each layer, from the last to
     the first, adds at most one slot to each pack.

@@ -30,7 +30,8 @@ def slots_wanted(counts: IntArray, capacity: int, max_documents: int | None) -> 
         max_documents: maximum number of segments in a pack; None for no limit.
 
     Returns:
-        int64 [slots]: slot lengths in tokens; and the Problem, which has slot lengths in units of one or more tokens.
+        int64 [slots]: slot lengths in tokens, ascending; and the Problem, which measures the slot lengths and the
+        capacity in units of one or more tokens.
     """
     lengths = np.flatnonzero(counts)
     if max_documents is not None and max_documents >= _most_that_fit(counts, capacity):

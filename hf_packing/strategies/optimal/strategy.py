@@ -37,11 +37,12 @@ class Optimal(OneCapacity):
     Optimal never needs more packs than BestFit. Optimal is worth the time if BestFit needs many more packs than the
     lower bound. This is common if lengths lie in a narrow range, as in most fine-tuning data.
 
-    The plan's `note` reports how the plan was found, and `metrics().lower_bound` is the lower bound. If there are more
-    than 1,000 distinct lengths, the search rounds the lengths up to about 1,000 lengths, or to fewer lengths with
-    `max_documents` and long packs. If max_length is above 131,072, the search measures lengths in units of several
-    tokens. The same input gives the same plan unless the time runs out. If several processes need the same plan,
-    compute the plan in one process. Optimal needs scipy: `pip install "hf-packing[optimal]"`.
+    The plan's `note` reports how the plan was found, and `metrics().lower_bound` is the lower bound. The search uses at
+    most about 1,000 distinct lengths, or fewer if `max_documents` is set and packs are long. If the documents have more
+    distinct lengths, the lengths are rounded up for the search. If max_length is above 131,072, the search measures
+    lengths in units of several tokens. The same input gives the same plan unless the time runs out. If several
+    processes need the same plan, compute the plan in one process. Optimal needs scipy:
+    `pip install "hf-packing[optimal]"`.
 
     Args:
         max_length: capacity of each pack in tokens, at least 1.
