@@ -157,7 +157,7 @@ def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory
     else:
         reason = (
             f"gradients of one document reach another document; the largest such gradient is {gradient_leak:.2g} times "
-            "the largest gradient in the document itself"
+            "the largest gradient at the document's own tokens"
         )
     if not probe.training and _leaks_only_with_cache(probe):
         reason += "; with use_cache=False there is no leak, since transformers detects packed rows only without a cache"
