@@ -123,8 +123,13 @@ class ModulePlan:
 
     @classmethod
     def record(cls, name: str, module: nn.Module, row_length: int) -> "ModulePlan":
-        """Return a new plan for a module. The plan records the module's token axes in calls on a row of `row_length`
-        tokens, until `freeze` is called."""
+        """Return a new ModulePlan, which records a module's token axes until `freeze` is called.
+
+        Args:
+            name: name of the module in the model.
+            module: the module. While it is called on a row of `row_length` tokens, its token axes are recorded.
+            row_length: number of tokens in the row.
+        """
         where = f"{type(module).__name__} ({name})"
         inputs, outputs, between = (TokenAxes(where, row_length) for _ in range(3))
         return cls(name, type(module).__name__, inputs, outputs, between)

@@ -164,7 +164,8 @@ class LabelCheck:
             cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
 
         Raises:
-            PackingError: the count reaches `_FEWEST`, or `_MANY` if `differed` is True.
+            PackingError: the count reaches `_FEWEST`, or `_MANY` if a label has differed from its input
+                token before.
         """
         trained = labels != IGNORED_LABEL
         if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):

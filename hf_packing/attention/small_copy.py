@@ -84,10 +84,11 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
 def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
     """Replace the route of a patched model by a route that also works for long documents.
 
-    Some modules work differently on documents that are longer than a threshold. For example, a module that selects the
-    best 2048 tokens selects all tokens of a shorter document. The test documents are shorter than such thresholds, so
-    this function looks for a route on a small copy of the model, in which the thresholds are small. The new route is
-    then proven on the model itself. If no route is found on the copy, the model keeps its route.
+    A route is the way in which a model keeps packed documents apart. Some modules work differently on documents that
+    are longer than a threshold. For example, a module that selects the best 2048 tokens selects all tokens of a shorter
+    document. The documents that a route is tested with are shorter than such thresholds, so this function looks for a
+    route on a small copy of the model, in which the thresholds are small. The new route is then proven on the model
+    itself. If no route is found on the copy, the model keeps its route.
 
     Args:
         model: a patched model.

@@ -283,8 +283,8 @@ def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[d
         else:
             if along[0] == 0 or leaf.shape[0] % len(lengths):
                 raise PackingError(
-                    f"{axes.where}: the module returns a tensor without an axis for rows; expected a first axis that "
-                    f"can be split into {len(lengths)} rows, got shape {list(leaf.shape)}"
+                    f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
+                    f"size that {len(lengths)} divides, got shape {list(leaf.shape)}"
                 )
             each = leaf.chunk(len(lengths))
         for part, piece, length in zip(parts, each, lengths, strict=True):

@@ -70,8 +70,7 @@ def comparable(logits: Tensor) -> Tensor:
 def largest_difference(left: Tensor, right: Tensor) -> float:
     """Return the largest absolute difference between the logits in two tensors of equal shape.
 
-    Infinite logits, for which `comparable` is False, are ignored if they are infinite in both tensors. Return infinity
-    if a logit is infinite in only one tensor.
+    A logit that is infinite in both tensors is ignored. Return infinity if a logit is infinite in only one tensor.
     """
     both = comparable(left) & comparable(right)
     if not torch.equal(comparable(left), comparable(right)):
@@ -171,8 +170,8 @@ class Tolerance:
         Args:
             packed: logits of each packed document, [tokens, vocabulary], float32 or float64.
             alone: logits of each document run alone, [tokens, vocabulary], float32 or float64.
-            lenience: factor by which the limits of this tolerance are multiplied; in half precision, the limit for the
-                largest difference is not multiplied.
+            lenience: factor by which the limits of this tolerance are multiplied; in half precision, the limit
+                for single logits is not multiplied.
         """
         return max(
             0.0, *(self._unexplained_in_one(left, right, lenience) for left, right in zip(packed, alone, strict=True))

@@ -28,7 +28,11 @@ class _Screen(Console):
         super().__init__(highlight=False, emoji=False, **settings)
 
     def on_broken_pipe(self) -> None:
-        """Raise ReaderGoneError, since Rich would exit with 1, the code for a model that does not isolate documents."""
+        """Raise ReaderGoneError when the program that reads the output has closed the pipe.
+
+        Without this method, Rich would exit with code 1, which `hf-packing check` uses for a model that does not
+        isolate documents.
+        """
         raise ReaderGoneError
 
 

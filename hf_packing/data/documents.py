@@ -1,9 +1,10 @@
 """Read documents row by row from files, folders, saved datasets and the hub, and list the rows that cannot be read.
 
-This module reads JSON lines, text and parquet without `datasets`, so that an error can name the wrong line, and reading
-can continue with the next line. The JSON builder of `datasets` can do neither. That builder also changes rows: integers
-become floats if another row has a float, the arguments of tool calls are reordered as in the first row, and text such
-as "2024-01-01" becomes a date. CSV files, saved datasets and datasets on the hub are read with `datasets`.
+This module reads JSON lines, text and parquet without `datasets`, so that an error can name the line that cannot be
+read, and reading can continue with the next line. The JSON builder of `datasets` can do neither. That builder also
+changes rows: integers become floats if another row has a float, the arguments of tool calls are reordered as in the
+first row, and text such as "2024-01-01" becomes a date. CSV files, saved datasets and datasets on the hub are read with
+`datasets`.
 """
 
 import codecs

@@ -157,8 +157,8 @@ def _as_table(batch: Any) -> pa.Table:
         return pa.table(batch)
     if not isinstance(batch, Mapping):
         raise PackingError(
-            f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}; if map "
-            "calls the strategy, leave input_columns out"
+            f"batch: expected a mapping of columns or a pyarrow Table, got {type(batch).__name__}; if you "
+            "pass the strategy to Dataset.map, do not set input_columns"
         )
     return pa.table({name: _as_array(name, batch[name]) for name in batch})
 

@@ -146,8 +146,8 @@ def pack_lower_bound(counts: IntArray, capacity: int) -> int:
     The bound is the larger of two bounds, L1 and L2. L1 is the total number of tokens divided by the capacity, rounded
     up. L2 (Martello and Toth, "Lower bounds and reduction procedures for the bin packing problem", 1990) counts one
     pack for each long segment, that is, each segment longer than half the capacity. Two long segments never fit in one
-    pack. L2 then adds packs for shorter segments that do not fit beside the long segments. For a threshold a, a segment
-    of at least a tokens fits only beside a long segment of at most capacity - a tokens. Each threshold a up to half the
+    pack. L2 then adds packs for shorter segments that do not fit beside the long segments. For a threshold t, a segment
+    of at least t tokens fits only beside a long segment of at most capacity - t tokens. Each threshold t up to half the
     capacity gives a number of packs, and L2 is the largest of these numbers.
 
     Args:

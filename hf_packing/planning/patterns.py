@@ -115,7 +115,7 @@ def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Pa
     """Return the patterns of packs that are filled step by step. Each step is a `Run`.
 
     Args:
-        runs: the steps, in order. Each step fills consecutive packs with numbers below num_packs.
+        runs: the steps, in order. Each step fills consecutive packs, whose indices are below num_packs.
         num_packs: total number of packs.
         capacity: capacity of each pack, in tokens.
     """

@@ -302,7 +302,7 @@ def _deal_evenly(rows: IntArray, tokens: IntArray, num_micro_batches: int) -> Mi
 
 
 def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> MicroBatches:
-    """Split a micro-batch in two, `more` times, and return all micro-batches.
+    """Repeat `more` times: split one micro-batch in two. Return all micro-batches.
 
     The micro-batch to split is always the one with the most tokens among all micro-batches with two or more rows.
     """

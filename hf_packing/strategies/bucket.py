@@ -177,7 +177,8 @@ class _Fragments:
     def add(self, length: int, number: int, document_length: int, given: _Given | None) -> None:
         """Add `number` equal fragments of `length` tokens.
 
-        Each fragment is the remainder of a document of `document_length` tokens after the pieces `given` were cut off.
+        Each fragment is what is left of a document of `document_length` tokens after earlier pieces were cut off.
+        `given` holds those pieces; None if there are none.
         """
         self.of_length.setdefault(length, []).append((number, document_length, given))
 

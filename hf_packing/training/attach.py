@@ -74,8 +74,8 @@ def attach(
         batching: a TokenBudget or a BucketBatches.
         loss: "token" for the mean over all trainable tokens of an optimizer step; "sequence" to average first within
             each document of the step, then over documents.
-        match_documents_per_step: mean number of documents in an optimizer step, over all ranks. With the same number as
-            without packing, an epoch has as many steps as without packing. None leaves this to the batching.
+        match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the
+            number of a run without packing to get as many steps per epoch. With None, the batching decides.
         prove: True to test isolation on the model itself; False to test a small copy, as described in `patch_model`.
 
     Returns:

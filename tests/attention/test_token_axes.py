@@ -229,9 +229,9 @@ def test_single_numbers_that_differ_are_refused():
 
 def test_a_shared_call_whose_output_has_no_axis_for_rows():
     axes = recorded({"hidden": row(1, TOKENS, 2), "flat": row(TOKENS, 2)})
-    with pytest.raises(PackingError, match="the module returns a tensor without an axis for rows"):
+    with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
         split_outputs({"flat": row(6, 2)}, axes, [3, 2])
-    with pytest.raises(PackingError, match="the module returns a tensor without an axis for rows"):
+    with pytest.raises(PackingError, match="expected the module to return tensors whose first axis is the axis"):
         split_outputs({"hidden": row(3, 3, 2)}, axes, [3, 2])
 
 

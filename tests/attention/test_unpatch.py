@@ -34,7 +34,7 @@ class TestUndone:
     def test_for_a_block(self):
         model, ids = hfp.patch_model(build("Llama").eval()), torch.tensor([[5, 6, 7, 8]])
         with pytest.raises(
-            hfp.PackingError, match=r"past_key_values: expected no cache .* with hf_packing.unpatch_model\(model\)"
+            hfp.PackingError, match=r"past_key_values: expected no cache .* `with hf_packing.unpatch_model\(model\)"
         ):
             model.generate(ids, max_new_tokens=5, do_sample=False)
         with hfp.unpatch_model(model) as stock:

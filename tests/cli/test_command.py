@@ -202,7 +202,16 @@ def test_the_command_is_installed():
     ("command", "defaults"),
     [
         ("report", ["2048 4096 8192", "fixed_length, first_come, best_fit, and bucket", "8", "train", "a line break"]),
-        ("pack", ["4096", "best_fit", "stop at the first", "put an", "the first found of text, prompt and"]),
+        (
+            "pack",
+            [
+                "4096",
+                "best_fit",
+                "stop at the first",
+                "append an end-of",
+                "the first found of text, prompt and",
+            ],
+        ),
         ("check", ["make a small model of the same configuration", "refuse such code"]),
     ],
 )

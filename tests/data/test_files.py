@@ -142,7 +142,7 @@ def test_archives_and_other_encodings_are_no_lines_of_text(tmp_path, name, skip_
     else:
         with pytest.raises(PackingError, match=f"{name}: expected .*text"):
             list(documents)
-    with pytest.raises(PackingError, match="--split: expected a saved dataset or a name on the hub, .* no splits"):
+    with pytest.raises(PackingError, match="--split: expected a saved dataset or a name on the hub, .* without splits"):
         Documents(str(file), split="test")
 
 

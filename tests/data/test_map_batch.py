@@ -112,7 +112,7 @@ def test_arguments_of_map_that_a_strategy_does_not_take(documents, options, give
 
 
 def test_a_single_input_column(documents):
-    with pytest.raises(hfp.PackingError, match="expected a mapping of columns .* got list; .* leave input_columns out"):
+    with pytest.raises(hfp.PackingError, match="expected a mapping of .* got list; .* do not set input_columns"):
         documents.map(STRATEGY, batched=True, input_columns="input_ids")
 
 

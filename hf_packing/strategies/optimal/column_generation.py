@@ -70,7 +70,8 @@ class Problem:
 class Duals:
     """The best lower bound on packs so far, and the slot values that prove this bound.
 
-    The slot values are scaled so that the slots of one pack have a total value of at most 1.
+    A slot is a place in a pack for a segment of one length. The slot values are scaled so that the slots of one pack
+    have a total value of at most 1.
     """
 
     value: FloatArray
@@ -261,8 +262,8 @@ def dive(
     Args:
         relaxation: solution with fractional numbers of packs.
         demand: float64 [slots]: demand[i] is the number of documents for which slot i is the shortest slot that fits.
-        make_packs: function that takes the number of packs to make of each column (int64 [columns]), and packs all
-            documents. Documents that get no slot in these packs are packed best-fit.
+        make_packs: function that packs all documents, given the number of packs to fill by each column, int64
+            [columns]. Documents that get no slot in these packs are packed best-fit.
         bound: lower bound on the number of packs. Rounding stops when a result reaches the bound.
         deadline: value of `time.monotonic()` at which rounding stops, in seconds.
 

@@ -44,6 +44,8 @@ class _Layer(NamedTuple):
 def most_valuable_packs(value: FloatArray, slots: IntArray, capacity: int, max_documents: int | None) -> _ValuablePacks:
     """Return the value of the most valuable pack, and for each slot the most valuable pack that contains this slot.
 
+    A slot is a place for one document in a pack. It has a fixed length, and may hold a shorter document.
+
     Args:
         value: float64 [slots]: value of each slot, at least 0.
         slots: int64 [slots]: slot lengths, ascending, at least 1.
