@@ -90,8 +90,8 @@ class RunAhead:
 
 @dataclass(frozen=True)
 class RunAfter:
-    """An inner module that computes the outer module's output, such as an output projection. The inner module runs once
-    on the whole packed row, after the outer module has run segment by segment.
+    """The last module inside another module, such as an output projection. The outer module runs segment by segment
+    without it. Then the inner module runs once on the whole packed row, and computes the outer module's output.
 
     Args:
         name: the inner module's name, relative to the outer module.

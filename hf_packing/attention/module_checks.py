@@ -296,7 +296,7 @@ def refuse_changed_scalars(before: dict[str, Tensor], after: dict[str, Tensor], 
         if number is not before.get(name):
             raise PackingError(
                 f"{where}: the attribute {name} stores a number computed from all tokens of a row, such as the loss of "
-                "a router. If the module ran segment by segment, the attribute would store the number of one segment"
+                "a router. If the module ran segment by segment, the number would be computed from one segment"
             )
 
 

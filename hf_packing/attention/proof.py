@@ -287,8 +287,8 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
 
 
 def _loss_gradient_in_others(probe: Probe, width: int) -> float:
-    """Return the largest gradient of the loss on the middle document's labels with respect to the other documents,
-    divided by the largest gradient with respect to the middle document. Return 0 if the model computes no loss or no
+    """Take the loss on the middle document's labels. Return its largest gradient with respect to the other documents,
+    divided by its largest gradient with respect to the middle document, or 0 if the model computes no loss or no
     gradients."""
     if not probe.signature.takes("labels"):
         return 0.0

@@ -2,9 +2,10 @@
 on the row's segments, and compare the outputs.
 
 A segment is one document, or a part of one document, in a packed row. A module is segment-local if its output for the
-row equals the joined outputs for the row's segments. Linear layers, norms, experts, and rotary embeddings of restarting
-positions are segment-local. A module that is not segment-local has to run segment by segment. Some of these modules let
-documents affect each other, as attention, recurrent layers and convolutions do. Others count tokens along the row.
+row equals the joined outputs for the row's segments. Linear layers, norms and experts are segment-local, and so are
+rotary embeddings if the positions restart at 0 in every segment. A module that is not segment-local has to run segment
+by segment. Some of these modules let documents affect each other, as attention, recurrent layers and convolutions do.
+Others count tokens along the row.
 """
 
 from collections import Counter

@@ -67,9 +67,9 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
             copy = small_copy_of(model, dtype)
         except Exception as error:  # a configuration may be rejected for many reasons
             raise ModelNotSupportedError(
-                f"{type(model).__name__}: prove=False needs a small copy of the model, but no copy can be built: "
-                f"{error}. Load the weights on a machine with enough memory, and call patch_model with prove=True "
-                "before the model is sharded"
+                f"{type(model).__name__}: prove=False tests isolation on a small copy of the model, but no copy can "
+                f"be built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
+                "prove=True before the model is sharded"
             ) from error
         try:
             find_and_prove(copy)

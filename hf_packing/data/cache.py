@@ -111,7 +111,7 @@ class CachedPacks:
         return self.rows.is_file() and self.origin.is_dir()
 
     def open(self) -> MemoryMappedTable | None:
-        """Return the packed rows as a memory-mapped table; None if rows or origin are missing or incomplete."""
+        """Return the packed rows as a memory-mapped table; None if the rows or the origin folder are incomplete."""
         try:
             rows = MemoryMappedTable.from_file(str(self.rows))
             facts, (arrays, plan) = self._facts(), load_arrays(self.origin / _PLAN, ARRAYS)

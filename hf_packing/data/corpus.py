@@ -64,7 +64,10 @@ class Corpus:
 
     @property
     def ends(self) -> bool:
-        """True if an end token is appended to texts that lack one: `should_end` is True, and the tokenizer has one."""
+        """True if an end token is appended to texts that lack it.
+
+        This requires that `should_end` is True, and that the tokenizer has an end token.
+        """
         return self.should_end and self.tokenizer is not None and self.tokenizer.end is not None
 
     def lengths(self, seen: Seen) -> IntArray:

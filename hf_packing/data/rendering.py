@@ -145,7 +145,10 @@ class _Edge(NamedTuple):
 def _render_chat(
     messages: Sequence[Mapping[str, Any]], prompt: int, template: Template, settings: Settings, train_on: TrainOn
 ) -> Rendered:
-    """Return the text of a chat, and its parts that are not trained on. The first `prompt` messages are the prompt."""
+    """Return the text of a chat, and its parts that are not trained on.
+
+    `prompt` is the number of messages at the beginning that form the prompt.
+    """
     if not train_on.assistant_only and not (prompt and train_on.completion_only):
         return Rendered(_unicode(template(messages, False, settings)), complete=True)
     text, masked = "", []

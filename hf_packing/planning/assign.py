@@ -227,7 +227,7 @@ class Assignment:
         A group consists of documents of one length that are cut in the same way (see `Cuts`). If there are several
         groups of one length, documents of that length are first shuffled, unless the seed is None.
 
-        `kind` and `number` describe the documents, as in `shard`.
+        `kind` and `number` describe the documents, and are explained in `shard`.
         """
         by_length = self.cuts.by_length()
         listed_at = by_length.first[kind] + number
@@ -269,7 +269,7 @@ class Assignment:
         return nth, np.repeat(self.cuts.piece_offsets[group], pieces_each) + _count_up(pieces_each)
 
     def _pieces_by_rank(self, lengths: IntArray) -> tuple[IntArray, IntArray | None]:
-        """Return the document and the start of every piece. Pieces are listed in the order of rank (see `Cuts`).
+        """Return the document and the start of every piece. Pieces are listed in the order that `Cuts` describes.
 
         Returns:
             integers [pieces]: index of the piece's document; int64 [pieces]: index of the piece's first token in the

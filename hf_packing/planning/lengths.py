@@ -209,8 +209,8 @@ def check_num_pieces(pieces: float, capacity: int) -> None:
     """
     if pieces > _MAX_PIECES:
         raise PackingError(
-            "max_length or bucket_lengths: expected packs so long that documents are cut into at most 2**40 pieces, "
-            f"got {pieces:.4g} pieces with packs of {capacity} tokens; use longer packs"
+            f"max_length or bucket_lengths: expected longer packs, since packs of {capacity} tokens would cut the "
+            f"documents into {pieces:.4g} pieces, and at most 2**40 pieces are supported"
         )
 
 

@@ -65,7 +65,8 @@ def _careful_padding(rows: Sequence[ReportRow]) -> float:
 def _simplicity(row: ReportRow) -> int:
     """Return a sort key that puts BestFit first, then Optimal, then all other strategies.
 
-    BestFit plans as fast as any other strategy. If lengths vary, BestFit needs hardly more packs than the best plan.
+    No other strategy makes a plan faster than BestFit. If lengths vary, BestFit needs hardly more packs than the
+    best plan.
     """
     names = ["BestFit", "Optimal"]
     kind = type(row.compared.strategy).__name__

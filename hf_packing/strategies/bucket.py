@@ -218,8 +218,8 @@ class _Fragments:
 def _bucket_packs(counts: LengthCounts, capacities: Sequence[int], padding_threshold: float) -> tuple[Patterns, Cuts]:
     """Pack counted documents by Algorithm 1 of arXiv 2407.07495.
 
-    The docstring of `Bucket` describes the algorithm. If a pack needs no cut, as many equal packs are made at once as
-    the remaining documents allow.
+    The docstring of `Bucket` describes the algorithm. A pack that needs no cut is repeated, in one step,
+    as often as the remaining documents allow.
 
     Args:
         counts: number of documents of each length.

@@ -78,8 +78,8 @@ class ShortestPackFirst(OneCapacity):
 def _shortest_pack_first_patterns(counts: IntArray, capacity: int, max_documents: int | None) -> Patterns:
     """Pack counted segments worst-fit decreasing: longest segments first, each into the pack with the most room.
 
-    Each step adds segments of one length to one or more packs with the same content, equally many to each pack, until
-    another pack has more room.
+    Each step takes packs with the same content, and adds the same number of segments of one length to each of them. A
+    step ends when another pack has more room.
 
     Args:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.

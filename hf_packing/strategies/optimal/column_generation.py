@@ -177,8 +177,8 @@ def _guessed_columns(problem: Problem, duals: Duals, deadline: float) -> list[In
 def _improving_columns(problem: Problem, duals: Duals, value: FloatArray, deadline: float) -> IntArray:
     """Return new columns whose slots have a total value above 1, measured with the master's duals `value`.
 
-    Pricing first uses a weighted mean of `value` and the slot values with the best bound. If this finds no such column,
-    the weight of `value` is increased step by step, up to 1.
+    Pricing first uses a weighted mean of `value` and of the slot values that gave the best lower bound so far. If this
+    finds no such column, the weight of `value` is increased step by step, up to 1.
     """
     weight = _TOWARDS_BEST
     while True:
@@ -262,8 +262,8 @@ def dive(
     Args:
         relaxation: solution with fractional numbers of packs.
         demand: float64 [slots]: demand[i] is the number of documents for which slot i is the shortest slot that fits.
-        make_packs: function that packs all documents, given the number of packs to fill by each column, int64
-            [columns]. Documents that get no slot in these packs are packed best-fit.
+        make_packs: function that packs all documents; its argument, int64 [columns], is the number of packs to
+            fill like each column. Documents that get no slot in these packs are packed best-fit.
         bound: lower bound on the number of packs. Rounding stops when a result reaches the bound.
         deadline: value of `time.monotonic()` at which rounding stops, in seconds.
 

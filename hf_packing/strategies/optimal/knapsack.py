@@ -105,8 +105,9 @@ def _fill_rooms_with_limit(value: FloatArray, slots: IntArray, capacity: int, ma
 def _packs_of_layer(layer: _Layer, slots: IntArray, capacity: int) -> IntArray:
     """Return, for each slot, the most valuable pack that contains this slot, in the form of `_ValuablePacks.columns`.
 
-    The pack for a slot consists of this slot and the best combination for the remaining room, which is read from
-    `layer` slot by slot. Each iteration of the loop adds one slot to all packs that are not yet complete.
+    The pack for a slot consists of this slot and of the best combination of slots for the remaining room. For every
+    amount of room, `layer` has the next slot of the best combination. Each iteration of the loop adds one slot to all
+    packs that are not yet complete.
     """
     columns = np.eye(len(slots), dtype=np.int32)
     pack = np.arange(len(slots))
