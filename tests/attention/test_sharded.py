@@ -140,7 +140,7 @@ def test_a_small_model_with_other_modules():
     model.model.layers[0].mamba = torch.nn.Identity()
     with pytest.raises(
         hfp.ModelNotSupportedError,
-        match=r"is a JambaMambaMixer; in the model itself it is Identity, so the route",
+        match=r"expected model.layers.0.mamba to be of class JambaMambaMixer as in the copy, got Identity",
     ):
         hfp.patch_model(model, prove=False)
 
