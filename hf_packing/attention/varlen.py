@@ -142,7 +142,7 @@ def packed_varlen(
         "softcap": softcap,
         "dropout": dropout,
     }
-    if has_kernel(query, value, softcap=softcap, sinks=s_aux, dropout=dropout):
+    if _runs_on_kernel(query, value, softcap=softcap, sinks=s_aux, dropout=dropout):
         longest = int(borders.diff().max()) if max_length_q is None else int(max_length_q)
         attended = attend_with_kernel(q, k, v, borders.to(q.device, torch.int32), longest, **options)
     elif torch.compiler.is_compiling():
@@ -176,6 +176,11 @@ def _check_arguments(
     for name, value in others.items():
         if value is not None and value is not False and name not in _HARMLESS:
             raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
+
+
+def _runs_on_kernel(query: Tensor, value: Tensor, **options: Any) -> bool:
+    """Return whether a call runs on a CUDA kernel. `options` are those of `has_kernel`."""
+    return query.is_cuda and has_kernel(query, value, **options)
 
 
 def _borders_and_lengths(

@@ -135,7 +135,7 @@ def test_what_a_kernel_is_given(monkeypatch, mask):
         arguments = *tensors(), mask
         loop, _ = packed_varlen(Attention(), *arguments, cu_seq_lens_q=borders)
         with monkeypatch.context() as patch:
-            patch.setattr(varlen, "has_kernel", lambda *_, **__: True)
+            patch.setattr(varlen, "_runs_on_kernel", lambda *_, **__: True)
             patch.setattr(varlen, "attend_with_kernel", kernel)
             for longest in ({}, {"max_length_q": 5}):
                 attended, _ = packed_varlen(Attention(), *arguments, cu_seq_lens_q=borders, **longest)

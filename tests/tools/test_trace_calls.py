@@ -50,5 +50,11 @@ def test_limits(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_no_call_enters_more_files_than_its_limit(capsys):
+    assert trace_calls.main(["--limits"]) == 0, capsys.readouterr().out
+    assert trace_calls.LIMITS.keys() == trace_calls.PREPARE.keys()
+
+
+@pytest.mark.slow
 def test_a_call_in_its_own_process():
     assert "strategies/base.py" in trace_calls.trace_in_own_process("plan_packing")
