@@ -32,10 +32,15 @@ def inner_model(model: Any) -> PreTrainedModel:
 
     Raises:
         PackingError: `model` contains no transformers model, or uses a PEFT method that treats a packed row as a single
-            document.
+            document; or nn.DataParallel would split batches.
     """
     inner = model
     while not isinstance(inner, PreTrainedModel):
+        if isinstance(inner, nn.DataParallel):
+            raise PackingError(
+                "model: expected one process for each GPU, got nn.DataParallel, which would split batches; start the "
+                "processes with `accelerate launch` or `torchrun`"
+            )
         if hasattr(inner, "get_base_model"):
             _check_peft_method(inner)
             inner = inner.get_base_model()

@@ -309,6 +309,14 @@ def test_a_model_that_is_not_patched():
     assert hfp.evaluation_loss(accelerator, model, documents(3)) > 0
 
 
+def test_several_gpus_in_one_process():
+    model = torch.nn.DataParallel(build("Llama"))
+    with pytest.raises(PackingError, match="expected one process for each GPU, got nn.DataParallel, which would split"):
+        loader_of(model=model)
+    with pytest.raises(PackingError, match="expected one process for each GPU, got nn.DataParallel"):
+        hfp.patch_model(model)
+
+
 def test_a_model_with_another_loss():
     with pytest.raises(PackingError, match="loss: expected a model whose own loss is the cross-entropy"):
         loader_of(model=with_loss_times(2.0))
