@@ -50,7 +50,7 @@ class PackingCollator:
             instead of the next token, such as masked language models.
 
     Returns:
-        A call with a list of rows returns this dict. In the shapes, `tokens` and `segments` are totals over all rows.
+        A call with a list of rows returns this dict, in which `tokens` and `segments` are totals over all rows:
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
             keep_first_labels is True.
         token_type_ids: int64 [1, tokens], if the rows have this column.
