@@ -42,7 +42,7 @@ class Patterns:
 
     @property
     def entry_pattern(self) -> IntArray:
-        """For each entry of a pattern (see `Patterns`), the index of the pattern, int64 [entries]."""
+        """The index of the pattern to which each entry belongs (see `Patterns`), int64 [entries]."""
         return np.repeat(np.arange(len(self.packs)), np.diff(self.entry_offsets))
 
     def segments_per_pack(self) -> IntArray:
@@ -181,12 +181,12 @@ class Cuts:
 
     @cached_property
     def pieces_each(self) -> IntArray:
-        """For each group, the number of pieces of one document, int64 [groups]."""
+        """The number of pieces of one document in each group, int64 [groups]."""
         return np.diff(self.piece_offsets)
 
     @cached_property
     def tokens_kept(self) -> IntArray:
-        """For each group, the number of tokens in all pieces of one document, int64 [groups].
+        """The number of tokens in all pieces of one document in each group, int64 [groups].
 
         The other tokens of the document are dropped.
         """
@@ -195,7 +195,7 @@ class Cuts:
 
     @cached_property
     def piece_start(self) -> IntArray:
-        """For each piece, the index of the piece's first token in the document, int64 [pieces]."""
+        """The index in the document of the first token of each piece, int64 [pieces]."""
         begin = np.cumsum(self.piece_length, dtype=np.int64) - self.piece_length
         first = np.append(begin, 0)[self.piece_offsets[:-1]]
         start: IntArray = begin - np.repeat(first, self.pieces_each)

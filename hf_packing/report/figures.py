@@ -24,7 +24,7 @@ _STEPS = 48
 
 @dataclass(frozen=True)
 class Setup:
-    """What a report assumes about the training run."""
+    """The settings of the training run that a report assumes."""
 
     ranks: int = 8
     """Number of ranks; each rank works on one pack at a time."""

@@ -161,7 +161,7 @@ PROBED_TOKENS = 13
 
 
 class ModelLoss(NamedTuple):
-    """How a model computes its own loss, which is the mean cross-entropy of the model's logits.
+    """The way in which a model computes its own loss, the mean cross-entropy of the model's logits.
 
     A mixture of experts may add an auxiliary loss.
     """
