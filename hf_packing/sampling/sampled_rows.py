@@ -184,9 +184,14 @@ class ArrowRows:
 
     @classmethod
     def open(cls, dataset: datasets.Dataset, names: Sequence[str]) -> "ArrowRows | None":
-        """Return the rows of a dataset; None if a column has anything but lists of integers, or has nulls."""
+        """Return the rows of a dataset; None if they have to be read through the dataset.
+
+        This is the case if a column has anything but lists of integers, or has nulls, and if the dataset is an instance
+        of a subclass of Dataset, which may change rows when they are read.
+        """
         table = dataset.data.table
-        return cls(dataset, names) if all(_has_integers_only(table.column(name)) for name in names) else None
+        plain = type(dataset) is datasets.Dataset and all(_has_integers_only(table.column(name)) for name in names)
+        return cls(dataset, names) if plain else None
 
     def read(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
         """Return the rows with these numbers.

@@ -72,6 +72,16 @@ def test_rows_that_do_not_exist(number):
         rows.read([0, number])
 
 
+def test_a_subclass_may_change_its_rows():
+    class Doubled(datasets.Dataset):
+        def __getitems__(self, numbers):
+            return [{"a": self.data.table["a"][number].as_py() * 2} for number in numbers]
+
+    plain = dataset_of([[1, 2], [3]], TYPES[0], 1)
+    assert ArrowRows.open(plain, ["a"]) is not None
+    assert ArrowRows.open(Doubled(plain.data), ["a"]) is None
+
+
 @pytest.mark.parametrize(
     "column",
     [
