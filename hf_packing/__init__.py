@@ -38,7 +38,7 @@ _HOME_OF = {
     "attach": "training.attach",
     "check_isolation": "attention",
     "compare": "strategies.compare",
-    "compute_loss": "training.loop",
+    "compute_loss": "training.batch_loss",
     "evaluation_loss": "training.loop",
     "pack": "data.pack",
     "packing_report": "report.report",
@@ -73,8 +73,9 @@ if TYPE_CHECKING:
     from hf_packing.strategies.optimal.strategy import Optimal
     from hf_packing.strategies.sequential import FirstCome, FixedLength, Multipack
     from hf_packing.training.attach import attach
+    from hf_packing.training.batch_loss import compute_loss
     from hf_packing.training.loader import PackedLoader
-    from hf_packing.training.loop import compute_loss, evaluation_loss, prepare_dataloader
+    from hf_packing.training.loop import evaluation_loss, prepare_dataloader
 
 __all__ = [
     "BestFit",

@@ -5,7 +5,7 @@ A segment is a document, or a part of a document, in a row. All columns that des
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,14 @@ from hf_packing.columns import (
     POSITION_IDS,
     SEGMENT_COLUMNS,
     SEQ_IDX,
-    SEQ_LENGTHS,
     TOKEN_TYPE_IDS,
     find_unmasked_label,
 )
 from hf_packing.errors import PackingError
+from hf_packing.fixed_shapes import check_shapes, fill_to_shape
 from hf_packing.planning.lengths import IntArray
+from hf_packing.segment_columns import check_length, lengths_in_column
+from hf_packing.worker_batch import WorkerBatch
 
 Row = Mapping[str, Any]
 """One row of a dataset, as a mapping from column name to value."""
@@ -45,23 +47,32 @@ class PackingCollator:
     also uses `input_ids`, `labels` and `token_type_ids`, and drops other columns. Loss masks must be applied to the
     labels, as in the rows that `pack` returns, since Trainer drops mask columns before the collator runs.
 
+    With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
+    segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
+    changes the result of some models, and its positions are not larger than those of the longest document.
+
     Args:
         keep_first_labels: True to keep the label of a segment's first token, for models that predict the token itself
             instead of the next token, such as masked language models.
+        tokens: number of tokens in every batch; None for as many as the rows have. Pass it with max_segments.
+        max_segments: number of segments in every batch, including the one that fills the batch and empty segments at
+            the end; at least 2.
 
     Returns:
         A call with a list of rows returns this dict, in which `tokens` and `segments` are totals over all rows:
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
             keep_first_labels is True.
         token_type_ids: int64 [1, tokens], if the rows have this column.
-        cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0.
-        max_length_q, max_length_k: int, the number of tokens in the longest segment.
-        seq_idx: int32 [1, tokens], the index of each token's segment.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0. With
+            max_segments, int32 [max_segments + 1]: after the last segment, all values are `tokens`.
+        max_length_q, max_length_k: int, the number of tokens in the longest segment, or `tokens` if this is given.
+        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch.
 
     Raises:
         PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
             different segments; only some rows have labels or token_type_ids; an attention_mask has a value other than
-            1; a loss mask contradicts the labels; or accelerate splits batches between processes (dispatch_batches).
+            1; a loss mask contradicts the labels; the rows have more than `tokens` tokens, or more segments than
+            max_segments; or accelerate splits batches between processes (dispatch_batches).
 
     Example:
         >>> import hf_packing as hfp
@@ -73,6 +84,12 @@ class PackingCollator:
     """
 
     keep_first_labels: bool = False
+    tokens: int | None = None
+    max_segments: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None or self.max_segments is not None:
+            check_shapes(self.tokens, self.max_segments)
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         _refuse_dispatched_batches(self)
@@ -95,25 +112,27 @@ class PackingCollator:
         seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         token_types = _read_token_column(TOKEN_TYPE_IDS, rows, tokens)
         batch: dict[str, Any] = {
-            INPUT_IDS: torch.from_numpy(input_ids)[None],
-            LABELS: torch.from_numpy(labels)[None],
-            POSITION_IDS: torch.from_numpy(position_ids.astype(np.int64))[None],
+            INPUT_IDS: torch.from_numpy(input_ids[None]),
+            LABELS: torch.from_numpy(labels[None]),
+            POSITION_IDS: torch.from_numpy(position_ids[None].astype(np.int64)),
             **dict.fromkeys(CU_SEQ_LENS, torch.from_numpy(cu_seq_lens)),
             **dict.fromkeys(MAX_LENGTHS, int(lengths.max())),
-            SEQ_IDX: torch.from_numpy(seq_idx)[None],
+            SEQ_IDX: torch.from_numpy(seq_idx[None]),
+            **({} if token_types is None else {TOKEN_TYPE_IDS: torch.from_numpy(token_types[None])}),
         }
-        if token_types is not None:
-            batch[TOKEN_TYPE_IDS] = torch.from_numpy(token_types)[None]
-        return batch
+        if self.tokens is not None and self.max_segments is not None:
+            batch = fill_to_shape(batch, self.tokens, self.max_segments)
+        return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
 
 
 def _check_rows(rows: Any) -> None:
-    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+    if not isinstance(rows, Sequence) or not all(issubclass(kind, Mapping) for kind in set(map(type, rows))):
         raise PackingError(
             f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
         )
-    for number, row in enumerate(rows):
-        _check_loss_masks(row, number)
+    if not set().union(*rows).isdisjoint(LOSS_MASKS):
+        for number, row in enumerate(rows):
+            _check_loss_masks(row, number)
 
 
 def _check_loss_masks(row: Row, number: int) -> None:
@@ -145,23 +164,26 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
     """Return the values of a column, int64 [tokens of all rows]; None if no row has the column."""
     if not any(name in row for row in rows):
         return None
-    values = [read_integers(name, row, number) for number, row in enumerate(rows)]
+    same = all(row.get(name) is row[INPUT_IDS] for row in rows)  # labels made from the tokens are not read again
+    values = tokens if same else [read_integers(name, row, number) for number, row in enumerate(rows)]
     for number, (given, ids) in enumerate(zip(values, tokens, strict=True)):
-        _check_length(name, given, len(ids), number)
+        check_length(name, given, len(ids), number)
     return np.concatenate(values, dtype=np.int64, casting="unsafe")
 
 
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:
     """Raise PackingError if accelerate makes batches in one process and sends slices of each batch to the others.
 
-    Accelerate does so by default for an IterableDataset, but cu_seq_lens cannot be sliced. Accelerate can
-    be in use only if it is imported already; its active data loader then shows whether it slices batches.
+    This is accelerate's default for an IterableDataset. If accelerate is imported, its active data loader tells.
     """
     state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
     if state is None or data_loader is None:
         return
     loader = state.GradientState().active_dataloader
-    if isinstance(loader, data_loader.DataLoaderDispatcher) and _collator_of(loader.base_dataloader) is collator:
+    if not isinstance(loader, data_loader.DataLoaderDispatcher):
+        return
+    used = loader.base_dataloader.collate_fn
+    if getattr(used, "data_collator", used) is collator:  # Trainer wraps the collator, to remove columns
         raise PackingError(
             "dispatch_batches: expected False, got True, which is accelerate's default for an IterableDataset. With "
             "True, accelerate sends slices of a batch to the processes, but cu_seq_lens cannot be sliced. Pass "
@@ -170,17 +192,14 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
         )
 
 
-def _collator_of(loader: Any) -> Any:
-    """Return the collator of a DataLoader, without the wrapper that Trainer adds around it to remove columns."""
-    return getattr(loader.collate_fn, "data_collator", loader.collate_fn)
-
-
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
     A row without tokens has no segments; any other row without segment columns is one segment. If a row has
     position_ids and another segment column, the position_ids are not read here; `check_positions` checks them.
     """
+    if set().union(*rows).isdisjoint((*SEGMENT_COLUMNS, ATTENTION_MASK)):
+        return np.array([len(ids) for ids in tokens if len(ids)], dtype=np.int64)
     numbered = enumerate(zip(rows, tokens, strict=True))
     return np.concatenate(
         [_segments_of_row(row, len(ids), number, compare_positions=False) for number, (row, ids) in numbered]
@@ -255,77 +274,16 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
     if not found:
         return np.array([tokens] if tokens else [], dtype=np.int64)
     first, *others = found
-    lengths = _READERS[first](first, read_integers(first, row, number), tokens, number)
+    lengths = lengths_in_column(first, read_integers(first, row, number), tokens, number)
     for other in others:
         if compare_positions or other != POSITION_IDS:
-            same = _READERS[other](other, read_integers(other, row, number), tokens, number)
+            same = lengths_in_column(other, read_integers(other, row, number), tokens, number)
             if not np.array_equal(lengths, same):
                 raise PackingError(
                     f"column {other!r}: expected segments of lengths {_shown(lengths)} in row {number}, as in column "
                     f"{first!r}, got lengths {_shown(same)}; remove the wrong column"
                 )
     return lengths
-
-
-def _from_lengths(name: str, lengths: IntArray, tokens: int, row: int) -> IntArray:
-    if lengths.sum(dtype=np.int64) != tokens or (len(lengths) and lengths.min() < 1):
-        raise PackingError(
-            f"column {name!r}: expected positive lengths that add up to the {tokens} tokens of row {row}, "
-            f"got {lengths.tolist()}"
-        )
-    return lengths.astype(np.int64)
-
-
-def _from_cumulative_lengths(name: str, cu_seq_lens: IntArray, tokens: int, row: int) -> IntArray:
-    lengths = np.diff(cu_seq_lens.astype(np.int64))
-    if not len(cu_seq_lens) or cu_seq_lens[0] != 0 or cu_seq_lens[-1] != tokens or (lengths < 1).any():
-        raise PackingError(
-            f"column {name!r}: expected cumulative lengths that rise from 0 to the {tokens} tokens of row {row}, "
-            f"got {cu_seq_lens.tolist()}"
-        )
-    return lengths
-
-
-def _from_segment_numbers(name: str, numbers: IntArray, tokens: int, row: int) -> IntArray:
-    """Return a row's segment lengths, given each token's segment number. A segment begins where the number changes."""
-    _check_length(name, numbers, tokens, row)
-    return np.diff(_begins(numbers, step=0), append=tokens)
-
-
-def _from_positions(name: str, positions: IntArray, tokens: int, row: int) -> IntArray:
-    """Return a row's segment lengths, given each token's position. Segments begin where positions do not rise by 1."""
-    _check_length(name, positions, tokens, row)
-    begin = _begins(positions.astype(np.int64, copy=False), step=1)  # differences of small dtypes would wrap around
-    if (elsewhere := positions[begin] != 0).any():
-        token = int(begin[elsewhere.argmax()])
-        raise PackingError(
-            f"column {name!r}: expected positions that restart at 0 at every segment, got {positions[token]} at token "
-            f"{token} of row {row}. Remove the column, and give the length of every segment in the column "
-            "'seq_lengths'; the collator then computes the positions"
-        )
-    return np.diff(begin, append=tokens)
-
-
-_READERS: dict[str, Callable[[str, IntArray, int, int], IntArray]] = {
-    SEQ_LENGTHS: _from_lengths,
-    **dict.fromkeys(CU_SEQ_LENS, _from_cumulative_lengths),
-    SEQ_IDX: _from_segment_numbers,
-    POSITION_IDS: _from_positions,
-}
-"""Functions (name, values, number of tokens in the row, row number) -> segment lengths, by name of the column."""
-
-
-def _begins(values: IntArray, step: int) -> IntArray:
-    """Return the indices at which segments begin: 0, and all indices at which values do not rise by `step`."""
-    inside = np.flatnonzero(np.diff(values) != step) + 1
-    return np.concatenate([np.zeros(min(len(values), 1), dtype=np.int64), inside])
-
-
-def _check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
-    if len(values) != tokens:
-        raise PackingError(
-            f"column {name!r}: expected {tokens} values in row {row}, one for each token, got {len(values)}"
-        )
 
 
 def _check_mask(mask: Any, tokens: int, row: int) -> None:

@@ -24,6 +24,8 @@ BUCKET = "bucket"
 """The column with the capacity of the pack in tokens; only strategies with several capacities write this column."""
 SEQ_IDX = "seq_idx"
 """The column with the index of the segment that each token belongs to."""
+PADDING_SEGMENT = -1
+"""The segment index of tokens that only fill a batch of fixed shapes, as in the kernels of causal-conv1d."""
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 """The cumulative segment lengths, starting with 0. FlashAttention takes them separately for queries and for keys."""
 MAX_LENGTHS = ("max_length_q", "max_length_k")

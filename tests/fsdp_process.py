@@ -33,7 +33,7 @@ def sharded_model(architecture: str, folder: Path, where: str) -> torch.nn.Modul
     ordinary = tiny_model(architecture, "causal")
     with torch.device("meta"):
         model = type(ordinary)(ordinary.config).eval()
-    hfp.patch_model(model, prove=False)
+    hfp.patch_model(model, prove="small")
     for layer in model.model.layers:
         if where == "inside" and hasattr(layer, "mamba"):
             fully_shard(layer.mamba.conv1d)

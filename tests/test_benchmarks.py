@@ -13,10 +13,20 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 TOY = {
     "attention.py": (["--rounds", "1", "--shrink", "16", "--no-memory"], "sdpa with mask"),
+    "block_mask.py": (["--rounds", "1", "--shrink", "16"], "create_block_mask"),
+    "loader.py": (
+        ["--tokens", "20000", "--rows", "8", "--lengths", "512", "2048", "--rounds", "2"],
+        "documents    2,048        2",
+    ),
     "samplers.py": (["--documents", "3000", "--ranks", "2"], "TokenBudget(16384)"),
     "by_segment.py": (
         ["--steps", "2", "--documents", "4", "--max-length", "32", "--sample", "200"],
         "Jamba: route: varlen",
+    ),
+    "shapes.py": (["--batches", "3", "--documents", "2000"], "BestFit(16384, max_documents=255)"),
+    "head.py": (
+        ["--tokens", "1024", "--vocabulary", "20000", "--hidden", "64", "--rounds", "1", "--steps", "1"],
+        "time of in chunks / time of whole logits",
     ),
     "training.py": (
         ["--documents", "40", "--max-length", "512", "--longest", "256", "--hidden", "64", "--layers", "1"]
@@ -24,6 +34,10 @@ TOY = {
         "times as fast as TRL packing",
     ),
     "startup.py": (["--documents", "300", "--tokens", "512", "--rounds", "1"], "hf_packing: TokenBudget is"),
+    "first_batch.py": (
+        ["--hidden", "64", "--layers", "1", "--vocabulary", "500", "--tokens", "512", "--rounds", "1"],
+        "peak memory of the proof",
+    ),
     "gpu_train.py": (
         ["--tokens", "256", "--row", "64", "--hidden", "128", "--layers", "2", "--vocabulary", "256", "--steps", "2"],
         "ideal",

@@ -62,6 +62,71 @@ def test_packed_rows_are_the_same_as_their_segments(documents, max_length, by_po
     assert plain(batch) == expected | {"cu_seq_lens_k": expected["cu_seq_lens_q"]}
 
 
+SEGMENTS_TOLD_BY = {
+    "nothing": lambda _: {},
+    "lengths": lambda lengths: {"seq_lengths": lengths},
+    "positions": lambda lengths: {"position_ids": [n for length in lengths for n in range(length)]},
+    "numbers": lambda lengths: {"seq_idx": np.repeat(np.arange(len(lengths)), lengths)},
+    "all": lambda lengths: {
+        "cu_seq_lens_q": [0, *np.cumsum(lengths).tolist()],
+        "position_ids": np.array([n for length in lengths for n in range(length)], dtype=np.int32),
+        "attention_mask": [1] * sum(lengths),
+        "seq_lengths": np.array(lengths, dtype=np.uint8),
+    },
+}
+
+
+@st.composite
+def rows_of_any_kind(draw):
+    """Draw rows with their segments; some rows have one segment and no column for it."""
+    labels_from = draw(st.sampled_from(["nowhere", "the tokens", "a column", "either"]))
+    has_types = draw(st.booleans())
+    rows, segments = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        told = draw(st.sampled_from(sorted(SEGMENTS_TOLD_BY)))
+        lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=1 if told == "nothing" else 3))
+        dtype = draw(st.sampled_from([np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, None]))
+        values = draw(st.lists(st.integers(0, 99), min_size=sum(lengths), max_size=sum(lengths)))
+        ids = values if dtype is None else np.array(values, dtype=dtype)
+        row = {"input_ids": ids, **SEGMENTS_TOLD_BY[told](lengths)}
+        if labels_from == "the tokens" or (labels_from == "either" and draw(st.booleans())):
+            row["labels"] = ids
+        elif labels_from != "nowhere":
+            row["labels"] = np.array([value - 50 for value in values], dtype=draw(st.sampled_from([np.int8, np.int64])))
+        if has_types:
+            row["token_type_ids"] = [value % 2 for value in values]
+        ends = np.cumsum(lengths)[:-1]
+        columns = (ids, row.get("labels", ids), row.get("token_type_ids", ids))
+        segments += zip(*([part.tolist() for part in np.split(column, ends)] for column in columns), strict=True)
+        rows.append(row)
+    return rows, segments
+
+
+@given(rows_of_any_kind(), st.booleans())
+def test_rows_of_any_kind(drawn, keep_first_labels):
+    rows, segments = drawn
+    before = [{name: np.array(value).tolist() for name, value in row.items()} for row in rows]
+    batch = hfp.PackingCollator(keep_first_labels=keep_first_labels)(rows)
+    expected = one_by_one([ids for ids, _, _ in segments])
+    expected["labels"] = [
+        -100 if position == 0 and not keep_first_labels else label
+        for _, labels, _ in segments
+        for position, label in enumerate(labels)
+    ]
+    if "token_type_ids" in rows[0]:
+        expected["token_type_ids"] = [kind for _, _, kinds in segments for kind in kinds]
+    assert plain(batch) == expected | {"cu_seq_lens_k": expected["cu_seq_lens_q"]}
+    assert [{name: np.array(value).tolist() for name, value in row.items()} for row in rows] == before
+
+
+@pytest.mark.parametrize("bad", [{"labels": [1, 2]}, {"completion_mask": [0, 1]}, {"position_ids": [0, 2]}], ids=str)
+def test_a_column_that_only_the_last_row_has_is_checked(bad):
+    rows = [{"input_ids": [5, 6]}] * 3
+    hfp.PackingCollator()(rows)
+    with pytest.raises(hfp.PackingError, match=f"column '{min(bad)}'"):
+        hfp.PackingCollator()([*rows, {"input_ids": [5, 6], **bad}])
+
+
 AS = {
     "list": list,
     "torch.int32": lambda values: torch.tensor(values, dtype=torch.int32),

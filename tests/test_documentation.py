@@ -31,7 +31,7 @@ from hf_packing.training.ranks import StepCounts
 
 pytestmark = pytest.mark.filterwarnings(
     "default::FutureWarning",  # TRL uses names that transformers has renamed
-    "default:patch_model:UserWarning",  # a page says that it warns with prove=False
+    "default:patch_model:UserWarning",  # a page says that it warns with prove="small"
 )
 
 ROOT = Path(__file__).parent.parent

@@ -6,18 +6,29 @@ import datasets
 import pyarrow as pa
 import pytest
 import torch
-from accelerate import skip_first_batches
+from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from tiny_models import build
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.data import DataLoader
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer, TrainerState
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    Trainer,
+    TrainerState,
+    modeling_flash_attention_utils,
+)
+from transformers.integrations.hub_kernels import is_kernel
 from transformers.masking_utils import flash_attention_mask
 from trl.trainer import sft_trainer
 
 import hf_packing as hfp
 from hf_packing.data import map_batch
+from hf_packing.training.first_batch import prepared_model
 from hf_packing.training.ranks import BatchesOfCheckpoint
 
 
@@ -88,6 +99,30 @@ def test_attention_and_mask_interfaces():
     assert "attention_mask" in inspect.signature(flash_attention_mask).parameters
 
 
+def test_kernels_from_the_hub(monkeypatch):
+    """choose_kernel.use_hub_kernel: without it, a model loaded with a kernel from the hub would run on another one."""
+    assert is_kernel("kernels-community/flash-attn2")
+    assert not any(map(is_kernel, ("sdpa", "flash_attention_2", "packed_varlen", None)))
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", "kernels-community/flash-attn2")
+    monkeypatch.setattr(modeling_flash_attention_utils, "_flash_varlen_fn", print)
+    functions = modeling_flash_attention_utils.lazy_import_flash_attention("kernels-community/flash-attn2")[0]
+    assert functions[1] is print
+
+
+def test_flex_attention():
+    """attention.flex: without these, masks cannot be made from borders, or would be compiled for each row again."""
+    from torch._inductor.kernel.flex import flex_decoding  # older versions have it elsewhere
+
+    assert {"seq_lengths", "full_q_indices", "mask_mod"} <= set(inspect.signature(BlockMask).parameters)
+    assert "FORCE_USE_FLEX_ATTENTION" in inspect.getsource(flex_decoding)
+    stored, tensor = WeakIdKeyDictionary(), torch.zeros(2)
+    stored[tensor] = 1
+    assert stored[tensor] == 1
+    del tensor
+    assert not stored
+    assert callable(torch._dynamo.mark_static)
+
+
 def test_attention_implementation_of_a_model():
     """patch.attention_of and patch.refuse_what_is_known_to_fail: without them, a patch cannot be undone or refused."""
     assert PreTrainedModel._can_set_attn_implementation is not None
@@ -132,6 +167,18 @@ def test_a_loader_of_batches_of_any_size_has_no_remainder():
     loader = prepare_data_loader(DataLoader(Told(), batch_sampler=[[0, 1, 2], [3]]), num_processes=1, process_index=0)
     list(loader)
     assert loader.remainder == -1
+
+
+def test_models_that_an_accelerator_has_prepared():
+    """training.first_batch.prepared_model: without it, a loader proves isolation on a model without FSDP's wrapper."""
+    accelerator, model = Accelerator(cpu=True), build("Llama")
+    assert prepared_model(accelerator, model) is model
+    wrapper = torch.nn.Module()
+    wrapper.module = model
+    assert accelerator.prepare(model) is model
+    assert accelerator._models == [model]
+    accelerator._models[:] = [wrapper]
+    assert prepared_model(accelerator, model) is wrapper
 
 
 def test_what_trainer_calls():

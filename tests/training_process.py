@@ -14,18 +14,21 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
+from chunks import chunks_summed
 from patched_models import patched
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.training import run_with_loss
 
 SETTINGS = {
     "through": "trainer",
@@ -44,8 +47,11 @@ SETTINGS = {
     "save_steps": 0,
     "optimizer": "adamw_torch",
     "eval_batch_sizes": [],
+    "in_chunks": False,
+    "shapes": {},
 }
-"""`stop_at`: the step after whose checkpoint the run ends, or with `kill` the process does; `fails`: with an error."""
+"""`stop_at`: the step after whose checkpoint the run ends, or with `kill` the process does; `fails`: with an error;
+`in_chunks`: the loss is computed for at most 10 tokens at a time."""
 LEARNING_RATE = 1e-3
 
 
@@ -143,6 +149,7 @@ def through_trainer(settings, folder, data, model):
         hfp.TokenBudget(settings["max_tokens"]),
         loss=settings["loss"],
         match_documents_per_step=settings["match_documents_per_step"],
+        **settings["shapes"],
     )
     step = trainer.training_step
 
@@ -162,7 +169,8 @@ def through_loop(settings, folder, data, model):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
     log = Log(folder, accelerator.process_index)
     budget = hfp.TokenBudget(settings["max_tokens"], match_documents_per_step=settings["match_documents_per_step"])
-    loader = hfp.prepare_dataloader(accelerator, data, budget, loss=settings["loss"], model=model)
+    how = {"loss": settings["loss"], "model": model, **settings["shapes"]}
+    loader = hfp.prepare_dataloader(accelerator, data, budget, **how)
     kind = torch.optim.SGD if settings["optimizer"] == "sgd" else torch.optim.AdamW
     model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=LEARNING_RATE))
     step = 0
@@ -205,8 +213,11 @@ def train(folder, **changes):
     if settings["packed"]:
         data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
     model = patched("Llama", getattr(torch, settings["dtype"]))
+    logits_of_chunk = 10 * model.config.vocab_size if settings["in_chunks"] else run_with_loss.CHUNK_LOGITS
     try:
-        (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
+        with patch.object(run_with_loss, "CHUNK_LOGITS", logits_of_chunk), chunks_summed() as chunks:
+            (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
+        assert bool(chunks) == settings["in_chunks"], chunks
     except StoppedError:
         GradientState._reset_state()  # else the loader that was broken off stays the active one
     except hfp.PackingError as error:

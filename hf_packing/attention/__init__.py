@@ -1,59 +1,69 @@
 """Keep packed documents apart inside a model, and verify by running the model that no document affects another one.
 
 The rest of the package imports only from this file, never from the other files in this folder. The list below explains
-the ten ideas behind the code. The names in parentheses are the files that implement the idea.
+the eleven ideas behind the code. The names in parentheses are the files that implement the idea.
 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
    and its modules can look up the borders while the model's forward runs (packed_row).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
-   and calls a CUDA kernel or exact attention in plain torch (varlen, kernels, exact_attention).
+   and calls a CUDA kernel or exact attention in plain torch. A table contains the kernels; a call runs on the first
+   kernel that takes it and passes a trial (varlen, choose_kernel, kernels, flex, exact_attention).
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
-   token_axes).
+   token_axes, group_lengths).
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search, module_checks).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
    list of modules that run segment by segment (route).
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
-   (patched_forward).
+   (patched_forward). torch.compile compiles this forward once for batches of fixed shapes, and a few times for
+   batches of any shape.
 7. A probe runs a model on random documents, either packed or each document alone, and then restores the model (probe,
    snapshot). Two results count as equal if rounding can explain their difference (tolerance).
 8. The proof shows that replacing one document does not change the results of other documents, and that every document
    has the same logits and gradients in a packed row as when it is run alone (proof). `check_isolation` only tests
    whether documents affect each other, in any model, patched or not (isolation).
-9. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
+9. The same proof runs on a real training batch, before the first step, at the lengths, in the dtype and on the weights
+   that the model trains with (batch_proof, batch_runs). If it fails, another run finds the module in which the
+   difference begins (locate_leak).
+10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
    tiny sizes from tiny_model).
-10. Some models, such as masked language models, see the input token at the position where they predict a label. In
+11. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
-    to copy them (patched_forward).
+    to copy them (label_check).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.
 """
 
+from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
+from hf_packing.attention.label_check import refuse_copied_labels
 from hf_packing.attention.patch import (
+    ProveInTraining,
     check_patched,
-    patch_in_precision,
+    patch_for_training,
     patch_model,
     patched,
     unpatch_model,
     unpatched_on_error,
 )
-from hf_packing.attention.patched_forward import refuse_copied_labels, sees_labels
 from hf_packing.attention.probe import random_documents
-from hf_packing.attention.route import is_patched
+from hf_packing.attention.route import is_patched, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
+from hf_packing.attention.varlen import kernel_of
 
 __all__ = [
+    "BatchProof",
     "IsolationReport",
     "NoLanguageModelError",
+    "ProveInTraining",
     "architectures",
     "check_isolation",
     "check_patched",
@@ -61,9 +71,11 @@ __all__ = [
     "inner_model",
     "input_device",
     "is_patched",
-    "patch_in_precision",
+    "kernel_of",
+    "patch_for_training",
     "patch_model",
     "patched",
+    "prove_on_batch",
     "random_documents",
     "refuse_copied_labels",
     "sees_labels",

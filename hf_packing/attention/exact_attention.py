@@ -1,7 +1,8 @@
 """Compute exact attention within each segment of a packed row, in plain torch, on any device.
 
 Code compiled with torch.compile cannot read segment lengths from a tensor. Compiled code therefore calls a custom op,
-which has its own backward pass.
+which has its own backward pass. The op takes the lengths from the current packed row, so that it need not wait for a
+GPU to copy them.
 """
 
 from collections import defaultdict
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_packing.attention.packed_row import current_row
 from hf_packing.errors import PackingError
 
 
@@ -125,12 +127,22 @@ def _forward(
     is_causal: bool,
     window: int | None,
     softcap: float | None,
-) -> Tensor:
-    """Return the result of `attend_by_segment`, without dropout. The argument `cu_seq_lens`, int32 [segments + 1],
-    contains the cumulative segment lengths, and takes the place of the list of lengths."""
-    lengths = cu_seq_lens.diff().tolist()
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `attend_by_segment`, without dropout, and the segment lengths, int64 [segments], on the CPU.
+    The argument `cu_seq_lens`, int32 [segments + 1], contains the cumulative segment lengths, and takes the place of
+    the list of lengths. There may be empty segments at the end."""
+    row = current_row.get()
+    if row is not None and _is_same_memory(row.cu_seq_lens, cu_seq_lens):
+        lengths = list(row.lengths)
+    else:
+        lengths = [length for length in cu_seq_lens.diff().tolist() if length]
     options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
-    return attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()
+    attended = attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()
+    return attended, torch.tensor(lengths + [0] * (len(cu_seq_lens) - 1 - len(lengths)))
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 @torch.library.custom_op("hf_packing::attend_by_segment_backward", mutates_args=())
@@ -139,7 +151,7 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_lens: Tensor,
+    segment_lengths: Tensor,
     sinks: Tensor | None,
     scale: float,
     is_causal: bool,
@@ -151,10 +163,11 @@ def _backward(
 
     Args:
         gradient: gradient with respect to the attention output.
-        query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap: arguments of the forward pass, from
-            which attention is computed again.
+        segment_lengths: the second result of the forward pass.
+        query, key, value, sinks, scale, is_causal, window, softcap: arguments of the forward pass, from which attention
+            is computed again.
     """
-    lengths = cu_seq_lens.diff().tolist()
+    lengths = [length for length in segment_lengths.tolist() if length]
     mask = {length: _visible(length, window, is_causal, query.device) for length in set(lengths)}
     parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
     found = [
@@ -207,8 +220,9 @@ def _segment_gradients(
 
 
 @_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:  # noqa: ARG001
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
+def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    lengths = torch.empty(cu_seq_lens.shape[0] - 1, dtype=torch.int64, device="cpu")
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), lengths
 
 
 @_backward.register_fake
@@ -217,7 +231,7 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_lens: Tensor,  # noqa: ARG001
+    segment_lengths: Tensor,  # noqa: ARG001
     sinks: Tensor | None,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -225,14 +239,15 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:5])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, _, sinks = inputs[:5]
+    ctx.save_for_backward(query, key, value, output[1], sinks)
     ctx.options = inputs[5:]
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    query, key, value, cu_seq_lens, sinks = ctx.saved_tensors
-    of_query, of_key, of_value, of_sinks = _backward(gradient, query, key, value, cu_seq_lens, sinks, *ctx.options)
+def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    query, key, value, lengths, sinks = ctx.saved_tensors
+    of_query, of_key, of_value, of_sinks = _backward(gradient, query, key, value, lengths, sinks, *ctx.options)
     return of_query, of_key, of_value, None, None if sinks is None else of_sinks, None, None, None, None
 
 
@@ -255,8 +270,8 @@ def attend_by_segment_compiled(
     """Return the result of `attend_by_segment`, computed by a custom op, so that torch.compile can compile the caller.
 
     Args:
-        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], in place of the list of lengths. All other
-            arguments are explained in `attend_by_segment`.
+        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], in place of the list of lengths. The last one may
+            be repeated. All other arguments are explained in `attend_by_segment`.
 
     Raises:
         PackingError: dropout is not 0. The backward pass recomputes attention, and cannot repeat the dropout of the
@@ -267,5 +282,5 @@ def attend_by_segment_compiled(
             f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}; set the attention "
             "dropout in the model's configuration to 0, or do not compile the model"
         )
-    output: Tensor = _forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)
+    output: Tensor = _forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)[0]
     return output

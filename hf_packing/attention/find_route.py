@@ -3,34 +3,41 @@
 A route consists of an attention function, a format for the model's inputs, and the modules that run segment by segment.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.inspect_model import Signature, configurations, pad_token_of
+from hf_packing.attention.inspect_model import configurations, pad_token_of
 from hf_packing.attention.patched_forward import attention_of, install, remove, restore_attention
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.proof import (
+    BeyondRoundingError,
     Exam,
     model_sees_labels,
+    own_attention_agrees,
     prove_isolation,
     refuse_loss_across_borders,
+    repeat_thoroughly,
     run_alone,
     run_alone_in_training,
-    treats_pad_as_padding,
 )
-from hf_packing.attention.route import METHODS, Method, Route, is_patched, packed_share
+from hf_packing.attention.route import Method, Route, have_equal_plans, is_patched, methods_for, packed_share
 from hf_packing.attention.search import Search
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed, observe
-from hf_packing.errors import ModelNotSupportedError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
-_SHARING_LENGTHS = (9, 14, 9, 14)
-"""Lengths, in tokens, of the documents in the second and third test batch of a proof. Some lengths are equal, since a
-route may run documents of equal length in one call of a module."""
+_ROWS = ((18,), (9, 9))
+"""Lengths, in tokens, of the documents in each row of a proof's test batch with several rows. Only one row has a border
+between documents, which shows whether every row gets its own borders."""
+
+_LENGTHS_IN_TRAINING = (9, 14, 9)
+"""Lengths, in tokens, of the documents of the test batch in training mode. Some lengths are equal, since a route may
+run documents of equal length in one call of a module."""
 
 _Attention = list[tuple[PreTrainedConfig, Any]]
 """The configurations of an unpatched model, each with the name of its attention function, as `attention_of` returns
@@ -43,6 +50,10 @@ known_routes: dict[Any, Route] = {}
 class _LocalMaskError(ModelNotSupportedError):
     """Raised if only the attention mask of a model limits attention to a window or a chunk, and the attention function
     does not get this limit."""
+
+
+class _NeverCalledError(ModelNotSupportedError):
+    """Raised if a model does not call the attention function that its configuration names."""
 
 
 class _SeveralRowsError(ModelNotSupportedError):
@@ -62,19 +73,13 @@ def find_and_prove(model: PreTrainedModel) -> None:
     """
     before = attention_of(model)
     try:
-        exams = [run_alone(model, Probe(model)), run_alone(model, Probe(model, 1, _SHARING_LENGTHS))]
-        exams.append(_in_two_rows(exams[1]))
-        rounding = exams[0].probe.rounding
-        exams.append(run_alone_in_training(model, rounding))
-        with_padding = _run_with_pad_tokens(model, rounding)
-        restore_attention(before)
+        exams = _run_documents_alone(model)
         width = exams[0].references[0].logits[0].shape[-1]
         sees_labels = model_sees_labels(exams[0].probe, width)
         route = _install_proven_route(model, before, exams)
         for exam in (exams[0], exams[-1]):
             refuse_loss_across_borders(exam.probe, width)
-        refuses_pad = with_padding is not None and treats_pad_as_padding(with_padding)
-        refused = pad_token_of(model) if refuses_pad else None
+        refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
         if sees_labels or refused is not None:
             remove(model)
             install(model, replace(route, refused_token=refused, sees_labels=sees_labels), before)
@@ -85,41 +90,69 @@ def find_and_prove(model: PreTrainedModel) -> None:
         raise
 
 
-def _in_two_rows(exam: Exam) -> Exam:
-    """Return a copy of `exam` with the same documents and expected outputs, but packed in a batch of two rows."""
-    probe = Probe(exam.probe.model, 1, exam.probe.lengths, _pack_in_two_rows)
-    probe.rounding = exam.probe.rounding
-    return replace(exam, probe=probe, rows=2)
+def _run_documents_alone(model: PreTrainedModel) -> list[Exam]:
+    """Return the test batches of a proof: a single row, several rows, and a single row in training mode.
+
+    To save time, none of these exams is thorough, gradients are only computed for single rows, and the documents in
+    several rows contain pad tokens, if the model can be called on such documents.
+    """
+    probe = Probe(model)
+    tokens, other = probe.documents[-1], probe.others[-1]
+    other[len(other) // 2] = tokens[len(tokens) // 2]  # the logits of this token show that a leak would be noticed
+    first = run_alone(probe, gradients=True)
+    try:
+        in_rows = run_alone(_probe_of_rows(model, pad_token_of(model), first.probe), gradients=False)
+    except ModelNotSupportedError:
+        in_rows = run_alone(_probe_of_rows(model, None, first.probe), gradients=False)
+    training = Probe(model, lengths=_LENGTHS_IN_TRAINING, training=True)
+    training.rounding = first.probe.rounding
+    return [first, replace(in_rows, rows=len(_ROWS)), run_alone_in_training(training)]
 
 
-def _pack_in_two_rows(documents: DocumentTokens) -> dict[str, Any]:
-    """Return model inputs for a batch of two packed rows. The first row contains the first half of the documents, and
-    the second row contains the second half. Both halves must have the same number of tokens."""
-    half = len(documents) // 2
-    rows = [pack_in_one_row(each) for each in (documents[:half], documents[half:])]
+def _probe_of_rows(model: PreTrainedModel, pad_token: int | None = None, like: Probe | None = None) -> Probe:
+    """Return a probe of several packed rows. If `pad_token` is given, every document contains it."""
+    probe = Probe(model, 1, [length for row in _ROWS for length in row], _pack_in_rows, like=like)
+    if pad_token is not None:
+        for document in probe.documents:
+            document[2] = document[-1] = pad_token
+    return probe
+
+
+def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
+    """Return model inputs for a batch of packed rows, with as many documents in each row as `_ROWS` has."""
+    left = iter(documents)
+    rows = [pack_in_one_row(list(islice(left, len(lengths)))) for lengths in _ROWS]
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
-def _run_with_pad_tokens(model: PreTrainedModel, rounding: float | None) -> Exam | None:
-    """Run each of several random documents alone, and return the documents and their outputs. Every document contains
-    the model's pad token.
+def _treats_pad_as_padding(in_rows: Exam, route: Route, before: _Attention) -> bool:
+    """Return whether a patched model treats pad tokens in a document as padding.
+
+    If so, documents that contain pad tokens have different logits in packed rows and in a row of their own.
 
     Args:
-        model: an unpatched model.
-        rounding: the effect of rounding on a logit, as `Probe.measure_rounding` measured it; None if not measured.
-
-    Returns:
-        The documents and their outputs; None if the model has no pad token, or cannot be called on such documents.
+        in_rows: the exam of several rows that the model has passed. If its documents contain pad tokens, the result is
+            known.
+        route: the route of the patched model.
+        before: the model's attention settings before it was patched.
     """
-    if (token := pad_token_of(model)) is None:
-        return None
-    probe = Probe(model, 2)
-    probe.rounding = rounding
-    for document in probe.documents:
-        document[2] = document[-1] = token
-    with suppress(ModelNotSupportedError):
-        return run_alone(model, probe, gradients=False)
-    return None
+    model, token = in_rows.probe.model, pad_token_of(in_rows.probe.model)
+    if token is None or token in in_rows.probe.documents[0]:
+        return False
+    remove(model)
+    try:
+        exam = run_alone(_probe_of_rows(model, token), gradients=False, thorough=True)
+    except ModelNotSupportedError:  # the model refuses pad tokens itself
+        exam = None
+    install(model, route, before)
+    if exam is None:
+        return False
+    try:
+        with exam.probe.undisturbed():
+            packed = exam.probe.packed(exam.probe.documents)
+    except Exception:  # the model refuses pad tokens itself
+        return False
+    return all(exam.probe.tolerance.unexplained(packed, reference.logits) > 0 for reference in exam.references)
 
 
 def route_key(model: PreTrainedModel) -> Any:
@@ -141,14 +174,20 @@ def _settings_of(config: PreTrainedConfig) -> str:
 
 
 def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: list[Exam]) -> Route:
+    """Install the fastest route that is proven to keep documents apart, and return it.
+
+    If an exam fails, it is replaced in `exams` by a thorough one.
+    """
     key = route_key(model)
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
             return _prove(model, known, before, exams)
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
-    for method in _methods_for(model):
+    for method in methods_for(model):
         if method.attention == NAME_WITH_LOCAL_MASKS and not isinstance(failure, _LocalMaskError):
+            continue
+        if method.attention and isinstance(failure, _NeverCalledError):
             continue
         try:
             known_routes[key] = _search_and_prove(model, method, before, exams, tuple(dict.fromkeys(failures)))
@@ -163,32 +202,14 @@ def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: lis
     )
 
 
-def _methods_for(model: PreTrainedModel) -> Iterator[Method]:
-    """Yield the methods that can be tried on this model, without duplicates, from the fastest to the slowest. A method
-    consists of an attention function and an input format."""
-    signature = Signature(model)
-    takes_borders = signature.takes("cu_seq_lens_q")
-    takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
-    tried = set()
-    for method in METHODS:
-        if method.attention and not model._can_set_attn_implementation():
-            continue
-        borders, positions = method.inputs.borders and takes_borders, method.inputs.positions and takes_positions
-        formats = [replace(method.inputs, borders=borders, positions=positions)]
-        if method.inputs.mask_of_ones and not takes_positions:
-            # a model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones
-            formats.insert(0, replace(formats[0], mask_of_ones=False))
-        for inputs in formats:
-            if (own := Method(method.attention, inputs)) not in tried:
-                tried.add(own)
-                yield own
-
-
 def _search_and_prove(
     model: PreTrainedModel, method: Method, before: _Attention, exams: list[Exam], tried: tuple[str, ...]
 ) -> Route:
     """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
     route, prove that the route keeps documents apart, and return the route.
+
+    In the first search, modules that are built alike are searched once. If the proof of the resulting route fails, all
+    modules are searched.
 
     Args:
         model: an unpatched model.
@@ -201,14 +222,41 @@ def _search_and_prove(
         ModelNotSupportedError: the model cannot be called on a packed row, or the proof of the route fails. The model
             is left unpatched.
     """
+    route: Route | None = None
+    failure: ModelNotSupportedError | None = None
+    for thorough in (False, True):
+        search = Search(model, exams[0].probe.row, thorough=thorough)
+        try:
+            found = _route_found_by(search, method, before, exams[0].probe, tried)
+            if route is None or not have_equal_plans(found, route):
+                route = found
+                return _prove_for_several_rows(model, route, before, exams)
+        except (_LocalMaskError, _NeverCalledError):
+            raise
+        except ModelNotSupportedError as error:
+            failure = error
+        if not search.has_assumed or (route is None and not search.found):
+            break
+    assert failure is not None
+    if route is None:
+        raise failure
+    reasons = [str(failure)]
+    if route.by_segment:
+        reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
+    for name, reason in list(search.unsliceable.items())[:2]:
+        kind = type(model.get_submodule(name)).__name__
+        reasons.append(f"{kind} ({name}) cannot run on a single segment: {reason}")
+    raise ModelNotSupportedError("; ".join(reasons)) from failure
+
+
+def _route_found_by(search: Search, method: Method, before: _Attention, probe: Probe, tried: tuple[str, ...]) -> Route:
+    """Run a search, and return the route that consists of `method` and of the modules that the search found."""
+    model = search.model
     install(model, Route(method, (), 1.0), before)
-    probe = exams[0].probe
-    search = Search(model, probe.row)
     try:
-        with probe.undisturbed():
-            with observe() as observed:
-                plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options)))
-            _check_observed(method, observed)
+        with probe.undisturbed(), observe() as observed:
+            check = partial(_check_observed, method, observed)
+            plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options), check))
     except ModelNotSupportedError:
         raise
     except Exception as error:
@@ -217,23 +265,12 @@ def _search_and_prove(
         remove(model)
     if plans:
         method = replace(method, inputs=replace(method.inputs, one_row=True))
-    route = Route(method, plans, packed_share(model, plans), tried)
-    try:
-        return _prove_for_several_rows(model, route, before, exams)
-    except ModelNotSupportedError as error:
-        failure = error
-    reasons = [str(failure)]
-    if plans:
-        reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
-    for name, reason in list(search.unsliceable.items())[:2]:
-        kind = type(model.get_submodule(name)).__name__
-        reasons.append(f"{kind} ({name}) cannot run on a single segment: {reason}")
-    raise ModelNotSupportedError("; ".join(reasons)) from failure
+    return Route(method, plans, packed_share(model, plans), tried)
 
 
 def _check_observed(method: Method, observed: Observed) -> None:
     if method.attention and not observed.calls:
-        raise ModelNotSupportedError("the model never called the attention function that patch_model had set")
+        raise _NeverCalledError("the model never called the attention function that patch_model had set")
     lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
     if method.attention == NAME and lost:
         lost_masks = " and ".join(sorted(map(str, lost)))
@@ -267,11 +304,11 @@ def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list
     route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)
     try:
-        for exam in exams:
-            with exam.probe.undisturbed():
-                prove_isolation(exam)
+        for number, exam in enumerate(exams):
+            exams[number] = _pass(exam, route, before)
     except BaseException as error:
-        remove(model)
+        if is_patched(model):
+            remove(model)
         if not isinstance(error, Exception):
             raise
         known = isinstance(error, ModelNotSupportedError)
@@ -282,3 +319,27 @@ def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list
             raise
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     return route
+
+
+def _pass(exam: Exam, route: Route, before: _Attention) -> Exam:
+    """Prove with one exam that an installed route keeps documents apart. If the proof fails, but may pass with a
+    thorough exam without pad tokens, prove again. Return the exam that was passed."""
+    try:
+        with exam.probe.undisturbed():
+            prove_isolation(exam)
+        return exam
+    except (ModelNotSupportedError, PackingError) as error:
+        if exam.is_thorough:
+            raise
+        failure = error
+    model = exam.probe.model
+    remove(model)
+    if exam.rows > 1:
+        exam = replace(exam, probe=_probe_of_rows(model))
+    elif isinstance(failure, BeyondRoundingError) and own_attention_agrees(exam):
+        raise failure
+    exam = repeat_thoroughly(exam)
+    install(model, route, before)
+    with exam.probe.undisturbed():
+        prove_isolation(exam)
+    return exam

@@ -1,7 +1,7 @@
 """Inspect a model.
 
 The functions in this file find the model inside its wrappers, the arguments of the model's forward, the model's
-embedding, and the place where the weights are stored.
+embedding, the place where the weights are stored, and modules that are built alike.
 """
 
 import inspect
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_packing.attention.token_axes import leaves
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -179,6 +180,19 @@ def record_embeddings(model: PreTrainedModel) -> Iterator[Embedded]:
             hook.remove()
 
 
+def gradient_by_token(score: Tensor, embedded: Embedded, largest_token: int, keep: bool = False) -> Tensor:
+    """Return the gradient of `score` with respect to the embedding of each token id, summed over all positions of the
+    token: float [token ids, embedding size], for all ids up to at least `largest_token`. If `keep`, the graph is kept
+    for further gradients."""
+    outputs = [output for _, output in embedded]
+    found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
+    tokens = torch.cat([ids.flatten() for ids, _ in embedded])
+    flat = [torch.zeros_like(o) if g is None else g for g, o in zip(found, outputs, strict=True)]
+    gradient = torch.cat([each.flatten(0, -2) for each in flat]).float()
+    size = max(int(tokens.max()), largest_token) + 1
+    return gradient.new_zeros(size, gradient.shape[-1]).index_add_(0, tokens, gradient)
+
+
 def _is_embedding(module: nn.Module) -> bool:
     """Return whether a module is an embedding, judged by its class. An output layer that shares the embedding's weight
     is not an embedding."""
@@ -188,6 +202,22 @@ def _is_embedding(module: nn.Module) -> bool:
 def pad_token_of(model: PreTrainedModel) -> int | None:
     token = getattr(model.config.get_text_config(), "pad_token_id", None)
     return token if isinstance(token, int) and token >= 0 else None
+
+
+_LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
+"""Candidates for the lengths of three documents, in tokens. The lengths in a triple differ, and exceed the usual kernel
+sizes of convolutions. The sum of a triple is a prime number, since axes of tensors seldom have prime sizes."""
+
+
+def distinctive_lengths(model: nn.Module) -> list[int]:
+    """Return three document lengths. Their sum differs from every axis size and every integer setting of the model."""
+    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+    sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
+    for lengths in _LENGTHS:
+        if sum(lengths) not in sizes:
+            return list(lengths)
+    sums = ", ".join(str(sum(each)) for each in _LENGTHS)
+    raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
 
 
 class WeightsLocation(Enum):
@@ -222,3 +252,90 @@ def has_local_weights(model: nn.Module) -> bool:
 
 def is_fsdp(module: nn.Module) -> bool:
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile has compiled a model, or a module of the model."""
+    wrapped = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+    return wrapped or any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of DDP and DeepSpeed, whose forwards expect a backward pass.
+
+    FSDP's wrapper is kept, since the wrapper gathers weights.
+    """
+    while not isinstance(model, PreTrainedModel) and not is_fsdp(model):
+        inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_id")
+"""Names of attributes in which modules of transformers store the number of their layer."""
+
+_ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+def kinds_of_modules(model: nn.Module) -> dict[str, int]:
+    """Return a number for each module of a model, by name. Modules that are built alike have the same number.
+
+    Two modules are built alike if their names differ only in the numbers of layers, and they have the same class, the
+    same hooks, parameters and buffers of the same shapes, equal settings, and inner modules that are built alike. If
+    they store the number of their layer, lists in configurations, such as `layer_types`, also have equal entries.
+    """
+    numbers: dict[Any, int] = {}
+    kinds: dict[int, int] = {}
+    found: dict[str, int] = {}
+    settings = [value for config in configurations(model) for value in vars(config).values()]
+    lists = [value for value in settings if isinstance(value, (list, tuple))]
+    for name, module in reversed(list(model.named_modules())):  # inner modules first
+        place = tuple("*" if part.isdigit() else part for part in name.split("."))
+        own = {each: value for each, value in vars(module).items() if each not in _ATTRIBUTES_OF_EVERY_MODULE}
+        layers = [own.pop(each) for each in _LAYER_NUMBERS if isinstance(own.get(each), int)]
+        of_layers = [_describe(each[number], None) for number in layers for each in lists if 0 <= number < len(each)]
+        tensors = {**module._parameters, **module._buffers}
+        described = [(each, _describe(value, module)) for each, value in (*own.items(), *tensors.items())]
+        hooks = [id(hook) for each in (module._forward_pre_hooks, module._forward_hooks) for hook in each.values()]
+        inner = [(each, kinds.get(id(child))) for each, child in module._modules.items()]
+        key = place, type(module), *map(tuple, (of_layers, described, hooks, inner))
+        found[name] = kinds[id(module)] = numbers.setdefault(key, len(numbers))
+    return found
+
+
+def _describe(value: Any, owner: nn.Module | None) -> Any:
+    """Return a description of an attribute of the module `owner`. Attributes with equal descriptions are alike."""
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_describe(each, owner) for each in value)
+    if isinstance(value, dict):
+        return type(value), tuple((repr(key), _describe(each, owner)) for key, each in value.items())
+    if value is None or isinstance(value, (bool, int, float, str, Enum, torch.dtype, torch.device)):
+        return type(value), value
+    if getattr(value, "__self__", None) is owner is not None:
+        return "method", value.__func__
+    return "object", id(value)
+
+
+def inputs_are_alike(one: Any, other: Any, tokens: int) -> bool:
+    """Return whether two modules get the same inputs, apart from the values of hidden states.
+
+    Args:
+        one: positional and keyword arguments of the first module.
+        other: positional and keyword arguments of the second module.
+        tokens: number of tokens in the row. A floating-point tensor with two axes of this size is a mask.
+    """
+    left, right = dict(leaves(one)), dict(leaves(other))
+    return left.keys() == right.keys() and all(_are_alike(left[path], right[path], tokens) for path in left)
+
+
+def _are_alike(one: Any, other: Any, tokens: int) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and (not isinstance(one, (bool, int, float, str)) or one == other)
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    is_hidden = one.is_floating_point() and one.shape.count(tokens) < 2
+    return one is other or is_hidden or torch.equal(one, other)

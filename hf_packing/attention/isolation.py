@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import inner_model
-from hf_packing.attention.probe import DocumentTokens, Probe, distinctive_lengths
-from hf_packing.attention.proof import LARGEST_GRADIENT_LEAK, RANDOM, VARYING, largest_gradient_leak, through
+from hf_packing.attention.batch_proof import prove_on_batch
+from hf_packing.attention.inspect_model import distinctive_lengths, inner_model
+from hf_packing.attention.probe import DocumentTokens, Probe
+from hf_packing.attention.proof import LARGEST_GRADIENT_LEAK, RANDOM, VARYING, through
 from hf_packing.attention.route import Route, route_of
-from hf_packing.attention.tolerance import what_is_missing
+from hf_packing.attention.tolerance import largest_gradient_leak, what_is_missing
+from hf_packing.attention.varlen import kernel_of
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
@@ -37,6 +40,8 @@ class IsolationReport:
     """The modes of the model for which `isolated` was found: "evaluation", "training" or both."""
     unproven: str = ""
     """The reason why isolation could not be fully checked in training mode; otherwise an empty string."""
+    kernel: str = ""
+    """The name of the kernel on which the attention of a patched model ran in the check; see `kernel_of`."""
 
     def __str__(self) -> str:
         lines = [f"isolated: {'yes' if self.isolated else 'no'}, {self.reason}"]
@@ -45,6 +50,8 @@ class IsolationReport:
             lines.append(f"training mode not proven: {self.unproven}")
         lines.append(f"largest change of a logit {self.max_leak:.2g}, gradient leak {self.max_gradient_leak:.2g}")
         lines.append(self.route.describe() if self.route else "route: none, the model is not patched")
+        if self.kernel:
+            lines.append(f"kernel: {self.kernel}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -59,7 +66,12 @@ Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
 
 
 def check_isolation(
-    model: PreTrainedModel, *, collator: Collator | None = None, rows: int = 1, seed: int = 0
+    model: PreTrainedModel,
+    *,
+    collator: Collator | None = None,
+    rows: int = 1,
+    seed: int = 0,
+    batch: Mapping[str, Any] | None = None,
 ) -> IsolationReport:
     """Check whether packed documents affect each other in a model.
 
@@ -70,6 +82,11 @@ def check_isolation(
     mode, the check is repeated in training mode, but with dropout, noise and layer dropping turned off. Afterwards, the
     training or evaluation mode of all modules, the model's buffers and the random state are restored.
 
+    With `batch`, the check runs on the documents of this batch, at their lengths, in both modes. Every second document
+    is replaced at once, and some documents are also compared with the same documents run alone, for a patched model
+    without the patch. If documents affect each other, the reason names the module in which a difference begins. If the
+    model is sharded, all ranks have to call `check_isolation` at the same time.
+
     Args:
         model: a causal or masked language model of transformers, patched or not, on any device. The model may be
             wrapped by PEFT, DDP or torch.compile.
@@ -77,6 +94,7 @@ def check_isolation(
             seq_lengths, into a batch of tensors; PackingCollator by default.
         rows: number of packed rows in the batch.
         seed: seed of the random tokens.
+        batch: a packed batch with several documents, as PackingCollator makes it, which replaces the random documents.
 
     Returns:
         A report that says whether documents are isolated, how large the largest leaks are, and which route a patched
@@ -85,7 +103,8 @@ def check_isolation(
     Raises:
         PackingError: `model` is not a PreTrainedModel, or does not return logits for each token; the logits are not
             finite, are nondeterministic, or do not depend on the tokens; `rows` is less than 1; the collator fails or
-            cuts documents; or a patched model refuses the batch.
+            cuts documents; a patched model refuses the batch; or `batch` has a single document, or is given together
+            with a collator or `rows`.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -97,6 +116,10 @@ def check_isolation(
         >>> report.isolated, report.route.name
         (True, 'varlen')
     """
+    if batch is not None:
+        if collator is not None or rows != 1:
+            raise PackingError("batch: expected a batch without `collator` and `rows`, which make other batches")
+        return _check_batch(model, batch)
     model = inner_model(model)
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
@@ -127,10 +150,28 @@ def check_isolation(
     )
 
 
+def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:
+    """Check isolation on a batch in evaluation mode and, if documents are isolated, in training mode."""
+    evaluation = prove_on_batch(model, batch, training=False)
+    if evaluation.documents < 2:
+        raise PackingError(f"batch: expected several documents, got one document of {evaluation.tokens} tokens")
+    proofs = [evaluation] if evaluation.problem else [evaluation, prove_on_batch(model, batch, training=True)]
+    last = proofs[-1]
+    return IsolationReport(
+        isolated=not last.problem,
+        max_leak=max(proof.max_leak for proof in proofs),
+        reason=last.problem or str(last),
+        max_gradient_leak=last.max_gradient_leak,
+        route=route_of(inner_model(model)),
+        kernel=last.kernel,
+        modes=("evaluation", "training") if not last.problem else ("training" if last.training else "evaluation",),
+    )
+
+
 def _check_one_mode(probe: Probe, route: Route | None) -> IsolationReport:
     with probe.undisturbed():
         try:
-            leak, scale = probe.largest_leak()
+            leak, _, scale = probe.largest_leak()
             memory = probe.memory() if probe.training else None
         except PackingError:
             raise
@@ -138,15 +179,21 @@ def _check_one_mode(probe: Probe, route: Route | None) -> IsolationReport:
             reason = f"{probe.mode}the model cannot be called on a packed row: {error}{what_is_missing(probe.model)}"
             return IsolationReport(False, float("nan"), reason, route=route)
         try:
-            gradient_leak = largest_gradient_leak(probe.packed_gradients())
+            gradient_leak = largest_gradient_leak(probe.packed_with_gradients()[1])
         except (RuntimeError, AssertionError):  # the model supports only inference
             gradient_leak = float("nan")
+        kernel = _kernel_of_route(probe.model, route)
         leaks, reaches = leak > probe.tolerance.leak * scale, gradient_leak > LARGEST_GRADIENT_LEAK
         if not leaks and not reaches and memory is None:
-            return IsolationReport(
-                True, leak, "changing one document did not change the logits of other documents", gradient_leak, route
-            )
-        return IsolationReport(False, leak, _reason(probe, leak, leaks, gradient_leak, memory), gradient_leak, route)
+            reason = "changing one document did not change the logits of other documents"
+            return IsolationReport(True, leak, reason, gradient_leak, route, kernel=kernel)
+        reason = _reason(probe, leak, leaks, gradient_leak, memory)
+        return IsolationReport(False, leak, reason, gradient_leak, route, kernel=kernel)
+
+
+def _kernel_of_route(model: nn.Module, route: Route | None) -> str:
+    """Return `kernel_of(model)`, or an empty string if the route leaves attention to the model itself."""
+    return kernel_of(model) if route and route.method.attention else ""
 
 
 def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory: list[str] | None) -> str:
@@ -168,7 +215,7 @@ def _reason(probe: Probe, leak: float, leaks: bool, gradient_leak: float, memory
 
 def _leaks_only_with_cache(probe: Probe) -> bool:
     try:
-        leak, scale = probe.largest_leak(use_cache=False)
+        leak, _, scale = probe.largest_leak(use_cache=False)
     except Exception:  # a model that does not take use_cache
         return False
     return leak <= probe.tolerance.leak * scale

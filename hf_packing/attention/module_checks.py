@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -200,6 +201,11 @@ def _is_stack(module: nn.Module) -> bool:
     return any(isinstance(inner, nn.ModuleList) for inner in module.modules())
 
 
+def is_most_of(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether a module contains most modules of a model, as a stack of all its layers does."""
+    return _is_stack(module) and 2 * len(list(module.modules())) > len(list(model.modules()))
+
+
 def find_sharing(forward: SegmentedForward, inputs: Any, row: PackedRow) -> Sharing:
     """Return which segments of a row may go through a module in one call (see `Sharing`).
 
@@ -321,3 +327,15 @@ def refuse_row_outputs(output: Any, by_segment: Any, axes: TokenAxes) -> None:
                 "The tensor has no token axis, so the tensors of single segments cannot be joined into a tensor of the "
                 "row"
             )
+
+
+class CopyingDropout(TorchFunctionMode):
+    """Context manager: within the block, `F.dropout` always returns a new tensor.
+
+    If dropout is off, `F.dropout` normally returns its input itself. The search tells tensors apart by object identity,
+    so every module has to return a new tensor.
+    """
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.clone() if function is F.dropout else result

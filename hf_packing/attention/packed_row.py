@@ -9,21 +9,17 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from hf_packing.attention.group_lengths import group_equal_lengths, group_similar_lengths
+from hf_packing.columns import PADDING_SEGMENT
 from hf_packing.errors import PackingError
 
 Sharing = Literal["ragged", "equal", "none"]
 """The rule for running several segments in one call of a module. "ragged": a call may contain segments of similar
 length, padded on the right. "equal": a call may contain only segments of equal length. "none": a call contains only one
 segment."""
-
-CALL_OVERHEAD = 8
-"""The fixed cost of a module call, expressed as a number of additional segments. A small module spends most of its time
-on kernel launches, and a scan on sequential steps. Neither time depends on the number of segments in the call."""
-
-MAX_PADDING = 4
-"""A segment is padded to at most this many times its own length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +28,19 @@ class PackedRow:
 
     Args:
         cu_seq_lens: int32 [segments + 1], cumulative segment lengths, starting at 0. Several rows are counted as one
-            long row.
-        lengths: number of tokens in each segment.
+            long row. In a batch of fixed shapes, the last border is repeated, which makes empty segments at the end.
+        lengths: number of tokens in each segment that is not empty.
         rows: number of rows. All rows have the same number of tokens.
+        bound: the max_length of a batch of fixed shapes, which is the same in every batch and may be larger than the
+            longest segment; None for a batch of any shape.
+        padding: number of tokens at the end that only fill a batch of fixed shapes. They are the last segment.
     """
 
     cu_seq_lens: Tensor
     lengths: tuple[int, ...]
     rows: int = 1
+    bound: int | None = None
+    padding: int = 0
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | None = None, rows: int = 1) -> "PackedRow":
@@ -56,6 +57,22 @@ class PackedRow:
         return max(self.lengths)
 
     @property
+    def max_length(self) -> int:
+        """The value of max_length_q/k for the model: the length of the longest segment, or a constant above it."""
+        return self.longest if self.bound is None else self.bound
+
+    @property
+    def has_fixed_shape(self) -> bool:
+        """Whether the row is a batch of fixed shapes, which has a constant max_length or empty segments at the end."""
+        return self.bound is not None or len(self.lengths) < len(self.cu_seq_lens) - 1
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """1 for tokens of documents and 0 for padding, int64 [rows, tokens]."""
+        real = torch.arange(self.rows * self.tokens, device=self.cu_seq_lens.device)
+        return (real < self.rows * self.tokens - self.padding).long().view(self.rows, -1)
+
+    @property
     def is_one_segment_per_row(self) -> bool:
         return len(self.lengths) == self.rows
 
@@ -66,9 +83,13 @@ class PackedRow:
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """The position of each token in its segment, int64 [rows, tokens]. Positions start at 0 in every segment."""
+        """The position of each token in its segment, int64 [rows, tokens]. Positions start at 0 in every segment. In
+        padding, they start again before they exceed those of all documents: some models depend on the largest one."""
         starts = self._segment_start_of_tokens
-        return (torch.arange(self.rows * self.tokens, device=self.cu_seq_lens.device) - starts).view(self.rows, -1)
+        positions = torch.arange(self.rows * self.tokens, device=self.cu_seq_lens.device) - starts
+        if self.padding:
+            positions %= max(self.lengths[:-1])
+        return positions.view(self.rows, -1)
 
     @cached_property
     def _segment_start_of_tokens(self) -> Tensor:
@@ -80,7 +101,7 @@ class PackedRow:
     @cached_property
     def seq_idx(self) -> Tensor:
         """The index of the segment that contains each token, int32 [rows, tokens]."""
-        indices = torch.arange(len(self.lengths), dtype=torch.int32, device=self.cu_seq_lens.device)
+        indices = torch.arange(len(self.cu_seq_lens) - 1, dtype=torch.int32, device=self.cu_seq_lens.device)
         repeated = torch.repeat_interleave(indices, self.cu_seq_lens.diff(), output_size=self.rows * self.tokens)
         return repeated.view(self.rows, -1)
 
@@ -131,42 +152,6 @@ class SharedCall:
         own = [slices[index] for index in segments]
         lengths = [end - start for start, end in own]
         return cls(segments, own, lengths, PackedRow.from_lengths([max(lengths)] * len(own), device, rows=len(own)))
-
-
-def group_equal_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Group segments of equal length, and return the segment indices of each group. The groups are in the order in
-    which the lengths first occur in `lengths`."""
-    groups: dict[int, list[int]] = {}
-    for segment, length in enumerate(lengths):
-        groups.setdefault(length, []).append(segment)
-    return list(groups.values())
-
-
-def group_similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Group segments of similar length, and return the segment indices of each group.
-
-    Each group is run in one module call, and the groups minimize the total cost of the calls. A call with n segments
-    costs `longest * (CALL_OVERHEAD + n)`, since all segments are padded to the length of the longest segment. The
-    segments are sorted by length, and dynamic programming finds where to cut the sorted list into groups.
-    """
-    equal = sorted(group_equal_lengths(lengths), key=lambda group: lengths[group[0]])
-    least = [0.0] + [float("inf")] * len(equal)
-    cut = [0] * (len(equal) + 1)
-    for end in range(1, len(equal) + 1):
-        longest, segments = lengths[equal[end - 1][0]], 0
-        for start in reversed(range(end)):
-            segments += len(equal[start])
-            if lengths[equal[start][0]] * MAX_PADDING < longest:
-                break
-            cost = least[start] + longest * (CALL_OVERHEAD + segments)
-            if cost < least[end]:
-                least[end], cut[end] = cost, start
-    groups = []
-    end = len(equal)
-    while end:
-        groups.append([segment for group in equal[cut[end] : end] for segment in group])
-        end = cut[end]
-    return groups
 
 
 current_row: ContextVar[PackedRow | None] = ContextVar("current_row", default=None)
@@ -228,15 +213,21 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
                 "add position_ids to every batch"
             )
         return inputs, PackedRow.from_lengths([tokens] * rows, tensor.device, rows)
-    known = check_borders(borders, rows, tokens)
-    return inputs, PackedRow(borders.to(tensor.device), tuple(b - a for a, b in pairwise(known)), rows)
+    lengths = tuple(b - a for a, b in pairwise(check_borders(borders, rows, tokens)))
+    bound = inputs.get("max_length_q")
+    bound = bound if isinstance(bound, int) and bound > max(lengths) else None
+    padding = _padding(tensor.shape[:2], inputs)
+    if padding not in (0, *lengths[1:][-1:]):
+        raise PackingError(f"seq_idx: expected {PADDING_SEGMENT} only in the last segment, got {padding} such tokens")
+    return inputs, PackedRow(borders.to(tensor.device), lengths, rows, bound, padding)
 
 
 def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
-    """Check the segment borders of a batch, and return them as a list of integers.
+    """Check the segment borders of a batch, and return them as a list of integers, without empty segments at the end.
 
     Args:
         borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row.
+            The last border may be repeated, as PackingCollator does for fixed shapes.
         rows: number of rows in the batch.
         tokens: number of tokens in each row.
 
@@ -244,10 +235,13 @@ def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
         PackingError: the borders do not rise from 0 to `rows * tokens`, or the end of a row is not a border.
     """
     known: list[int] = borders.tolist()
-    rising = all(a < b for a, b in pairwise(known))
-    if borders.ndim != 1 or len(known) < 2 or known[0] != 0 or known[-1] != rows * tokens or not rising:
+    while borders.ndim == 1 and len(known) > 2 and known[-1] == known[-2]:
+        known.pop()
+    rising = borders.ndim == 1 and all(a < b for a, b in pairwise(known))
+    if not rising or len(known) < 2 or known[0] != 0 or known[-1] != rows * tokens:
         raise PackingError(
-            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, got {known}"
+            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, got "
+            f"{borders.tolist()}"
         )
     if rows > 1 and (crossed := set(range(tokens, rows * tokens, tokens)) - set(known)):
         raise PackingError(
@@ -257,37 +251,18 @@ def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
     return known
 
 
-def borders_from_positions(position_ids: Tensor) -> Tensor:
-    """Find the segment borders from position_ids. A new segment starts at the first token of every row, and at every
-    token whose position is not the position of the previous token plus 1.
+def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
+    """Find the segment borders from position_ids or, with a step of 0, from seq_idx. A new segment starts at the first
+    token of every row, and at every token whose value is not the value of the previous token plus `step`.
 
     Args:
-        position_ids: positions of the tokens, integers [rows, tokens].
+        position_ids: positions of the tokens, or indices of their segments, integers [rows, tokens].
 
     Returns:
         Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return _borders_from_starts(starts)
-
-
-def borders_from_seq_idx(seq_idx: Tensor) -> Tensor:
-    """Find the segment borders from seq_idx. A new segment starts at the first token of every row, and at every token
-    whose index differs from the index of the previous token.
-
-    Args:
-        seq_idx: index of each token's segment, integers [rows, tokens].
-
-    Returns:
-        Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
-    """
-    starts = torch.ones_like(seq_idx, dtype=torch.bool)
-    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    return _borders_from_starts(starts)
-
-
-def _borders_from_starts(starts: Tensor) -> Tensor:
+    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + step
     end = torch.tensor([starts.numel()], device=starts.device)
     return torch.cat([starts.flatten().nonzero()[:, 0], end]).to(torch.int32)
 
@@ -315,23 +290,46 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     position_ids, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
     if position_ids is not None and position_ids.ndim == 2:
         given["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))
+        if padding := _padding(shape, inputs):
+            of_documents = borders_from_positions(position_ids[:, : shape[1] - padding])
+            given["position_ids"] = F.pad(of_documents, (0, 1), value=shape[1])
     elif position_ids is not None and not given:
         raise PackingError(
             f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; if the model needs "
             "position_ids of the latter shape, also pass cu_seq_lens_q"
         )
     if seq_idx is not None:
-        given["seq_idx"] = borders_from_seq_idx(seq_idx.expand(rows, -1))
+        given["seq_idx"] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if not given:
         return None
     first, *others = given
     for other in others:
-        if not torch.equal(given[first], given[other].to(given[first].device)):
+        if not _same_segments(given[first], given[other].to(given[first].device)):
             raise PackingError(
                 f"{other}: expected the same segment borders as in {first}, {given[first].tolist()}, got "
                 f"{given[other].tolist()}; position_ids, if given, must restart in every segment"
             )
     return given[first]
+
+
+def _padding(shape: torch.Size, inputs: dict[str, Any]) -> int:
+    """Return the number of tokens at the end that only fill a batch of fixed shapes, as PackingCollator marks them.
+
+    A batch of fixed shapes has a single row, and a max_length_q that is not less than its number of tokens.
+    """
+    seq_idx, max_length = inputs.get("seq_idx"), inputs.get("max_length_q")
+    if shape[0] > 1 or not isinstance(seq_idx, Tensor) or (isinstance(max_length, int) and max_length < shape[1]):
+        return 0
+    return int((seq_idx == PADDING_SEGMENT).sum())
+
+
+def _same_segments(borders: Tensor, others: Tensor) -> bool:
+    """Return whether two tensors of borders have the same segments, apart from empty segments at the end."""
+    if borders.shape == others.shape or borders.ndim != 1 or others.ndim != 1:
+        return torch.equal(borders, others)
+    shorter, longer = sorted((borders, others), key=len)
+    common = len(shorter)
+    return common > 0 and torch.equal(longer[:common], shorter) and bool((longer[common:] == shorter[-1]).all())
 
 
 def _check_mask_of_ones(mask: Any, shape: torch.Size) -> None:

@@ -4,13 +4,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.hub_kernels import is_kernel
 
+from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove, known_routes, route_key
 from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
 from hf_packing.attention.isolation import check_isolation
@@ -18,6 +20,7 @@ from hf_packing.attention.patched_forward import attention_of, install, remove
 from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,
+    extend_route,
     find_and_prove_for_long_documents,
     find_and_prove_on_small_copy,
 )
@@ -27,15 +30,20 @@ from hf_packing.errors import ModelNotSupportedError, PackingError
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch_model(model: Model, *, prove: bool = True) -> Model:
+Prove = Literal["model", "small"]
+"""The model on which `patch_model` proves isolation."""
+
+
+def patch_model(model: Model, *, prove: Prove = "model") -> Model:
     """Patch a model so that documents packed in one row do not affect each other, and prove this by running the model.
 
     A route is a way of keeping packed documents apart. The patch installs the fastest route that passes the proof
     described below. A route uses one or both of two methods:
 
     - `varlen`: the function `packed_varlen` computes attention. On CUDA, the function calls a variable-length kernel of
-      flash-attn or torch. Where no kernel can be used, the function computes exact attention segment by segment. A
-      segment is the part of a packed row that belongs to one document.
+      flash-attn, the Hugging Face hub or torch, or else FlexAttention. A kernel from the hub is only used if it was the
+      model's own attention function. Where no kernel can be used, the function computes exact attention segment by
+      segment. A segment is the part of a packed row that belongs to one document.
     - `segments`: some modules run segment by segment, and all other modules run on the whole packed row. A module runs
       by segment if its output for a whole row differs from its outputs for the separate segments. Such modules are
       found by experiment.
@@ -63,9 +71,9 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     Args:
         model: a causal or masked language model of transformers, on any device, in any dtype. The model may be wrapped
             by PEFT, and is changed in place.
-        prove: whether to run the proof on the model itself. Pass False if the weights are on the meta device or sharded
-            over processes. The proof then runs on a small copy of the model with the same number of layers, and a
-            warning is issued.
+        prove: "model" to run the proof on the model itself; "small" to run it on a small copy of the model with the
+            same number of layers, and to issue a warning. Pass "small" if the weights are on the meta device or sharded
+            over processes, and call `check_isolation(model, batch=...)` before training. `attach` does this itself.
 
     Returns:
         The same model. A model that is already patched is returned unchanged.
@@ -73,8 +81,8 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
     Raises:
         ModelNotSupportedError: isolation cannot be proven. The message contains the reason, and the model is left
             unpatched.
-        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; or `prove` is
-            True, and the weights are not in memory.
+        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; `prove` is
+            neither "model" nor "small"; or `prove` is "model", and the weights are not in memory.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -85,22 +93,25 @@ def patch_model(model: Model, *, prove: bool = True) -> Model:
         >>> model(**batch).logits.shape
         torch.Size([1, 5, 99])
     """
+    if prove not in get_args(Prove):
+        raise PackingError(f"prove: expected one of {', '.join(get_args(Prove))}, got {prove!r}")
     inner = inner_model(model)
     if is_patched(inner):
         return model
     _refuse_shared_configuration(inner)
-    if not prove:
-        install(inner, find_and_prove_on_small_copy(inner), attention_of(inner))
+    _use_hub_kernels_of(inner)
+    if prove == "small":
+        install(inner, find_and_prove_on_small_copy(inner).route, attention_of(inner))
         warnings.warn(
             f"patch_model proved isolation on a small copy of {type(inner).__name__}, not on the model itself; call "
-            "check_isolation(model) after the weights of the model are loaded into memory",
+            "check_isolation(model, batch=batch) after the weights of the model are loaded into memory",
             stacklevel=2,
         )
         return model
     if (location := weights_location(model)) is not WeightsLocation.MEMORY:
         raise PackingError(
             f"model: expected weights in memory, but the weights of {type(inner).__name__} are {location.value}; call "
-            "patch_model while the weights are in memory, or pass prove=False"
+            "patch_model while the weights are in memory, or pass prove='small'"
         )
     with random_where_zero(inner):
         is_known = route_key(inner) in known_routes
@@ -120,6 +131,13 @@ def _refuse_shared_configuration(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is already set by patch_model; this configuration is shared with, or copied from, "
             "a patched model. Build each model from its own copy.deepcopy(config), before any model is patched"
         )
+
+
+def _use_hub_kernels_of(model: PreTrainedModel) -> None:
+    """Add the kernels from the Hugging Face hub with which a model was loaded to the table of kernels."""
+    for _, attention in attention_of(model):
+        if is_kernel(attention):
+            use_hub_kernel(attention)
 
 
 _SMALL = 0.1
@@ -240,23 +258,36 @@ class _Unpatched(AbstractContextManager[Any]):
             install(inner, self.route, attention_of(inner))
 
 
-def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool = True) -> None:
-    """Patch a model. If the accelerator uses mixed precision, also check isolation in this precision.
+ProveInTraining = Literal["first batch", "model", "small"]
+"""When, or on which model, a trainer or a training loop proves isolation."""
 
-    The additional check is skipped if the weights of the model are not in memory.
+_FEW_PARAMETERS = 5_000_000
+"""A model with at most this number of parameters is as fast as its small copy, so the route is found on the model."""
+
+
+def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveInTraining) -> None:
+    """Patch a model that a trainer or a training loop will train.
 
     Args:
         model: the model to patch, as described in `patch_model`.
         accelerator: the Accelerator that will run the model.
-        prove: whether to prove isolation on the model itself, as described in `patch_model`.
+        prove: "first batch" to find the route on a small copy of a large model. The caller then has to prove isolation
+            on the first batch, with `prove_on_batch`. Otherwise, as described in `patch_model`. If `prove` is "model",
+            isolation is also proven in the accelerator's mixed precision.
 
     Raises:
         ModelNotSupportedError: isolation cannot be verified. If the model was not patched before the call, it is left
             unpatched.
+        PackingError: see `patch_model`.
     """
+    if prove not in get_args(ProveInTraining):
+        raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
+    inner = inner_model(model)
     with unpatched_on_error(model):
-        patch_model(model, prove=prove)
-        if accelerator.mixed_precision == "no" or not has_local_weights(model):
+        if prove == "first batch" and not is_patched(inner) and not _is_small(inner):
+            _patch_as_small_copy(inner)
+        patch_model(model, prove="small" if prove == "small" else "model")
+        if prove != "model" or accelerator.mixed_precision == "no":
             return
         with accelerator.autocast():
             report = check_isolation(model)
@@ -264,6 +295,34 @@ def patch_in_precision(model: nn.Module, accelerator: Accelerator, prove: bool =
             raise ModelNotSupportedError(
                 f"isolation cannot be verified in {accelerator.mixed_precision} mixed precision: {report.reason}"
             )
+
+
+def _is_small(model: nn.Module) -> bool:
+    return has_local_weights(model) and sum(each.numel() for each in model.parameters()) <= _FEW_PARAMETERS
+
+
+def _patch_as_small_copy(model: PreTrainedModel) -> None:
+    """Install the route that was found on a small copy of a model.
+
+    Modules that the copy does not have, such as those of PEFT or of the user, are searched in the model itself. If no
+    route is found in this way, the model is left unpatched, unless its weights are not in memory.
+
+    Raises:
+        ModelNotSupportedError: the weights are not in memory, and no route is found on a small copy.
+    """
+    _refuse_shared_configuration(model)
+    _use_hub_kernels_of(model)
+    before = attention_of(model)
+    try:
+        found = find_and_prove_on_small_copy(model)
+        route = found.route
+        if found.only_in_model and has_local_weights(model):
+            with random_where_zero(nn.ModuleList(map(model.get_submodule, found.only_in_model))):
+                route = extend_route(model, route, found.only_in_model)
+        install(model, route, before)
+    except ModelNotSupportedError:
+        if not has_local_weights(model):
+            raise
 
 
 @contextmanager

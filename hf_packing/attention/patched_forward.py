@@ -1,26 +1,25 @@
 """Install a route in a model, remove the route, and run the forward of a patched model.
 
-A route is a way of keeping packed documents apart in a model (see `Route`). If a patched model sees the input token at
-each label's position, as a masked language model does, it also refuses labels that only repeat the input tokens.
+A route is a way of keeping packed documents apart in a model (see `Route`).
 """
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers
 from hf_packing.attention.inspect_model import Signature, configurations, unwrapped
+from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
 from hf_packing.attention.packed_row import PackedRow, current_row, read_row, use_row
-from hf_packing.attention.route import PATCH, Route, fold_into_rows, route_of
+from hf_packing.attention.route import PATCH, Route, fold_into_rows
 from hf_packing.attention.varlen import register
-from hf_packing.columns import IGNORED_LABEL
+from hf_packing.columns import CU_SEQ_LENS
 from hf_packing.errors import PackingError
 
 _running: ContextVar[tuple[int, ...]] = ContextVar("_running", default=())
@@ -36,15 +35,10 @@ _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
 first attribute, and FSDP's checkpoint wrapper has the second attribute."""
 
-_FEWEST = 3
-"""The number of successive trained labels at which `LabelCheck` raises an error if all of them repeat the input. Masked
-language models are usually trained on 15 % of the tokens, and 10 % of the trained tokens are left unchanged. In only
-one of 300,000 correct batches of 3 tokens, all tokens are trained on and left unchanged."""
-
-_MANY = 4096
-"""The number of successive trained labels at which `LabelCheck` raises an error if all of them repeat the input, but an
-earlier batch had labels that differ from the input. The number is large since correct labels may repeat many tokens:
-the labels of a spelling corrector, for example, repeat the input wherever the text has no mistake."""
+_ROUTER_SETTING = "output_router_logits"
+"""The setting in a configuration of transformers that decides whether the routers of a mixture of experts get a loss
+for load balancing. The model computes this loss outside of its inner model, from all tokens with a 1 in attention_mask.
+"""
 
 
 class PatchedForward(ReplacedForward):
@@ -69,31 +63,44 @@ class PatchedForward(ReplacedForward):
         self.route = route
         self.segmented = segmented
         self.signature = Signature(module)
+        self.masks_routers = len(_entry_modules(model)) > 1 and hasattr(model.config.get_text_config(), _ROUTER_SETTING)
         # Trainer reads this attribute to find out which columns a model takes
         self.__signature__ = inspect.signature(module.forward)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.installed or id(self.model) in _running.get():
+        # torch.compile compiles what this method calls, so the method calls no more than it must
+        if not self.installed:
             return self.forward(*args, **kwargs)
-        inputs, row = self._read(args, kwargs)
-        lay_end_to_end = self.route.method.inputs.one_row and not row.is_one_segment_per_row
-        token = _running.set((*_running.get(), id(self.model)))
+        if id(self.model) in _running.get():
+            return self.run_inside(args, kwargs)
+        inputs, row, laid = self._read(args, kwargs)
+        patch: Patch = getattr(self.model, PATCH)
+        was_running, patch.is_running = patch.is_running, True
+        running, current = _running.set((*_running.get(), id(self.model))), current_row.set(laid)
         try:
-            with use_row(PackedRow(row.cu_seq_lens, row.lengths) if lay_end_to_end else row):
-                output = self.forward(**inputs)
+            output = self.forward(**inputs)
         finally:
-            _running.reset(token)
-        return fold_into_rows(output, row) if lay_end_to_end and row.rows > 1 else output
+            current_row.reset(current)
+            _running.reset(running)
+            patch.is_running = was_running
+        return self._finish(output, row) if row.padding or laid is not row else output
+
+    def run_inside(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the forward of an inner model, which does not get the mask that `_read` makes for routers."""
+        if self.masks_routers and (mask := kwargs.get("attention_mask")) is not None:
+            ones = torch.ones_like(mask) if self.route.method.inputs.mask_of_ones else None
+            kwargs = {**kwargs, "attention_mask": ones}
+        return self.forward(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _read(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow]:
-        """Check the patch and the arguments of a call. Return the keyword arguments for the model's own forward, and
-        the borders of the packed rows."""
+    def _read(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow, PackedRow]:
+        """Check the patch and the arguments of a call. Return the keyword arguments for the model's own forward, the
+        borders of the packed rows, and the borders of the rows as the model gets them, which may be laid end to end."""
         self._check_patch()
         training = self.module.training
         if training:
-            _keep_row_when_checkpointing(self.model)
+            _keep_row_when_checkpointing(self.model, self.route.method.inputs.borders and not self.route.by_segment)
         inputs, row = read_row(self.signature.by_name(args, kwargs), training)
         refused, ids = self.route.refused_token, inputs.get("input_ids")
         if refused is not None and ids is not None and bool((ids == refused).any()):
@@ -103,7 +110,23 @@ class PatchedForward(ReplacedForward):
             )
         if training and self.route.sees_labels:
             refuse_copied_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
-        return self.route.method.inputs.build(self.signature, inputs, row), row
+        inputs = self.route.method.inputs.build(self.signature, inputs, row)
+        if row.has_fixed_shape and self.masks_routers and self.module is self.model:
+            inputs["attention_mask"] = row.mask  # the loss of routers leaves out tokens whose mask is 0
+        if not row.has_fixed_shape:
+            _mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: row.cu_seq_lens}, row.rows * row.tokens)
+        lay_end_to_end = self.route.method.inputs.one_row and not row.is_one_segment_per_row
+        return inputs, row, replace(row, rows=1) if lay_end_to_end else row
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _finish(self, output: Any, row: PackedRow) -> Any:
+        """Return the model's output. If rows were laid end to end, the output gets the shape of the rows again."""
+        if row.padding and not self.masks_routers and getattr(output, "aux_loss", None) is not None:
+            raise PackingError(
+                f"aux_loss: expected none with batches of fixed shapes, since {type(self.model).__name__} "
+                f"would also compute it for the padding; pass {_ROUTER_SETTING}=False, or batches of any shape"
+            )
+        return fold_into_rows(output, row) if row.rows > 1 else output
 
     def _check_patch(self) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work.
@@ -140,47 +163,14 @@ class PatchedForward(ReplacedForward):
         self.__dict__.update(state)
 
 
-@dataclass
-class LabelCheck:
-    """A check, over successive batches, for labels that only repeat the input tokens at their positions."""
+class InnerForward(PatchedForward):
+    """The replacement for the forward of an inner model. Within the forward of the patched model, torch.compile can
+    trace it, so that the patched model becomes a single graph."""
 
-    differed: bool = False
-    """True if an earlier batch had a label that differs from the input token at its position, or a document in which
-    only some tokens have labels."""
-    repeated: int = 0
-    """The number of trained labels since the last batch that set `differed`. All of these labels repeat the input token
-    at their position. A label is trained if it is not -100."""
-
-    def add(self, model_name: str, input_ids: Tensor, labels: Tensor, cu_seq_lens: Tensor) -> None:
-        """Count the trained labels of one more batch, and raise an error if too many of them only repeat the input.
-
-        The count goes on from batch to batch. It restarts at 0 after a batch in which a label differs from the input
-        token at its position, or in which only some tokens of a document have labels (see `_are_selected`).
-
-        Args:
-            model_name: name of the model's class, for the error message.
-            input_ids: integers [rows, tokens].
-            labels: integers [rows, tokens].
-            cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
-
-        Raises:
-            PackingError: the count reaches `_FEWEST`, or `_MANY` if a label has differed from its input
-                token before.
-        """
-        trained = labels != IGNORED_LABEL
-        if bool((trained & (labels != input_ids)).any()) or _are_selected(trained, cu_seq_lens):
-            self.differed, self.repeated = True, 0
-            return
-        self.repeated += int(trained.sum())
-        if self.repeated >= (_MANY if self.differed else _FEWEST):
-            raise PackingError(
-                f"labels: expected labels that differ from input_ids, got {self.repeated} successive labels that only "
-                f"repeat input_ids. {model_name} sees the input token at each label's position, and would only learn "
-                "to copy this token. "
-                "For a masked language model, mask tokens before packing, with Dataset.map or Dataset.with_transform, "
-                "and set the labels of all other tokens to -100, as DataCollatorForLanguageModeling does. "
-                "For a causal model that does not shift labels itself, shift the labels by one token"
-            )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self.installed and getattr(self.model, PATCH).is_running:
+            return self.run_inside(args, kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 @dataclass
@@ -195,6 +185,8 @@ class Patch:
     replaced: list[ReplacedForward] = field(default_factory=list)
     """The replacements that the patch has installed for the forwards of modules, the latest first."""
     label_check: LabelCheck = field(default_factory=LabelCheck)
+    is_running: bool = False
+    """True while the model's forward runs. Code traced by torch.compile can read this, but not `_running`."""
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
@@ -223,7 +215,8 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
         for forward in segmented:
             patch.replace(forward)
         for module in _entry_modules(model):  # last, since an inner model may also run by segment
-            patch.replace(PatchedForward(module, model, route, segmented))
+            kind = PatchedForward if module is model else InnerForward
+            patch.replace(kind(module, model, route, segmented))
     except BaseException:
         remove(model)
         raise
@@ -242,10 +235,20 @@ def remove(model: PreTrainedModel) -> Route:
     return patch.route
 
 
+def _mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
+    """Tell torch.compile that the numbers of tokens and segments change from batch to batch. Otherwise it would compile
+    the model for the first batch alone, and once more for the second one."""
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and tokens > 1:  # a size of 1 is always compiled by itself
+            changing = [axis for axis, size in enumerate(value.shape) if size == tokens or name in CU_SEQ_LENS]
+            torch._dynamo.maybe_mark_dynamic(value, changing)
+
+
 def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return a model and the inner models that PEFT or other libraries may call directly, without duplicates."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    modules = [model, model.base_model, *([decoder] if isinstance(decoder, nn.Module) else [])]
+    is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
+    modules = [model, model.base_model, *([decoder] if is_model else [])]
     return list({id(module): module for module in modules}.values())
 
 
@@ -261,12 +264,21 @@ def restore_attention(before: list[tuple[PreTrainedConfig, Any]]) -> None:
 
 class KeepRow:
     """A wrapper for an activation-checkpointing function. The backward pass runs the checkpointed layers a second time,
-    after the model's forward has ended. In this second run, the packed row of the forward is again the current row."""
+    after the model's forward has ended. In this second run, the packed row of the forward is again the current row.
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+    Args:
+        checkpoint: the function to wrap.
+        gives_borders: whether all layers get the borders of the row as arguments. If so, compiled layers do not need
+            the current row.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any], gives_borders: bool) -> None:
         self.checkpoint = checkpoint
+        self.gives_borders = gives_borders
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.gives_borders and torch.compiler.is_compiling():
+            return self.checkpoint(function, *args, **kwargs)
         return self.checkpoint(_OnRow(function, current_row.get()), *args, **kwargs)
 
 
@@ -282,11 +294,11 @@ class _OnRow:
             return self.function(*args, **kwargs)
 
 
-def _keep_row_when_checkpointing(model: nn.Module) -> None:
+def _keep_row_when_checkpointing(model: nn.Module, gives_borders: bool) -> None:
     """Wrap each activation-checkpointing function of a model in `KeepRow`, if the function is not wrapped yet."""
     for module, name, checkpoint in _checkpointing_functions(model):
         if not isinstance(checkpoint, KeepRow):
-            setattr(module, name, KeepRow(checkpoint))
+            setattr(module, name, KeepRow(checkpoint, gives_borders))
 
 
 def _checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -294,55 +306,3 @@ def _checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str,
         for name in _CHECKPOINTING:
             if (checkpoint := vars(module).get(name)) is not None:
                 yield module, name, checkpoint
-
-
-def sees_labels(model: PreTrainedModel) -> bool:
-    """Return whether a patched model sees the input token at each label's position, as masked language models do.
-
-    Return False for a model that is not patched.
-    """
-    route = route_of(model)
-    return route is not None and route.sees_labels
-
-
-def refuse_copied_labels(
-    model: PreTrainedModel, input_ids: Any, labels: Any, cu_seq_lens: Tensor, *, is_sample: bool = False
-) -> None:
-    """Raise PackingError if a model would only learn to copy its input.
-
-    The check is made only for models that see the input token at each label's position, such as masked language models,
-    and only if input_ids and labels are tensors of the same shape.
-
-    Args:
-        model: a patched model.
-        input_ids: integers [rows, tokens].
-        labels: integers [rows, tokens].
-        cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
-        is_sample: whether the batch is a sample of the whole dataset. A sample is checked separately from the training
-            batches. If labels of the sample differ from the input, the limit for the training batches rises from
-            `_FEWEST` to `_MANY` repeated labels.
-
-    Raises:
-        PackingError: too many successive labels only repeat the input tokens; see `LabelCheck.add`.
-    """
-    both = isinstance(input_ids, Tensor) and isinstance(labels, Tensor)
-    if not sees_labels(model) or not both or input_ids.shape != labels.shape:
-        return
-    patch: Any = getattr(model, PATCH)
-    check = LabelCheck() if is_sample else patch.label_check
-    check.add(type(model).__name__, input_ids, labels.to(input_ids.device), cu_seq_lens)
-    if is_sample and check.differed:
-        patch.label_check.differed = True
-
-
-def _are_selected(trained: Tensor, cu_seq_lens: Tensor) -> bool:
-    """Return whether any segment has labels for only some tokens. A missing label at the first token is ignored.
-
-    Args:
-        trained: bool [rows, tokens], True for tokens with labels.
-        cu_seq_lens: int32 [segments + 1], borders of the segments in the rows laid end to end.
-    """
-    each, starts = trained.flatten().cpu().numpy(), cu_seq_lens[:-1].cpu().numpy()
-    left_out = ~each
-    left_out[starts] = False
-    return bool((np.logical_or.reduceat(each, starts) & np.logical_or.reduceat(left_out, starts)).any())

@@ -3,21 +3,29 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import Embedded, Signature, embedding_of, input_device, record_embeddings
+from hf_packing.attention.inspect_model import (
+    Embedded,
+    Signature,
+    distinctive_lengths,
+    embedding_of,
+    gradient_by_token,
+    input_device,
+    record_embeddings,
+)
 from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.route import READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
+    ModuleSnapshot,
     WeightSnapshot,
     random_state,
-    restored,
     restored_modes,
     restored_random_state,
     seed_all,
@@ -38,10 +46,6 @@ from hf_packing.errors import PackingError
 
 DocumentTokens = list[list[int]]
 """The token ids of every document."""
-
-_LENGTHS = ((13, 7, 21), (13, 9, 21), (17, 7, 23), (13, 11, 29))
-"""Candidates for the lengths of three documents, in tokens. The lengths in a triple differ, and exceed the usual kernel
-sizes of convolutions. The sum of a triple is a prime number, since axes of tensors seldom have prime sizes."""
 
 _random_state_lock = threading.RLock()
 """Lock that a thread holds while it changes the random state, which all threads share."""
@@ -83,17 +87,6 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
     return documents, others
 
 
-def distinctive_lengths(model: nn.Module) -> list[int]:
-    """Return three document lengths. Their sum differs from every axis size and every integer setting of the model."""
-    sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-    sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
-    for lengths in _LENGTHS:
-        if sum(lengths) not in sizes:
-            return list(lengths)
-    sums = ", ".join(str(sum(each)) for each in _LENGTHS)
-    raise PackingError(f"model: expected a row length among {sums} that is no axis size or setting of it, got none")
-
-
 def pack_in_one_row(documents: DocumentTokens) -> dict[str, Any]:
     """Return model inputs for documents packed in one row: the batch that PackingCollator makes, without labels."""
     row = PackedRow.from_lengths([len(tokens) for tokens in documents])
@@ -132,6 +125,7 @@ class Probe:
         lengths: number of tokens in each document; by default, the lengths that `distinctive_lengths` returns.
         make_batch: function that turns documents into the model's inputs; by default, `pack_in_one_row`.
         training: whether the model runs in training mode, with dropout, noise and layer dropping switched off.
+        like: a probe that has already run the model in the same mode. The new probe uses its measurements.
     """
 
     def __init__(
@@ -141,6 +135,7 @@ class Probe:
         lengths: Sequence[int] | None = None,
         make_batch: Callable[[DocumentTokens], Mapping[str, Any]] | None = None,
         training: bool = False,
+        like: "Probe | None" = None,
     ) -> None:
         self.model = model
         self.make_batch = make_batch or pack_in_one_row
@@ -149,10 +144,12 @@ class Probe:
         self.documents, self.others = random_documents(model, self.lengths, seed)
         self.signature = Signature(model)
         self.training = training
-        self.rounding: float | None = None
-        self._weights: WeightSnapshot | None = None
-        self._matmuls = MatmulDtype()
-        self._matmuls_are_known = False
+        self.rounding: float | None = like.rounding if like else None
+        self.intercepts_dropout = True
+        self._has_experts = has_experts(model)
+        self._modules: ModuleSnapshot | None = None
+        self._weights: WeightSnapshot | None = like._weights if like else None
+        self._matmuls: MatmulDtype = like._matmuls if like else MatmulDtype()
         self._seed = 0
         """The random seed of each run, so that runs on inputs of equal shapes draw the same random numbers."""
 
@@ -168,14 +165,17 @@ class Probe:
     @property
     def tolerance(self) -> Tolerance:
         dtype = self._matmuls.half or computation_dtype(self.model, self.device)
-        return Tolerance(dtype, has_experts(self.model), self.rounding)
+        return Tolerance(dtype, self._has_experts, self.rounding)
 
-    def measure_rounding(self, alone: list[Tensor], **options: Any) -> None:
-        """Set `rounding` to the measured effect of rounding. `alone` contains the logits of documents run alone."""
+    def measure_rounding(self, alone: list[Tensor], only_longest: bool = False, **options: Any) -> None:
+        """Set `rounding` to the measured effect of rounding. `alone` contains the logits of documents run alone. With
+        `only_longest`, only the longest document is run again, which may find a smaller effect."""
         if not self.tolerance.is_measured:
             return
+        longest = self.lengths.index(max(self.lengths))
+        chosen = slice(longest, longest + 1) if only_longest else slice(None)
         self.rounding = measure_rounding(
-            self.model, lambda ids: self.logits(input_ids=ids, **options), self.documents, alone
+            self.model, lambda ids: self.logits(input_ids=ids, **options), self.documents[chosen], alone[chosen]
         )
 
     @contextmanager
@@ -185,32 +185,36 @@ class Probe:
         try:
             with _random_state_lock, restored_random_state(self.device), restored_modes(self.model), torch.no_grad():
                 self.model.train(self.training)
-                with without_randomness(self.model) if self.training else nullcontext():
+                if not self.training:
                     yield
+                    return
+                with without_randomness(self.model, self.intercepts_dropout) as dropout:
+                    yield
+                self.intercepts_dropout = self.intercepts_dropout and dropout.was_needed
         finally:
             if self._weights is not None:
                 self._weights.restore()
 
     def logits(self, **inputs: Any) -> Tensor:
         """Run a forward, restore the model, and return float32 or float64 logits [rows * tokens, vocabulary]."""
-        watched = nullcontext() if self._matmuls_are_known else self._matmuls  # slow, so only for the first forward
-        with restored(*self.model.modules()), self._restorable_weights(), watched:
-            logits = self._run(inputs)
-        self._matmuls_are_known = True
-        return logits
+        with self._restored():
+            return self._run(inputs)
 
     def loss(self, **inputs: Any) -> Tensor:
         """Run a forward with labels, restore the model, and return the loss that the model itself computes."""
-        with restored(*self.model.modules()), self._restorable_weights():
+        with self._restored():
             seed_all(self._seed)
-            loss: Tensor = self.model(**inputs).loss
+            loss: Tensor = self.model(**self._on_device(inputs)).loss
         return loss
+
+    def _on_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     def _run(self, inputs: Mapping[str, Any]) -> Tensor:
         """Run a forward and return the logits, as `logits` does, but do not restore the model."""
-        given = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # not all are in the signature
-        given = {name: value for name, value in given.items() if name in read_by_patch or self.signature.takes(name)}
+        given = {name: value for name, value in inputs.items() if name in read_by_patch or self.signature.takes(name)}
+        given = self._on_device(given)
         if not self.training:
             return logits_of(self.model, self.model(**given)).flatten(0, 1)
         seed_all(self._seed)
@@ -219,18 +223,23 @@ class Probe:
             logits = logits_of(self.model, self.model(**given)).flatten(0, 1)
         return logits if wanted else logits.detach()
 
-    def _restorable_weights(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which to run a forward. Weights that the forward changes are restored just before
-        the next forward, since a backward pass between the two forwards needs the changed weights."""
-        if self._weights is None:
-            self._weights = WeightSnapshot(self.model)
-            return self._weights
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Context manager: at the end of the block, undo all changes to the model's modules. New weights are undone
+        just before the next forward, since a backward pass between the two forwards needs the changed weights."""
+        if self._modules is None or not self._modules.is_current:
+            self._modules = ModuleSnapshot(*self.model.modules())
+        is_first = self._weights is None
+        self._weights = self._weights or WeightSnapshot(self.model)
         self._weights.restore()
-        return nullcontext()
+        try:
+            with self._weights if is_first else nullcontext(), self._matmuls if is_first else nullcontext():  # slow
+                yield
+        finally:
+            self._modules.restore()
 
     def packed(self, documents: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
-        """Run the documents packed in one batch, and return the logits of each document. If `embedded`, the model gets
-        embeddings instead of tokens."""
+        """Run the documents packed in one batch, as tokens or as embeddings, and return the logits of each document."""
         batch = self._batch(documents)
         places = _find_documents(documents, batch["input_ids"])
         if embedded:
@@ -245,51 +254,52 @@ class Probe:
         """Run each document in a separate batch, without position_ids or borders, and return each document's logits."""
         return [self.logits(input_ids=torch.tensor([tokens]), **options) for tokens in self.documents]
 
-    def largest_leak(self, **options: Any) -> tuple[float, float]:
-        """Replace one packed document at a time, and measure how the logits of the other documents change.
+    def largest_leak(self, packed: list[Tensor] | None = None, **options: Any) -> tuple[float, float, float]:
+        """Replace one packed document at a time, and measure how the logits of the other documents change. `packed`
+        contains the logits of the packed documents, if they are known.
 
         Returns:
-            The largest change of a logit in a document that was not replaced, and the standard deviation of all logits.
+            The largest change of a logit in a document that was not replaced; the same for tokens of the replaced
+            document that its replacement has, too, or nan if there are none; and the standard deviation of all logits.
 
         Raises:
             PackingError: a document has no finite logits; or logits vary between runs, or do not depend on the tokens.
         """
-        before = self.packed(self.documents, **options)
-        self._check_logits(before, self.packed(self.documents, **options))
-        leak = 0.0
-        for changed in range(len(self.documents)):
-            after = self.packed(self.with_other(changed), **options)
-            if not largest_difference(before[changed], after[changed]) > 0:
-                raise PackingError(
-                    "model: expected logits that depend on input_ids, but the logits of "
-                    f"{type(self.model).__name__} stay the same if all tokens of a document are replaced"
-                )
-            leak = max(leak, *(largest_difference(before[i], after[i]) for i in range(len(before)) if i != changed))
-        return leak, spread(torch.cat(before))
-
-    def _check_logits(self, logits: list[Tensor], again: list[Tensor]) -> None:
-        name = type(self.model).__name__
-        if not all(comparable(each).any() for each in logits):
+        before, name = packed or self.packed(self.documents, **options), type(self.model).__name__
+        if not all(comparable(each).any() for each in before):
             raise PackingError(f"model: expected finite logits, but {name} returns no finite logits for a document")
-        if self._vary(logits, again):
+        leak, inside, scale = 0.0, float("nan"), spread(torch.cat(before))
+        for changed, (tokens, other) in enumerate(zip(self.documents, self.others, strict=True)):
+            after = self.packed(self.with_other(changed), **options)
+            changes = list(map(largest_difference, before, after))
+            if not changes.pop(changed) > 0:
+                raise PackingError(
+                    f"model: expected logits that depend on input_ids, but {name} returns the same for other tokens"
+                )
+            leak = max(leak, *changes)
+            if kept := [place for place, token in enumerate(tokens) if token == other[place]]:
+                inside = max(largest_difference(before[changed][kept], after[changed][kept]), inside)
+        if not leak <= self.tolerance.leak * scale and self._vary(before, self.packed(self.documents, **options)):
             raise PackingError(
                 f"model: expected the same logits for the same tokens, but {name} is nondeterministic with dropout off"
             )
+        return leak, inside, scale
 
     def with_other(self, changed: int) -> DocumentTokens:
         """Return the documents, with the document at index `changed` replaced."""
         return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
 
-    def memory(self, **options: Any) -> list[str] | None:
+    def memory(self, packed: list[Tensor] | None = None, **options: Any) -> list[str] | None:
         """Return None if a forward does not affect the logits of the next forward. Otherwise, return the names of the
-        buffers that the first forward changes; the list is empty if it changes no buffer."""
-        fresh = self.logits(**self._batch(self.documents), **options)
-        with restored(*self.model.modules()), self._restorable_weights():
+        buffers that the first forward changes; the list is empty if it changes no buffer. `packed` contains the logits
+        of the packed documents, if they are known."""
+        fresh, batch = packed or self.packed(self.documents, **options), self._batch(self.documents)
+        with self._restored():
             self._run({**self._batch(self.others), **options})
             assert self._weights is not None
             written = {id(tensor) for tensor in self._weights.changed()}
-            later = self._run({**self._batch(self.documents), **options})
-        if largest_difference(fresh, later) <= self.tolerance.leak * spread(fresh):
+            later = self._run({**batch, **options})
+        if not self._vary(fresh, [later[place] for place in _find_documents(self.documents, batch["input_ids"])]):
             return None
         return [name for name, buffer in self.model.named_buffers() if id(buffer) in written]
 
@@ -308,25 +318,26 @@ class Probe:
         return None if self._vary(logits, run()) else True
 
     def _vary(self, logits: list[Tensor], again: list[Tensor]) -> bool:
-        limit = self.tolerance.leak * spread(torch.cat(logits))
-        return not max(map(largest_difference, logits, again)) <= limit
+        return not max(map(largest_difference, logits, again)) <= self.tolerance.leak * spread(torch.cat(logits))
 
-    def packed_gradients(self, **options: Any) -> list[list[Tensor]]:
-        """Return the gradients of packed documents. Entry [i][j] contains the gradients of document i's logits with
-        respect to document j's embeddings."""
+    def packed_with_gradients(self, **options: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Run the documents packed in one batch, and return the logits of each document, and gradients. Entry [i][j]
+        contains the gradients of document i's logits with respect to document j's embeddings."""
         with record_embeddings(self.model) as embedded:
             logits = self.packed(self.documents, **options)
-            last = len(logits) - 1
-            return [self._gradients(each, number, embedded, number < last) for number, each in enumerate(logits)]
+            found = [self._gradients(each, number, embedded, keep=True) for number, each in enumerate(logits)]
+        return [each.detach() for each in logits], found
 
-    def gradients_alone(self, **options: Any) -> list[Tensor]:
-        """Run each document alone, and return the gradients of its logits with respect to its embeddings."""
-        own = []
-        for number, tokens in enumerate(self.documents):
-            with record_embeddings(self.model) as embedded:
-                logits = self.logits(input_ids=torch.tensor([tokens]), **options)
-                own.append(self._gradients(logits, number, embedded)[number])
-        return own
+    def alone_with_gradients(self, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Run each document alone, and return the logits of each document, and their gradients with respect to the
+        document's embeddings."""
+        logits, own = [], []
+        with record_embeddings(self.model) as embedded:
+            for number, tokens in enumerate(self.documents):
+                embedded.clear()
+                logits.append(self.logits(input_ids=torch.tensor([tokens]), **options))
+                own.append(self._gradients(logits[-1], number, embedded)[number])
+        return [each.detach() for each in logits], own
 
     def _gradients(self, logits: Tensor, number: int, embedded: Embedded, keep: bool = False) -> list[Tensor]:
         """Return the gradients of a randomly weighted sum of `logits` with respect to the embeddings of each document:
@@ -334,17 +345,6 @@ class Probe:
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(logits.shape, generator=generator).to(logits)
         score = torch.where(comparable(logits), logits, 0).mul(weights).sum()
-        by_token = self.gradient_by_token(score, embedded, keep)
+        by_token = gradient_by_token(score, embedded, max(map(max, self.documents)), keep)
         owners = Counter(token for document in self.documents for token in set(document))
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
-
-    def gradient_by_token(self, score: Tensor, embedded: Embedded, keep: bool = False) -> Tensor:
-        """Return the gradient of `score` with respect to the embedding of each token id, summed over all positions of
-        the token: float [token ids, embedding size]."""
-        outputs = [output for _, output in embedded]
-        found = torch.autograd.grad(score, outputs, retain_graph=keep, allow_unused=True)
-        tokens = torch.cat([ids.flatten() for ids, _ in embedded])
-        flat = [torch.zeros_like(o) if g is None else g for g, o in zip(found, outputs, strict=True)]
-        gradient = torch.cat([each.flatten(0, -2) for each in flat]).float()
-        most = max(int(tokens.max()), *(max(document) for document in self.documents))
-        return gradient.new_zeros(most + 1, gradient.shape[-1]).index_add_(0, tokens, gradient)

@@ -3,16 +3,21 @@
 The module also finds out whether a model sees the input token at each label's position.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import record_embeddings
-from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
-from hf_packing.attention.tolerance import NoLanguageModelError, largest_difference, spread, what_is_missing
+from hf_packing.attention.inspect_model import gradient_by_token, record_embeddings
+from hf_packing.attention.patched_forward import attention_of, restore_attention
+from hf_packing.attention.probe import Probe, pack_in_one_row
+from hf_packing.attention.tolerance import (
+    NoLanguageModelError,
+    largest_gradient_leak,
+    what_is_missing,
+)
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError
 
@@ -34,6 +39,10 @@ RANDOM = "the model draws random numbers in training mode even with dropout swit
 VARYING = "the model's logits for the same tokens vary from run to run in training mode even with the same random seed"
 
 
+class BeyondRoundingError(ModelNotSupportedError):
+    """Raised if outputs of packed documents differ by more than rounding can ever explain."""
+
+
 @dataclass(frozen=True)
 class Reference:
     """The outputs of documents run one at a time on the unpatched model, all with the same attention function."""
@@ -48,88 +57,124 @@ class Exam:
 
     probe: Probe
     references: list[Reference]
-    """The outputs of the unpatched model, one `Reference` for each attention function; empty if the outputs cannot be
-    compared."""
+    """The outputs of the unpatched model, one `Reference` for each attention function; empty if they vary."""
     unproven: str = ""
-    """The reason why isolation cannot be fully proven in training mode; empty if there is no such reason."""
+    """The reason why isolation cannot be fully proven in training mode, or an empty string."""
     can_be_run: bool = True
     """True if the model runs in the probe's mode, and returns the same logits for the same tokens."""
     rows: int = 1
     """The number of packed rows in a batch."""
+    is_thorough: bool = False
+    """True if the documents were run with all attention functions, and the limits are no stricter than necessary."""
+
+    @property
+    def has_gradients(self) -> bool:
+        return not self.references or any(reference.gradients is not None for reference in self.references)
 
 
-def run_alone(model: PreTrainedModel, probe: Probe, gradients: bool = True) -> Exam:
+def run_alone(probe: Probe, gradients: bool, thorough: bool = False) -> Exam:
     """Run each document alone on an unpatched model, and return an `Exam` with the documents' outputs.
 
-    The documents are run with the model's own attention function and, if this function is not custom and can be
-    changed, also with eager attention.
+    Args:
+        probe: a probe of the model.
+        gradients: whether to compute gradients, too.
+        thorough: if True, the documents are run with the model's own attention function and, if this function is not
+            custom and can be changed, also with eager attention. If False, one of these functions is enough, and the
+            effect of rounding is measured on one document only.
 
     Raises:
         ModelNotSupportedError: the model cannot be called with input_ids alone.
     """
-    own = model.config._attn_implementation
-    attentions = [own]
-    if model._can_set_attn_implementation() and (own in STOCK_ATTENTIONS or "flash" in own):
-        attentions = list(dict.fromkeys([_REFERENCE, own]))
-    found = [_run_alone_with(attention, model, probe, gradients) for attention in attentions]
-    references = [reference for reference in found if isinstance(reference, Reference)]
-    if not references:
-        name, error = type(model).__name__, found[-1]
-        if isinstance(error, NoLanguageModelError):
-            raise error
-        missing = what_is_missing(model)
-        raise ModelNotSupportedError(f"{name}: the model cannot be called with input_ids alone: {error}{missing}")
-    return Exam(probe, references)
+    model = probe.model
+    own, before = model.config._attn_implementation, attention_of(model)
+    can_be_set = model._can_set_attn_implementation() and (own in STOCK_ATTENTIONS or "flash" in own)
+    found: list[Reference | Exception] = []
+    for attention in dict.fromkeys([_REFERENCE, own] if can_be_set else [own]):
+        if thorough or not any(isinstance(each, Reference) for each in found):
+            found.append(_run_alone_with(attention, probe, gradients, thorough))
+    restore_attention(before)
+    if references := [each for each in found if isinstance(each, Reference)]:
+        return Exam(probe, references, is_thorough=thorough)
+    name, error = type(model).__name__, found[-1]
+    if isinstance(error, NoLanguageModelError):
+        raise error
+    missing = what_is_missing(model)
+    raise ModelNotSupportedError(f"{name}: the model cannot be called with input_ids alone: {error}{missing}")
 
 
-def run_alone_in_training(model: PreTrainedModel, rounding: float | None) -> Exam:
-    """Run each document alone on an unpatched model in training mode, and return an `Exam` with the documents' outputs.
-
-    If some outputs cannot be compared, the field `unproven` of the `Exam` contains the reason.
-    """
-    probe = Probe(model, training=True)
-    probe.rounding = rounding
+def _run_alone_with(attention: str, probe: Probe, gradients: bool, thorough: bool) -> Reference | Exception:
     try:
+        if attention != probe.model.config._attn_implementation:
+            probe.model.set_attn_implementation(attention)
         with probe.undisturbed():
-            is_random = probe.is_random(lambda: probe.alone(use_cache=False))
-    except Exception as error:  # custom model code may raise anything
-        return Exam(
-            probe,
-            [],
-            f"the model cannot be called in training mode with input_ids alone: {error}",
-            can_be_run=False,
-        )
-    if is_random is None:
-        return Exam(probe, [], VARYING, can_be_run=False)
-    if is_random:
-        return Exam(probe, [], RANDOM)
-    exam = run_alone(model, probe)
-    if any(reference.gradients is None for reference in exam.references):
-        return replace(
-            exam, unproven="the model's gradients cannot be computed in training mode, so only logits were compared"
-        )
-    return exam
-
-
-def _run_alone_with(attention: str, model: PreTrainedModel, probe: Probe, gradients: bool) -> Reference | Exception:
-    try:
-        if attention != model.config._attn_implementation:
-            model.set_attn_implementation(attention)
-        with probe.undisturbed():
-            logits = probe.alone(use_cache=False)
+            found = _outputs_alone(probe, gradients, thorough)
             if probe.rounding is None:
-                probe.measure_rounding(logits, use_cache=False)
-            return Reference(logits, _gradients_alone(probe) if gradients else None)
+                probe.measure_rounding(found.logits, only_longest=not thorough, use_cache=False)
+            return found
     except Exception as error:  # custom model code may raise anything
         return error
 
 
-def _gradients_alone(probe: Probe) -> list[Tensor] | None:
-    """Run each document alone, and return the gradients of its logits; None if the model cannot compute gradients."""
+def _outputs_alone(probe: Probe, gradients: bool, thorough: bool) -> Reference:
+    """Run each document alone. If the model cannot compute gradients, the result has none. In a thorough exam, logits
+    are computed in forwards without gradients, since a model may then run other code."""
+    logits = probe.alone(use_cache=False) if thorough or not gradients else None
+    with suppress(RuntimeError, AssertionError):
+        if gradients:
+            found = probe.alone_with_gradients(use_cache=False)
+            return Reference(logits or found[0], found[1])
+    return Reference(logits or probe.alone(use_cache=False), None)
+
+
+def run_alone_in_training(probe: Probe, thorough: bool = False) -> Exam:
+    """Run each document alone on an unpatched model in training mode, and return an `Exam` with the documents' outputs.
+
+    If some outputs cannot be compared, the field `unproven` of the `Exam` contains the reason. If not `thorough`, the
+    documents are run with the model's own attention function only.
+    """
+    probe.intercepts_dropout = True
+    found: list[Reference] = []
+
+    def run() -> list[Tensor]:
+        found.append(_outputs_alone(probe, not thorough, thorough))
+        return found[-1].logits
+
     try:
-        return probe.gradients_alone(use_cache=False)
-    except (RuntimeError, AssertionError):
-        return None
+        with probe.undisturbed():
+            is_random = probe.is_random(run)
+    except Exception as error:  # custom model code may raise anything
+        reason = f"the model cannot be called in training mode with input_ids alone: {error}"
+        return Exam(probe, [], reason, can_be_run=False)
+    probe.intercepts_dropout |= thorough
+    if is_random is None:
+        return Exam(probe, [], VARYING, can_be_run=False)
+    if is_random:
+        return Exam(probe, [], RANDOM, is_thorough=True)
+    exam = run_alone(probe, True, thorough) if thorough else Exam(probe, found[:1])
+    if any(reference.gradients is None for reference in exam.references):
+        unproven = "the model's gradients cannot be computed in training mode, so only logits were compared"
+        return replace(exam, unproven=unproven)
+    return exam
+
+
+def own_attention_agrees(exam: Exam) -> bool:
+    """Return whether the model's own attention function gives an unpatched model the logits of the exam.
+
+    In training mode, the exam used this function itself, so the result is False.
+    """
+    with suppress(Exception), exam.probe.undisturbed():
+        own = exam.probe.alone(use_cache=False)
+        agrees = any(not exam.probe.tolerance.unexplained(own, each.logits) for each in exam.references)
+        return agrees and not exam.probe.training
+    return False
+
+
+def repeat_thoroughly(exam: Exam) -> Exam:
+    """Run the documents of an exam alone once more, on an unpatched model, and return a thorough exam."""
+    exam.probe.rounding = None
+    if exam.probe.training:
+        return run_alone_in_training(exam.probe, thorough=True)
+    return replace(run_alone(exam.probe, exam.has_gradients, thorough=True), rows=exam.rows)
 
 
 def prove_isolation(exam: Exam) -> None:
@@ -139,45 +184,44 @@ def prove_isolation(exam: Exam) -> None:
         ModelNotSupportedError: packed documents affect each other, or have other outputs than when they are run alone;
             or the proof would not notice a leak in this model, if there were one.
     """
-    if not exam.can_be_run:
-        return
     try:
-        _prove_no_leak(exam.probe)
-        if exam.references:
-            _prove_equal(exam)
-        else:
-            _prove_no_gradient_leak(exam.probe)
+        if exam.can_be_run:
+            _prove(exam)
     except ModelNotSupportedError as error:
-        raise ModelNotSupportedError(f"{exam.probe.mode}{error}") from error
+        raise type(error)(f"{exam.probe.mode}{error}") from error
 
 
-def _prove_no_leak(probe: Probe) -> None:
-    leak, scale = probe.largest_leak()
-    if not leak <= probe.tolerance.leak * scale:
+def _prove(exam: Exam) -> None:
+    probe = exam.probe
+    gradients: list[list[Tensor]] | None = None
+    if probe.training and exam.has_gradients:  # one forward is enough, since all forwards in training have gradients
+        packed, gradients = probe.packed_with_gradients()
+    else:
+        packed = probe.packed(probe.documents)
+    _prove_no_leak(exam, packed)
+    expected = _prove_equal(exam, packed).gradients if exam.references else None
+    if exam.references and expected is None:
+        return
+    own = _prove_no_gradient_leak(gradients or probe.packed_with_gradients()[1])
+    if expected is not None and (difference := probe.tolerance.unexplained(own, expected, _GRADIENT_LENIENCE)):
         raise ModelNotSupportedError(
-            f"changing one packed document changes the logits of another document by {leak:.2g}"
+            f"a document's gradients differ by {difference:.2g} between the packed row and the document alone"
         )
-    if probe.training and (buffers := probe.memory()) is not None:
+
+
+def _prove_no_leak(exam: Exam, packed: list[Tensor]) -> None:
+    probe = exam.probe
+    leak, inside, scale = probe.largest_leak(packed)
+    if not leak <= probe.tolerance.leak * scale:
+        kind = ModelNotSupportedError if leak <= probe.tolerance.widest.leak * scale else BeyondRoundingError
+        raise kind(f"changing one packed document changes the logits of another document by {leak:.2g}")
+    if probe.training and (buffers := probe.memory(packed)) is not None:
         raise ModelNotSupportedError(f"a document's logits depend on earlier batches{through(buffers)}")
-    if not probe.training and not can_detect_leaks(probe):
+    if not probe.training and inside <= probe.tolerance.leak * scale:
         raise ModelNotSupportedError(
             "isolation cannot be tested, since changing the first tokens of a document does not change the logits of "
             "the following tokens"
         )
-
-
-def can_detect_leaks(probe: Probe) -> bool:
-    """Return whether the proof would notice a leak. The test joins all documents into one document without borders,
-    replaces the first document, and checks whether the logits of the second document change."""
-    before = _second_of_one_document(probe, probe.documents)
-    after = _second_of_one_document(probe, probe.with_other(0))
-    return largest_difference(before, after) > probe.tolerance.leak * spread(before)
-
-
-def _second_of_one_document(probe: Probe, documents: DocumentTokens) -> Tensor:
-    """Run all documents joined into one long document, and return the logits of the second document's tokens."""
-    logits = probe.logits(**pack_in_one_row([[token for tokens in documents for token in tokens]]))
-    return torch.split(logits, probe.lengths)[1]
 
 
 def through(buffers: list[str]) -> str:
@@ -185,32 +229,22 @@ def through(buffers: list[str]) -> str:
     return f", through {', '.join(buffers[:3])}" if buffers else ""
 
 
-def _prove_equal(exam: Exam) -> None:
-    probe, references = exam.probe, exam.references
-    packed = probe.packed(probe.documents)
-    differences = [probe.tolerance.unexplained(packed, reference.logits) for reference in references]
+def _prove_equal(exam: Exam, packed: list[Tensor]) -> Reference:
+    """Check that packed documents have the logits of one of the references, and return this reference."""
+    tolerance, references = exam.probe.tolerance, exam.references
+    differences = [tolerance.unexplained(packed, reference.logits) for reference in references]
     if difference := min(differences):
-        raise ModelNotSupportedError(
+        beyond = tolerance.is_measured and all(tolerance.widest.unexplained(packed, each.logits) for each in references)
+        raise (BeyondRoundingError if beyond else ModelNotSupportedError)(
             f"a document's logits differ by {difference:.2g} between the packed row and the document alone"
-            f"{probe.tolerance.note()}"
+            f"{tolerance.note()}"
         )
-    reference = references[differences.index(0)]
-    if reference.gradients is None:
-        return
-    own = _prove_no_gradient_leak(probe)
-    if difference := probe.tolerance.unexplained(own, reference.gradients, _GRADIENT_LENIENCE):
-        raise ModelNotSupportedError(
-            f"a document's gradients differ by {difference:.2g} between the packed row and the document alone"
-        )
+    return references[differences.index(0)]
 
 
-def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
-    """Check that gradients do not leak, and return each document's gradients with respect to its own embeddings.
-
-    Raises:
-        ModelNotSupportedError: gradients of a packed document reach another document.
-    """
-    gradients = probe.packed_gradients()
+def _prove_no_gradient_leak(gradients: list[list[Tensor]]) -> list[Tensor]:
+    """Check that the gradients of packed documents, as `Probe.packed_with_gradients` returns them, do not leak. Return
+    each document's gradients with respect to its own embeddings."""
     leak = largest_gradient_leak(gradients)
     if not leak <= LARGEST_GRADIENT_LEAK:
         raise ModelNotSupportedError(
@@ -218,37 +252,6 @@ def _prove_no_gradient_leak(probe: Probe) -> list[Tensor]:
             f"is {leak:.2g} times the largest gradient at the document's own tokens"
         )
     return [found[number] for number, found in enumerate(gradients)]
-
-
-def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
-    """Return the largest gradient of a document's logits with respect to another document's embeddings, divided by the
-    largest gradient with respect to the document's own embeddings.
-
-    Args:
-        gradients: the gradients of packed documents, as `Probe.packed_gradients` returns them.
-    """
-    leak = 0.0
-    for number, found in enumerate(gradients):
-        own = float(found[number].abs().max())
-        others = max(float(each.abs().max()) for other, each in enumerate(found) if other != number)
-        leak = max(leak, others / own if own else float("inf") if others else 0.0)
-    return leak
-
-
-def treats_pad_as_padding(exam: Exam) -> bool:
-    """Return whether a patched model treats pad tokens in a document as padding.
-
-    If so, documents that contain pad tokens have different logits in a packed row and in a row of their own.
-
-    Args:
-        exam: test documents that contain pad tokens, and their outputs on the unpatched model.
-    """
-    try:
-        with exam.probe.undisturbed():
-            packed = exam.probe.packed(exam.probe.documents)
-    except Exception:  # the model refuses pad tokens itself
-        return False
-    return all(exam.probe.tolerance.unexplained(packed, reference.logits) > 0 for reference in exam.references)
 
 
 _MIDDLE = 1
@@ -276,7 +279,20 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
     Raises:
         ModelNotSupportedError: the loss on one document's labels has a gradient with respect to another document.
     """
-    if (reached := _loss_gradient_in_others(probe, width)) > _REACHES:
+    if not probe.signature.takes("labels"):
+        return
+    inside = set(probe.documents[_MIDDLE])
+    outside = {token for document in probe.documents for token in document} - inside
+
+    def loss(labels: list[int]) -> Tensor:
+        """Return the loss of a packed row in which only the middle document has labels, from its second token on."""
+        batch = pack_in_one_row(probe.documents)
+        start = len(probe.documents[0])
+        batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
+        batch["labels"][0, start + 1 : start + len(labels)] = torch.tensor(labels[1:]) % width
+        return probe.loss(**batch)
+
+    if (reached := _gradient_share(probe, loss, _MIDDLE, outside, inside, _REACHES)) > _REACHES:
         raise ModelNotSupportedError(
             f"{type(probe.model).__name__}: {probe.mode}the model's own loss compares labels of a packed document with "
             "outputs of another document: for the loss on one document's labels, the largest gradient at another "
@@ -284,34 +300,6 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
             "predicts the token after the next token, for example, has such a loss. Pass no labels, and compute the "
             "loss of each document yourself"
         )
-
-
-def _loss_gradient_in_others(probe: Probe, width: int) -> float:
-    """Take the loss on the middle document's labels. Return its largest gradient with respect to the other documents,
-    divided by its largest gradient with respect to the middle document, or 0 if the model computes no loss or no
-    gradients."""
-    if not probe.signature.takes("labels"):
-        return 0.0
-    with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
-        # both losses have the same input tokens, so auxiliary losses of routers cancel out in the difference
-        own, other = (_loss_of_middle(probe, each[_MIDDLE], width) for each in (probe.documents, probe.others))
-        by_token = probe.gradient_by_token(own - other, embedded)
-        inside = set(probe.documents[_MIDDLE])
-        outside = {token for document in probe.documents for token in document} - inside
-        reached, most = (by_token[sorted(tokens)].abs().max() for tokens in (outside, inside))
-        return float(reached / most)
-    return 0.0
-
-
-def _loss_of_middle(probe: Probe, labels: list[int], width: int) -> Tensor:
-    """Return the loss of a packed row in which only the middle document has labels, from its second token on."""
-    batch = pack_in_one_row(probe.documents)
-    start = len(probe.documents[0])
-    batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
-    batch["labels"][0, start + 1 : start + len(labels)] = torch.tensor(labels[1:]) % width
-    return probe.loss(
-        **{name: value.to(probe.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    )
 
 
 def model_sees_labels(probe: Probe, width: int) -> bool:
@@ -324,27 +312,38 @@ def model_sees_labels(probe: Probe, width: int) -> bool:
         probe: a probe of a model that is not patched.
         width: number of logits for each token.
     """
-    return bool(_loss_gradient_at_label(probe, width) > _SEES)
-
-
-def _loss_gradient_at_label(probe: Probe, width: int) -> float:
-    """Return the gradient of one label's loss with respect to the input token at the label's position, divided by the
-    largest gradient with respect to any token. Return 0 if the model computes no loss or no gradients."""
-    tokens, others = probe.documents[0], probe.others[0]
+    tokens = probe.documents[0]
     place = next((place for place in range(1, len(tokens)) if tokens.count(tokens[place]) == 1), None)
     if place is None or not probe.signature.takes("labels"):
-        return 0.0
+        return False
+
+    def loss(labels: list[int]) -> Tensor:
+        """Return the loss of the first document alone, if only one of its tokens has a label."""
+        given = torch.full((1, len(tokens)), IGNORED_LABEL)
+        given[0, place] = labels[place] % width
+        inputs = {"input_ids": torch.tensor([tokens]), "labels": given, "use_cache": False}
+        return probe.loss(**{name: value for name, value in inputs.items() if probe.signature.takes(name)})
+
+    return _gradient_share(probe, loss, 0, {tokens[place]}, set(tokens), _SEES) > _SEES
+
+
+def _gradient_share(
+    probe: Probe, loss: Callable[[list[int]], Tensor], document: int, at: set[int], among: set[int], limit: float
+) -> float:
+    """Return the largest gradient of a loss at the tokens `at`, divided by its largest gradient at the tokens `among`;
+    0 if the model computes no loss or no gradients.
+
+    The function `loss` takes the labels of the document with this index, and returns the model's own loss. If the
+    result exceeds `limit`, auxiliary losses, such as those of routers, may be the reason. The result is then computed
+    for the difference to a loss with other labels, in which auxiliary losses cancel out.
+    """
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
-        # both losses have the same input tokens, so auxiliary losses of routers cancel out in the difference
-        labels = tokens[place] % width, others[place] % width
-        losses = [_loss_of_one_label(probe, tokens, place, label) for label in labels]
-        of_token = probe.gradient_by_token(losses[0] - losses[1], embedded).abs().amax(1)
-        return float(of_token[tokens[place]] / of_token.max())
+
+        def share(score: Tensor) -> float:
+            gradient = gradient_by_token(score, embedded, max(map(max, probe.documents)), keep=True).abs()
+            return float(gradient[sorted(at)].max() / gradient[sorted(among)].max())
+
+        own = loss(probe.documents[document])
+        found = share(own)
+        return found if found <= limit else share(own - loss(probe.others[document]))
     return 0.0
-
-
-def _loss_of_one_label(probe: Probe, tokens: list[int], place: int, label: int) -> Tensor:
-    labels = torch.full((1, len(tokens)), IGNORED_LABEL, device=probe.device)
-    labels[0, place] = label
-    inputs = {"input_ids": torch.tensor([tokens], device=probe.device), "labels": labels, "use_cache": False}
-    return probe.loss(**{name: value for name, value in inputs.items() if probe.signature.takes(name)})

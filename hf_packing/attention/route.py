@@ -4,7 +4,8 @@ A route consists of an attention function, a format for the model's inputs, and 
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class InputFormat:
             inputs["attention_mask"] = torch.ones(row.rows, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
         if self.borders:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
-            inputs |= {"max_length_q": row.longest, "max_length_k": row.longest, "seq_idx": row.seq_idx}
+            inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
         if self.one_row and row.rows > 1 and not row.is_one_segment_per_row:
             if isinstance(keep := inputs.get("logits_to_keep"), Tensor) or keep:
                 raise PackingError(
@@ -171,6 +172,27 @@ documents and fail on long documents. An example is a model that attends only to
 all tokens of a short document."""
 
 
+def methods_for(model: PreTrainedModel) -> Iterator[Method]:
+    """Yield the methods that can be tried on this model, without duplicates, from the fastest to the slowest. A method
+    consists of an attention function and an input format."""
+    signature = Signature(model)
+    takes_borders = signature.takes("cu_seq_lens_q")
+    takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
+    tried = set()
+    for method in METHODS:
+        if method.attention and not model._can_set_attn_implementation():
+            continue
+        borders, positions = method.inputs.borders and takes_borders, method.inputs.positions and takes_positions
+        formats = [replace(method.inputs, borders=borders, positions=positions)]
+        if method.inputs.mask_of_ones and not takes_positions:
+            # a model that takes no position_ids cannot detect packed rows by itself, so it may need no mask of ones
+            formats.insert(0, replace(formats[0], mask_of_ones=False))
+        for inputs in formats:
+            if (own := Method(method.attention, inputs)) not in tried:
+                tried.add(own)
+                yield own
+
+
 @dataclass(frozen=True, repr=False)
 class Route:
     """The way in which a patched model keeps packed documents apart. The method `describe` returns the details."""
@@ -232,6 +254,15 @@ def packed_share(model: nn.Module, plans: tuple[ModulePlan, ...]) -> float:
     return 1 - sum(by_segment.values()) / max(sum(everything.values()), 1)
 
 
+def have_equal_plans(one: Route, other: Route) -> bool:
+    """Return whether two routes run the same modules segment by segment, in the same way."""
+    plans = (
+        [vars(plan) | {axes: vars(vars(plan)[axes]) for axes in ("inputs", "outputs", "between")} for plan in each]
+        for each in (one.by_segment, other.by_segment)
+    )
+    return next(plans) == next(plans)
+
+
 def is_patched(model: PreTrainedModel) -> bool:
     """Return whether a model is patched by `patch_model`. The model must be passed without wrappers, such as PEFT's."""
     return hasattr(model, PATCH)
@@ -241,3 +272,12 @@ def route_of(model: PreTrainedModel) -> Route | None:
     """Return the route of a patched model, or None for a model that is not patched."""
     patch = getattr(model, PATCH, None)
     return patch.route if patch is not None else None
+
+
+def sees_labels(model: PreTrainedModel) -> bool:
+    """Return whether a patched model sees the input token at each label's position, as masked language models do.
+
+    Return False for a model that is not patched.
+    """
+    route = route_of(model)
+    return route is not None and route.sees_labels

@@ -5,16 +5,20 @@ as the model. A copy is used if the model's weights are not in memory, or if som
 on long documents.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.find_route import find_and_prove, known_routes, route_key
-from hf_packing.attention.patched_forward import remove
+from hf_packing.attention.inspect_model import pad_token_of
+from hf_packing.attention.patched_forward import attention_of, install, remove
+from hf_packing.attention.probe import Probe
 from hf_packing.attention.proof import STOCK_ATTENTIONS
 from hf_packing.attention.route import Route, packed_share, route_of
+from hf_packing.attention.search import Search
 from hf_packing.attention.tiny_model import SETTINGS, THRESHOLDS, randomize
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.errors import ModelNotSupportedError
@@ -52,7 +56,16 @@ _EXPERTS = "eager"
 """The copy's `experts_implementation`. Other implementations use grouped kernels, which do not support float64."""
 
 
-def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
+class FoundOnCopy(NamedTuple):
+    """A route that was found and proven on a small copy of a model."""
+
+    route: Route
+    only_in_model: list[str]
+    """Names of the modules that the model itself has, but not the copy, such as modules of PEFT and modules that the
+    user has replaced. Inner modules of such modules are left out."""
+
+
+def find_and_prove_on_small_copy(model: PreTrainedModel) -> FoundOnCopy:
     """Find and prove a route on a small copy of a model, and return it as a route for the model itself.
 
     A route is a way to keep packed documents apart. The model itself is not run.
@@ -67,13 +80,13 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> Route:
             copy = small_copy_of(model, dtype)
         except Exception as error:  # a configuration may be rejected for many reasons
             raise ModelNotSupportedError(
-                f"{type(model).__name__}: prove=False tests isolation on a small copy of the model, but no copy can "
-                f"be built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
-                "prove=True before the model is sharded"
+                f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
+                f"built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
+                "prove='model' before the model is sharded"
             ) from error
         try:
             find_and_prove(copy)
-            return _for_model(model, copy)
+            return FoundOnCopy(_for_model(model, copy), _only_in_model(model, copy))
         except NoLanguageModelError:
             raise
         except ModelNotSupportedError as error:
@@ -94,12 +107,51 @@ def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
         model: a patched model.
     """
     try:
-        route = find_and_prove_on_small_copy(model)
+        route = find_and_prove_on_small_copy(model).route
     except ModelNotSupportedError:
         return
     remove(model)
     known_routes[route_key(model)] = route
     find_and_prove(model)
+
+
+def extend_route(model: PreTrainedModel, route: Route, names: Collection[str]) -> Route:
+    """Search some modules of a model, and return a route in which they run segment by segment if they have to.
+
+    Args:
+        model: an unpatched model.
+        route: a route that was found on a model without these modules.
+        names: names of the modules. Their inner modules are searched, too.
+
+    Raises:
+        ModelNotSupportedError: the model cannot be called on a packed row.
+    """
+    install(model, route, attention_of(model))
+    try:
+        probe = Probe(model)
+        search = Search(model, probe.row, only=names, thorough=True)
+        with probe.undisturbed():
+            found = search.run(lambda **options: probe.packed(probe.documents, **options))
+    except Exception as error:  # custom model code may raise anything
+        raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
+    finally:
+        remove(model)
+    if not found:
+        return route
+    outside = [plan for plan in route.by_segment if not any(_is_inside(plan.name, each.name) for each in found)]
+    new = [plan for plan in found if not any(_is_inside(plan.name, each.name) for each in outside)]
+    plans = (*outside, *new)
+    inputs = replace(route.method.inputs, one_row=True)
+    return replace(
+        route,
+        method=replace(route.method, inputs=inputs),
+        by_segment=plans,
+        packed_share=packed_share(model, plans),
+    )
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
 
 
 def changes_with_length(config: PreTrainedConfig) -> bool:
@@ -129,7 +181,20 @@ def _for_model(model: PreTrainedModel, copy: PreTrainedModel) -> Route:
                 f"not fit the model itself; expected {plan.name} to be of class {plan.kind} as in the copy, got "
                 f"{own.get(plan.name, ['no such module'])[0]}"
             )
-    return replace(route, packed_share=packed_share(model, route.by_segment))
+    refused = None if route.refused_token is None else pad_token_of(model)  # the copy has smaller token ids
+    return replace(route, packed_share=packed_share(model, route.by_segment), refused_token=refused)
+
+
+def _only_in_model(model: PreTrainedModel, copy: PreTrainedModel) -> list[str]:
+    """Return the outermost modules of a model that the copy lacks, or that have another class or forward there."""
+    known = {name: type(module) for name, module in copy.named_modules()}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        changed = "forward" in vars(module) or bool(module._forward_pre_hooks) or bool(module._forward_hooks)
+        inside = any(name.startswith(f"{outer}.") for outer in found[-1:])
+        if name and not inside and (changed or not issubclass(type(module), known.get(name, ()))):
+            found.append(name)
+    return found
 
 
 def small_copy_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

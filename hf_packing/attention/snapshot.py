@@ -4,6 +4,8 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate, chain, pairwise
+from operator import is_, methodcaller
 from typing import Any
 
 import numpy as np
@@ -29,12 +31,72 @@ _NOT_RESTORED = ("forward", "training")
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
+class ModuleSnapshot:
+    """The state of some modules at one moment: their attributes, buffers, hooks and inner modules.
+
+    A snapshot may serve many forwards, since most forwards change nothing, and since it is cheap to find that out.
+
+    Args:
+        *modules: the modules. Inner modules are included only if they are passed, too.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._dictionaries: list[dict[str, Any]] = [
+            each for module in modules for each in (vars(module), *(vars(module)[name] for name in _CHANGED_IN_PLACE))
+        ]
+        self._sizes, self._names, self._values = self._contents()
+        self._collections = [
+            (name, value, _items(value))
+            for name, value in zip(self._names, self._values, strict=True)
+            if name not in _ATTRIBUTES_OF_EVERY_MODULE and isinstance(value, (list, dict, set, deque))
+        ]
+
+    def _contents(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Return the sizes, all keys and all values of the dictionaries, as flat lists, which are fast to compare."""
+        values = chain.from_iterable(map(methodcaller("values"), self._dictionaries))
+        return list(map(len, self._dictionaries)), [*chain.from_iterable(self._dictionaries)], [*values]
+
+    @property
+    def is_current(self) -> bool:
+        """True if the modules are now in the state of this snapshot."""
+        sizes, names, values = self._contents()
+        return (
+            sizes == self._sizes
+            and names == self._names
+            and all(map(is_, values, self._values))
+            and not any(_differ(value, items) for _, value, items in self._collections)
+        )
+
+    def restore(self) -> list[str]:
+        """Undo all changes that were made to the modules since the snapshot.
+
+        Replaced attributes, buffers, hooks and inner modules are restored, and so are the items of attributes that are
+        lists, dictionaries or sets. New values in existing tensors are not undone; `WeightSnapshot` undoes such
+        changes.
+
+        Returns:
+            The names of the changed attributes and items.
+        """
+        if self.is_current:
+            return []
+        changed: list[str] = []
+        borders = pairwise(accumulate(self._sizes, initial=0))
+        for dictionary, (start, end) in zip(self._dictionaries, borders, strict=True):
+            names, values = self._names[start:end], self._values[start:end]
+            if [*dictionary] != names or not all(map(is_, dictionary.values(), values)):
+                changed += _restore_items(dictionary, dict(zip(names, values, strict=True)))
+        for name, value, before in self._collections:
+            if _differ(value, before):
+                _refill(value, before)
+                changed.append(name)
+        return changed
+
+
 @contextmanager
 def restored(*modules: nn.Module) -> Iterator[list[str]]:
     """Context manager: at the end of the block, undo the changes that the block has made to these modules.
 
-    Replaced attributes, buffers, hooks and inner modules are restored, and so are the items of attributes that are
-    lists, dictionaries or sets. New values in existing tensors are not undone; `WeightSnapshot` undoes such changes.
+    `ModuleSnapshot.restore` describes what is undone.
 
     Args:
         *modules: the modules to restore. Inner modules are restored only if they are passed, too.
@@ -42,29 +104,18 @@ def restored(*modules: nn.Module) -> Iterator[list[str]]:
     Yields:
         An empty list. At the end of the block, the names of the changed attributes and items are added to this list.
     """
-    before = [
-        (module, dict(vars(module)), [dict(vars(module)[name]) for name in _CHANGED_IN_PLACE]) for module in modules
-    ]
-    collections = [(name, value, _items(value)) for module in modules for name, value in _collections(module)]
+    snapshot = ModuleSnapshot(*modules)
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for module, attributes, inner in before:
-            for name, known in zip(_CHANGED_IN_PLACE, inner, strict=True):
-                changed += _restore_items(vars(module)[name], known)
-            changed += _restore_items(vars(module), attributes, _NOT_RESTORED)
-        for name, value, items in collections:
-            now = _items(value)
-            if len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True)):
-                _refill(value, items)
-                changed.append(name)
+        changed += snapshot.restore()
 
 
-def _collections(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(module).items():
-        if name not in _ATTRIBUTES_OF_EVERY_MODULE and isinstance(value, (list, dict, set, deque)):
-            yield name, value
+def _differ(value: Any, items: list[Any]) -> bool:
+    """Return whether the items of a list, dictionary, set or deque are not the objects in `items`."""
+    now = _items(value)
+    return len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True))
 
 
 def _items(value: Any) -> list[Any]:
@@ -83,13 +134,13 @@ def _refill(value: Any, items: list[Any]) -> None:
         value.extend(items)
 
 
-def _restore_items(now: dict[str, Any], before: dict[str, Any], kept: tuple[str, ...] = ()) -> list[str]:
+def _restore_items(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Make the dictionary `now` equal to `before`, and return the names of the items that had changed.
 
-    Items whose names are in `kept` are left as they are.
+    Items whose names are in `_NOT_RESTORED` are left as they are.
     """
-    added = now.keys() - before.keys() - set(kept)
-    others = [name for name in before if name not in kept and (name not in now or now[name] is not before[name])]
+    added = now.keys() - before.keys() - set(_NOT_RESTORED)
+    others = [n for n in before if n not in _NOT_RESTORED and (n not in now or now[n] is not before[n])]
     for name in added:
         del now[name]
     now.update({name: before[name] for name in others})
@@ -210,18 +261,28 @@ _DROPOUTS = (
 
 
 @contextmanager
-def without_randomness(model: PreTrainedModel) -> Iterator[None]:
+def without_randomness(model: PreTrainedModel, functions: bool = True) -> Iterator["NoDropout"]:
     """Context manager: within the block, switch off a model's dropout, layer dropping and noise.
 
     Training mode is not changed.
+
+    Args:
+        model: the model.
+        functions: whether to also intercept torch's dropout functions, whose probability may be a number in the code of
+            the model. This is slow, and code that torch.compile has compiled would be compiled again.
+
+    Yields:
+        An object whose attribute `was_needed` tells whether a dropout function was intercepted.
     """
+    dropout = NoDropout()
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_zero_settings(module, ("p",) if isinstance(module, _DropoutNd) else ()))
         for config in configurations(model):
             stack.enter_context(_zero_settings(config))
-        stack.enter_context(_NoDropout())
-        yield
+        if functions:
+            stack.enter_context(dropout)
+        yield dropout
 
 
 @contextmanager
@@ -244,15 +305,21 @@ def _zero_settings(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
         vars(owner).update(settings)
 
 
-class _NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):
     """Context manager: within the block, torch's dropout functions return their input, and torch's
     scaled_dot_product_attention runs without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_needed = False
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _DROPOUTS:
+            self.was_needed |= bool(kwargs.get("p", args[1] if len(args) > 1 else 1))
             return args[0] if args else kwargs["input"]
         if function is F.scaled_dot_product_attention:
+            self.was_needed |= bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
             if len(args) > 4:  # dropout_p is the fifth argument
                 args = (*args[:4], 0.0, *args[5:])
             else:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,21 @@ def largest_difference(left: Tensor, right: Tensor) -> float:
     return float((left - right)[both].abs().max()) if both.any() else 0.0
 
 
+def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
+    """Return the largest gradient of a document's logits with respect to another document's embeddings, divided by the
+    largest gradient with respect to the document's own embeddings.
+
+    Args:
+        gradients: the gradients of packed documents, as `Probe.packed_with_gradients` returns them.
+    """
+    leak = 0.0
+    for number, found in enumerate(gradients):
+        own = float(found[number].abs().max())
+        others = max(float(each.abs().max()) for other, each in enumerate(found) if other != number)
+        leak = max(leak, others / own if own else float("inf") if others else 0.0)
+    return leak
+
+
 def spread(logits: Tensor) -> float:
     """Return the standard deviation of logits, without the infinite logits, for which `comparable` is False."""
     return float(logits[comparable(logits)].std())
@@ -131,6 +146,11 @@ class Tolerance:
         """True if the limits depend on the measured effect of rounding. In half precision, the limits are fixed, since
         the effect of rounding is as large as the effect of some faults."""
         return self.dtype in ALWAYS_ALLOWED
+
+    @property
+    def widest(self) -> "Tolerance":
+        """The tolerance for the largest possible effect of rounding. In half precision, the limits are fixed."""
+        return replace(self, rounding=math.inf)
 
     @property
     def difference(self) -> float:

@@ -9,14 +9,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
+from hf_packing.attention.choose_kernel import Kernel, choose_kernel
 from hf_packing.attention.exact_attention import attend_by_segment, attend_by_segment_compiled
-from hf_packing.attention.kernels import attend_with_kernel, has_kernel
 from hf_packing.attention.packed_row import borders_from_positions, check_borders, current_row
 from hf_packing.errors import PackingError
 
@@ -56,6 +58,24 @@ class Observed:
     """Values of `sliding_window` that layers passed to `packed_varlen`."""
     local_masks: set[LocalMask] = field(default_factory=set)
     """Masks with a window or chunks that the model requested from its mask function."""
+
+
+EXACT_ATTENTION = "exact attention, segment by segment"
+"""What `kernel_of` returns for attention that runs without a kernel."""
+
+_latest_kernels: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+"""The kernel on which the latest call of each attention layer ran. Compiled layers do not enter their kernels here."""
+
+
+def kernel_of(model: torch.nn.Module) -> str:
+    """Return the kernels on which the attention layers of a patched model ran in their latest calls.
+
+    Returns:
+        The names of the kernels, such as "flash-attn 2" or "torch varlen_attn", joined by " and "; or "exact attention,
+        segment by segment". An empty string if no layer has called `packed_varlen` yet.
+    """
+    names = {_latest_kernels[module] for module in model.modules() if module in _latest_kernels}
+    return " and ".join(sorted(names))
 
 
 _observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
@@ -132,7 +152,7 @@ def packed_varlen(
         sliding_window, chunk = attention_mask.window, attention_mask.chunk
     borders, lengths = _borders_and_lengths(module, rows, tokens, cu_seq_lens_q, position_ids)
     if chunk is not None:
-        borders, lengths, max_length_q = _cut_into_chunks(borders, chunk)
+        borders, lengths, max_length_q = _cut_into_chunks(borders, chunk, rows * tokens), None, chunk
     query, key, value = _to_one_dtype(query, key, value)
     q, k, v = (_merge_rows(tensor) for tensor in (query, key, value))
     options: dict[str, Any] = {
@@ -142,15 +162,19 @@ def packed_varlen(
         "softcap": softcap,
         "dropout": dropout,
     }
-    if _runs_on_kernel(query, value, softcap=softcap, sinks=s_aux, dropout=dropout):
-        longest = int(borders.diff().max()) if max_length_q is None else int(max_length_q)
-        attended = attend_with_kernel(q, k, v, borders.to(q.device, torch.int32), longest, **options)
+    if (kernel := _kernel_for(q, k, v, sinks=s_aux, **options)) is not None:
+        known = max(lengths) if lengths and max_length_q is None else max_length_q
+        longest = None if known is None else int(known)
+        attended = kernel.attend(q, k, v, borders.to(q.device, torch.int32), longest, sinks=s_aux, **options)
     elif torch.compiler.is_compiling():
         attended = attend_by_segment_compiled(q, k, v, borders, s_aux, **options)
     else:
         if not lengths:
             lengths = [b - a for a, b in pairwise(check_borders(borders, rows, tokens))]
         attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **options)
+    name = EXACT_ATTENTION if kernel is None else kernel.name
+    if not torch.compiler.is_compiling() and _latest_kernels.get(module) is not name:
+        _latest_kernels[module] = name
     return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
 
 
@@ -178,9 +202,9 @@ def _check_arguments(
             raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
 
 
-def _runs_on_kernel(query: Tensor, value: Tensor, **options: Any) -> bool:
-    """Return whether a call runs on a CUDA kernel. `options` are those of `has_kernel`."""
-    return query.is_cuda and has_kernel(query, value, **options)
+def _kernel_for(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **options: Any) -> Kernel | None:  # noqa: ARG001
+    """Return the CUDA kernel on which a call runs, or None. `options` are those of `choose_kernel`."""
+    return choose_kernel(query, key, value, **options) if query.is_cuda else None
 
 
 def _borders_and_lengths(
@@ -193,7 +217,11 @@ def _borders_and_lengths(
     borders are read from position_ids. If the borders are not those of the row, the lengths are None, since computing
     them requires reading the values of a tensor.
     """
-    row = None if torch.compiler.is_compiling() else current_row.get()
+    if torch.compiler.is_compiling():
+        if cu_seq_lens_q is None:  # the graph breaks here, since the number of segments is not known in compiled code
+            cu_seq_lens_q, _ = _uncompiled_borders_and_lengths(module, rows, tokens, None, position_ids)
+        return cu_seq_lens_q, None
+    row = current_row.get()
     if row is not None and (cu_seq_lens_q is None or cu_seq_lens_q is row.cu_seq_lens):
         if row.rows * row.tokens != rows * tokens:
             raise PackingError(
@@ -211,16 +239,25 @@ def _borders_and_lengths(
     return borders_from_positions(position_ids.expand(rows, -1)), None
 
 
-def _cut_into_chunks(borders: Tensor, chunk: int) -> tuple[Tensor, list[int], int]:
-    """Cut all segments into chunks of at most `chunk` tokens.
+_uncompiled_borders_and_lengths = torch.compiler.disable(_borders_and_lengths)  # type: ignore[no-untyped-call]
+
+
+def _cut_into_chunks(borders: Tensor, chunk: int, tokens: int) -> Tensor:
+    """Cut all segments into chunks of at most `chunk` tokens. The number of borders depends on shapes alone, so that
+    compiled code can run this function.
+
+    Args:
+        borders: borders of the segments, int32 [segments + 1].
+        chunk: number of tokens in a chunk.
+        tokens: number of tokens in all segments together.
 
     Returns:
-        The borders of the chunks, int32 [chunks + 1], the lengths of the chunks, and the largest length.
+        The borders of the chunks, int32 [segments + tokens // chunk + 1], with empty chunks at the end.
     """
-    known = borders.tolist()
-    cuts = [start for a, b in pairwise(known) for start in range(a, b, chunk)] + known[-1:]
-    lengths = [b - a for a, b in pairwise(cuts)]
-    return torch.tensor(cuts, dtype=torch.int32, device=borders.device), lengths, max(lengths)
+    index = torch.arange(tokens, dtype=torch.int32, device=borders.device)
+    starts = torch.repeat_interleave(borders[:-1], borders.diff(), output_size=tokens)
+    cuts = torch.where((index - starts) % chunk == 0, index, tokens).sort().values
+    return F.pad(cuts, (0, borders.shape[0]), value=tokens)[: borders.shape[0] + tokens // chunk]
 
 
 def _to_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,9 +10,11 @@ the order of the plan:
 row_sizes.py      measures the size of every row: tokens, segments, attention cost, bucket
 data_facts.py     facts about a dataset; ranks compare these facts to detect different datasets
 epoch_plan.py     Batching, the base class of all batchings; Epoch, FittedRows and EpochPlan
+best_fit.py       puts rows into as few micro-batches as possible, within limits of tokens and documents
 fill.py           puts rows into a given number of micro-batches, with equal work on all ranks
 token_budget.py   TokenBudget, which limits the tokens of a micro-batch; built on fill.py
 bucket_batches.py BucketBatches, for rows that were packed in buckets; built on fill.py
+within_limits.py  limits a batching to fixed shapes; FilledInOrder, for evaluation with fixed shapes
 sampler.py        RankBatchSampler, for a DataLoader; InOrder, for evaluation; EpochSummary
 sampled_rows.py   reads the rows that a sampler selects
 """

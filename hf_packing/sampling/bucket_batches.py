@@ -10,8 +10,8 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.permutation import check_seed, random_order
-from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, SampledRow, keep_rows
-from hf_packing.sampling.fill import balance, jitter_attention, sum_rows
+from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, SampledRow, keep_rows, sum_rows
+from hf_packing.sampling.fill import balance, jitter_attention
 from hf_packing.sampling.row_sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
@@ -56,6 +56,8 @@ class BucketBatches(Batching):
 
     Args:
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
+        max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row
+            counts as a document. If any epoch could have more in a micro-batch, the dataset is refused.
         order: the order in which buckets are used: "random" or "short_to_long".
         cycles: number of times that an epoch goes from the smallest bucket to the largest; must be 1 for a "random"
             order.
@@ -78,6 +80,7 @@ class BucketBatches(Batching):
     """
 
     tokens_per_batch: int
+    max_documents: int | None = field(default=None, kw_only=True)
     order: BucketOrder = field(default="random", kw_only=True)
     cycles: int = field(default=1, kw_only=True)
 
@@ -89,6 +92,8 @@ class BucketBatches(Batching):
             cycles=check_whole_number("cycles", self.cycles),
             seed=check_seed(self.seed),
         )
+        if self.max_documents is not None:
+            self._set_checked(max_documents=check_whole_number("max_documents", self.max_documents))
         if self.cycles > 1 and self.order == "random":
             raise PackingError(
                 f"cycles: expected 1 with order='random', got {self.cycles}; several cycles need order='short_to_long'"
@@ -111,7 +116,25 @@ class BucketBatches(Batching):
                 f"tokens_per_batch: expected at least {largest}, the capacity of the largest bucket, got "
                 f"{self.tokens_per_batch}"
             )
-        return keep_rows(sizes, sizes.tokens > 0)
+        rows = keep_rows(sizes, sizes.tokens > 0)
+        if self.max_documents is not None and (most := self._most_documents(rows)) > self.max_documents:
+            raise PackingError(
+                f"max_documents: expected at least {most}, the most documents that a micro-batch of "
+                f"{self.tokens_per_batch} tokens may get from this dataset, got {self.max_documents}"
+            )
+        return rows
+
+    def _most_documents(self, rows: FittedRows) -> int:
+        """Return the number of documents that no micro-batch of any epoch exceeds."""
+        assert rows.sizes.bucket is not None
+        bucket_of_row, documents = rows.sizes.bucket[rows.kept], rows.sizes.segments[rows.kept]
+        most = in_unit = 0
+        for bucket in self._count_buckets(rows, world_size=1):
+            in_row = int(documents[bucket_of_row == bucket.capacity].max())
+            in_unit = max(in_row, in_unit)
+            most = max(most, bucket.rows_each * in_unit)
+            in_unit *= bucket.joined
+        return most
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         return sum(bucket.rounds for bucket in self._count_buckets(rows, epoch.world_size))

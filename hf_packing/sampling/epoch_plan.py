@@ -8,6 +8,7 @@ every rank computes the same plan, which covers all ranks, without communication
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -23,6 +24,8 @@ MAX_RANKS = 2**20
 BoolArray = npt.NDArray[np.bool_]
 SampledRow = tuple[int, bool]
 """A pair: a row number, and True if the row is a copy with masked labels."""
+MicroBatches = list[list[int]]
+"""The rows of each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,28 @@ class EpochPlan:
     def largest_micro_batch(self, sizes: RowSizes) -> int:
         """Return the number of tokens in the largest micro-batch, given the sizes of all rows."""
         return int(self.per_micro_batch(sizes.tokens).max())
+
+
+def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:
+    """Return the rows of all micro-batches as one array, with offsets.
+
+    Returns:
+        rows, int64 [rows], and offsets, int64 [micro-batches + 1]. Micro-batch i is rows[offsets[i]:offsets[i + 1]].
+    """
+    rows = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64)
+    return rows, np.cumsum([0, *map(len, micro_batches)])
+
+
+def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the sum of a value over the rows of each micro-batch, as an array [micro-batches].
+
+    Args:
+        micro_batches: the rows of each micro-batch.
+        of_row: numbers [rows]: the value of each row, such as its number of tokens.
+    """
+    rows, offsets = flatten(micro_batches)
+    total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
+    return total
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,10 @@
-"""Put rows into a given number of micro-batches of at most max_tokens tokens, with equal work on all ranks.
+"""Put rows into a given number of micro-batches, with at most max_tokens tokens each, and equal work on all ranks.
 
 Rows are placed by best fit, in an order that is roughly longest first. The order is only rough, so that rows
 are grouped differently from epoch to epoch. The shortest rows still come last and fill the gaps, so the rough order
-packs almost as well as the exact order.
+packs almost as well as the exact order. If the number of documents is limited, too, best fit would leave the shortest
+rows for micro-batches of their own, which they cannot fill. So rows are spread instead: each is placed in the
+micro-batch with the fewest tokens.
 
 In a round, every rank runs one micro-batch, and all ranks wait for the slowest rank. Micro-batches with equal numbers
 of tokens can differ severalfold in attention cost. So micro-batches are sorted by cost, and neighbors in that order
@@ -12,8 +14,7 @@ micro-batches (`redistribute_rows`). Remaining differences are evened out over t
 """
 
 import heapq
-from bisect import bisect_left, insort
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.open_packs import OpenPacks, fill_best_fit
 from hf_packing.planning.permutation import random_order
-
-MicroBatches = list[list[int]]
-"""The rows of each micro-batch."""
+from hf_packing.sampling.best_fit import GRAINS, Limits, best_fit
+from hf_packing.sampling.epoch_plan import MicroBatches, flatten, sum_rows
 
 LINEAR_COST = 6 * 2048
 """The default time of linear layers for one token, in units of the time of attention for one pair of tokens.
@@ -41,8 +41,9 @@ If the rows then do not fit, the next share is tried.
 _LOOSE = 0.95
 """If rows fill less than this share of the space in all micro-batches, rows are spread evenly instead of packed."""
 
-_GRAINS = 2**16
-"""Budgets above this number of tokens count free space in coarser units, so that few distinct values are searched."""
+_FIRST_TRIED = 1000
+"""If rows do not fit into the smallest possible number of micro-batches, the first larger number that is tried is
+larger by this part."""
 
 _REFILLED_PER_ADDED = 8
 """The number of micro-batches to refill for each additional micro-batch, so that no micro-batch loses many rows."""
@@ -60,66 +61,44 @@ _EVEN = 0.99
 """A round is even, and stays unchanged, if its mean cost is at least this share of its largest cost."""
 
 
-def fewest_micro_batches(tokens: IntArray, max_tokens: int) -> int:
-    """Return the number of micro-batches that best-fit decreasing needs for all rows.
+def fewest_micro_batches(limits: Limits) -> int:
+    """Return a number of micro-batches that is enough for `fill` in every epoch, and almost the smallest.
 
-    This number of micro-batches is enough for `fill` in every epoch. If max_tokens is at most _GRAINS, the number is
-    computed from the histogram of lengths, which is faster and gives the same result.
-
-    Args:
-        tokens: integers [rows], from 1 to max_tokens: the length of each row.
-        max_tokens: the most tokens that a micro-batch may have.
+    If only tokens are limited, the number is that of best-fit decreasing. For at most GRAINS tokens, it is computed
+    from the histogram of lengths, which is faster and gives the same result.
     """
-    if max_tokens <= _GRAINS:
-        packs = OpenPacks(max_tokens, max_documents=None)
-        fill_best_fit(packs, np.bincount(tokens))
+    if limits.max_documents is not None:
+        return len(_in_few_micro_batches(limits))
+    if limits.max_tokens <= GRAINS:
+        packs = OpenPacks(limits.max_tokens, max_documents=None)
+        fill_best_fit(packs, np.bincount(limits.tokens))
         return packs.num_packs
-    return len(_best_fit(_longest_first(np.arange(len(tokens)), tokens), tokens, max_tokens))
+    return len(best_fit(_longest_first(np.arange(len(limits.tokens)), limits), limits))
 
 
-def fill(tokens: IntArray, max_tokens: int, num_micro_batches: int, world_size: int, seed: int) -> MicroBatches:
-    """Put rows into micro-batches of at most max_tokens tokens, and return the rows of each micro-batch.
+def fill(limits: Limits, num_micro_batches: int, world_size: int, seed: int) -> MicroBatches:
+    """Put rows into micro-batches that keep to the limits, and return the rows of each micro-batch.
 
     Args:
-        tokens: integers [rows], from 1 to max_tokens: the length of each row. There must be at least as many rows as
-            micro-batches.
-        max_tokens: the most tokens that a micro-batch may have.
+        limits: the most tokens and documents of a micro-batch, and those of each row. There must be at least as many
+            rows as micro-batches.
         num_micro_batches: number of micro-batches to make, over all ranks; at least the number that
             `fewest_micro_batches` returns.
         world_size: number of ranks, which run one micro-batch each at the same time.
         seed: seed that decides which rows share a micro-batch.
     """
-    if tokens.sum() < _LOOSE * max_tokens * num_micro_batches:
-        spread = _deal_evenly(_roughly_longest_first(tokens, _LENGTH_JITTERS[0], seed), tokens, num_micro_batches)
-        if sum_rows(spread, tokens).max() <= max_tokens:
+    is_loose = bool(limits.tokens.sum() < _LOOSE * limits.max_tokens * num_micro_batches)
+    for jitter in _LENGTH_JITTERS[: 1 if is_loose else 0] if limits.max_documents is None else _LENGTH_JITTERS:
+        spread = _spread(_roughly_longest_first(limits, jitter, seed), limits, num_micro_batches)
+        if spread is not None:
             return spread
     for jitter in _LENGTH_JITTERS:
-        packed = _best_fit(_roughly_longest_first(tokens, jitter, seed), tokens, max_tokens)
+        packed = best_fit(_roughly_longest_first(limits, jitter, seed), limits)
         if len(packed) <= num_micro_batches:
             break
-    return _split_more(packed, tokens, max_tokens, num_micro_batches - len(packed), world_size)
-
-
-def flatten(micro_batches: MicroBatches) -> tuple[IntArray, IntArray]:
-    """Return the rows of all micro-batches as one array, with offsets.
-
-    Returns:
-        rows, int64 [rows], and offsets, int64 [micro-batches + 1]. Micro-batch i is rows[offsets[i]:offsets[i + 1]].
-    """
-    rows = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64)
-    return rows, np.cumsum([0, *map(len, micro_batches)])
-
-
-def sum_rows(micro_batches: MicroBatches, of_row: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the sum of a value over the rows of each micro-batch, as an array [micro-batches].
-
-    Args:
-        micro_batches: the rows of each micro-batch.
-        of_row: numbers [rows]: the value of each row, such as its number of tokens.
-    """
-    rows, offsets = flatten(micro_batches)
-    total: npt.NDArray[Any] = np.add.reduceat(of_row[rows], offsets[:-1])
-    return total
+    else:
+        packed = _in_few_micro_batches(limits)
+    return _split_more(packed, limits, num_micro_batches - len(packed), world_size)
 
 
 def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, seed: int) -> IntArray:
@@ -186,11 +165,7 @@ def assign_ranks(cost: npt.NDArray[np.float64], rounds: IntArray, accumulation: 
 
 
 def redistribute_rows(
-    micro_batches: MicroBatches,
-    rounds: IntArray,
-    cost: npt.NDArray[np.float64],
-    tokens: IntArray,
-    max_tokens: int,
+    micro_batches: MicroBatches, rounds: IntArray, cost: npt.NDArray[np.float64], limits: Limits
 ) -> MicroBatches:
     """Redistribute the rows of every uneven round among the round's micro-batches, and return all micro-batches.
 
@@ -200,8 +175,7 @@ def redistribute_rows(
         micro_batches: the rows of each micro-batch.
         rounds: int64 [rounds, world_size]: indices of the micro-batches that run at the same time.
         cost: float64 [rows]: the cost of each row.
-        tokens: integers [rows]: the length of each row.
-        max_tokens: the most tokens that a micro-batch may have.
+        limits: the most tokens and documents of a micro-batch, and those of each row.
     """
     evened = list(micro_batches)
     costs = sum_rows(micro_batches, cost)[rounds]
@@ -210,62 +184,74 @@ def redistribute_rows(
         rows, _ = flatten([micro_batches[place] for place in places])
         if len(rows) == len(places) or cost[rows].max() >= largest:
             continue
-        dealt = _deal_by_cost(rows, cost, tokens, max_tokens, len(places))
+        costliest_first = rows[np.argsort(-cost[rows], kind="stable")]
+        dealt = _deal(costliest_first, cost, _pairs(limits), len(places))
         if dealt is not None and max(cost[of_rank].sum() for of_rank in dealt) < largest:
             for place, of_rank in zip(places, dealt, strict=True):
                 evened[place] = of_rank
     return evened
 
 
-def _longest_first(rows: IntArray, tokens: IntArray) -> IntArray:
-    return rows[np.argsort(-tokens[rows], kind="stable")]
+def _pairs(limits: Limits) -> list[tuple[IntArray, int]]:
+    """Return pairs of what each row needs, integers [rows], and the most that fits into a micro-batch."""
+    of_documents = [] if limits.max_documents is None else [(limits.documents, limits.max_documents)]
+    return [(limits.tokens, limits.max_tokens), *of_documents]
 
 
-def _roughly_longest_first(tokens: IntArray, jitter: float, seed: int) -> IntArray:
+def _spread(rows: IntArray, limits: Limits, num_micro_batches: int) -> MicroBatches | None:
+    """Place each row in turn in the micro-batch with the fewest tokens, and return the rows of each micro-batch.
+
+    Return None if rows do not fit. There must be at least as many rows as micro-batches.
+    """
+    spread = _deal(rows, limits.tokens, _pairs(limits)[1:], num_micro_batches)
+    fits = spread is not None and sum_rows(spread, limits.tokens).max(initial=0) <= limits.max_tokens
+    return spread if fits else None
+
+
+def _in_few_micro_batches(limits: Limits) -> MicroBatches:
+    """Put all rows into few micro-batches, if documents are limited. The number does not depend on the rows' order.
+
+    Rows are spread over as many micro-batches as their tokens and documents need at least. If rows do not fit, more
+    micro-batches are tried, and after the second try, at most the number that best fit needs.
+    """
+    rows = _longest_first(np.arange(len(limits.tokens)), limits)
+    least, more = max(-(-int(needed.sum()) // most) for needed, most in _pairs(limits)), 0
+    packed: MicroBatches | None = None
+    while packed is None or least + more < len(packed):
+        spread = _spread(rows, limits, min(least + more, len(rows)))
+        if spread is not None:
+            return spread
+        packed = packed or (best_fit(rows, limits) if more else None)
+        more = max(2 * more, least // _FIRST_TRIED, 1)
+    return packed
+
+
+def _longest_first(rows: IntArray, limits: Limits, reduced: npt.NDArray[Any] | float = 1.0) -> IntArray:
+    """Return the rows, longest first; among rows of equal length, rows with more documents first.
+
+    Args:
+        rows: int64 [sorted rows].
+        limits: the tokens and documents of each row.
+        reduced: numbers [sorted rows], by which the lengths are multiplied before they are compared.
+    """
+    by_documents = () if limits.max_documents is None else (-limits.documents[rows],)
+    return rows[np.lexsort((*by_documents, -limits.tokens[rows] * reduced))]
+
+
+def _roughly_longest_first(limits: Limits, jitter: float, seed: int) -> IntArray:
     """Return all row numbers, sorted by randomly reduced lengths, longest row first.
 
     Args:
-        tokens: integers [rows]: the length of each row.
+        limits: the tokens and documents of each row.
         jitter: the largest share by which a length is reduced, from 0 to 1.
         seed: seed of the random reduction.
     """
-    rows = random_order(len(tokens), seed, "rows that meet")  # never change this string: it is part of the seed
-    chance = np.arange(len(tokens)) / len(tokens)
-    return rows[np.argsort(-tokens[rows] * (1 - jitter * chance), kind="stable")]
+    number = len(limits.tokens)
+    rows = random_order(number, seed, "rows that meet")  # never change this string: it is part of the seed
+    return _longest_first(rows, limits, 1 - jitter * (np.arange(number) / number))
 
 
-def _best_fit(rows: IntArray, tokens: IntArray, max_tokens: int) -> MicroBatches:
-    """Place each row in turn in the fullest micro-batch with enough space, or else in a new micro-batch."""
-    grain = -(-max_tokens // _GRAINS)
-    lengths = tokens[rows]
-    micro_batches: MicroBatches = []
-    room_in: list[int] = []
-    with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []
-    for row, length, least in zip(rows.tolist(), lengths.tolist(), (-(-lengths // grain)).tolist(), strict=True):
-        place = bisect_left(rooms, least)
-        if place == len(rooms):
-            number = len(micro_batches)
-            micro_batches.append([])
-            room_in.append(max_tokens)
-        else:
-            number = with_room[rooms[place]].pop()
-            if not with_room[rooms[place]]:
-                del with_room[rooms[place]], rooms[place]
-        micro_batches[number].append(row)
-        room_in[number] -= length
-        room = room_in[number] // grain
-        if room in with_room:
-            with_room[room].append(number)
-        elif room:
-            with_room[room] = [number]
-            insort(rooms, room)
-    return micro_batches
-
-
-def _split_more(
-    micro_batches: MicroBatches, tokens: IntArray, max_tokens: int, more: int, world_size: int
-) -> MicroBatches:
+def _split_more(micro_batches: MicroBatches, limits: Limits, more: int, world_size: int) -> MicroBatches:
     """Spread the rows over `more` additional micro-batches, and return all micro-batches.
 
     The micro-batches with the smallest sums of squared row lengths are emptied, and their rows are dealt out again,
@@ -276,73 +262,67 @@ def _split_more(
     so that the shortest rows do not always share a micro-batch. The number of refilled micro-batches is a multiple of
     world_size, so that they can form whole rounds, in which every rank runs one micro-batch.
     """
-    by_squares = np.argsort(sum_rows(micro_batches, tokens.astype(np.int64) ** 2), kind="stable")
+    by_squares = np.argsort(sum_rows(micro_batches, limits.tokens.astype(np.int64) ** 2), kind="stable")
     refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_ROUNDS * world_size) // world_size) * world_size
     emptied = min(refilled - more, len(micro_batches))
     rows, _ = flatten([micro_batches[number] for number in by_squares[:emptied].tolist()])
     if len(rows) >= emptied + more:
-        dealt = _deal_evenly(_longest_first(rows, tokens), tokens, emptied + more)
-        if sum_rows(dealt, tokens).max() <= max_tokens:
+        dealt = _spread(_longest_first(rows, limits), limits, emptied + more)
+        if dealt is not None:
             return [micro_batches[number] for number in by_squares[emptied:].tolist()] + dealt
-    return _split_fullest(micro_batches, tokens, more)
+    return _split_fullest(micro_batches, limits, more)
 
 
-def _deal_evenly(rows: IntArray, tokens: IntArray, num_micro_batches: int) -> MicroBatches:
-    """Place each row in turn in the micro-batch with the fewest tokens so far, and return all micro-batches.
-
-    There must be at least as many rows as micro-batches. Otherwise some micro-batches would stay empty.
-    """
-    dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
-    heap = [(0, number) for number in range(num_micro_batches)]
-    for row, length in zip(rows.tolist(), tokens[rows].tolist(), strict=True):
-        least, number = heap[0]
-        dealt[number].append(row)
-        heapq.heapreplace(heap, (least + length, number))
-    return dealt
-
-
-def _split_fullest(micro_batches: MicroBatches, tokens: IntArray, more: int) -> MicroBatches:
+def _split_fullest(micro_batches: MicroBatches, limits: Limits, more: int) -> MicroBatches:
     """Repeat `more` times: split one micro-batch in two. Return all micro-batches.
 
     The micro-batch to split is always the one with the most tokens among all micro-batches with two or more rows.
     """
     split = list(micro_batches)
-    total = sum_rows(micro_batches, tokens).tolist()
+    total = sum_rows(micro_batches, limits.tokens).tolist()
     fullest = [(-total[number], number) for number, rows in enumerate(micro_batches) if len(rows) > 1]
     heapq.heapify(fullest)
     for _ in range(more):
         _, number = heapq.heappop(fullest)
-        split[number], other = _deal_evenly(_longest_first(np.array(split[number]), tokens), tokens, 2)
+        halves = _deal(_longest_first(np.array(split[number]), limits), limits.tokens, [], 2)
+        assert halves is not None
+        split[number], other = halves
         split.append(other)
         for place, half in ((number, split[number]), (len(split) - 1, other)):
             if len(half) > 1:
-                heapq.heappush(fullest, (-int(tokens[half].sum()), place))
+                heapq.heappush(fullest, (-int(limits.tokens[half].sum()), place))
     return split
 
 
-def _deal_by_cost(
-    rows: IntArray, cost: npt.NDArray[np.float64], tokens: IntArray, max_tokens: int, num_micro_batches: int
+def _deal(
+    rows: IntArray, cost: npt.NDArray[Any], within: Sequence[tuple[IntArray, int]], num_micro_batches: int
 ) -> MicroBatches | None:
-    """Place rows, costliest first, each in the micro-batch that has the least cost so far among those with space.
+    """Place each row in turn in the micro-batch that has the least cost so far among those with space for the row.
 
     There must be at least as many rows as micro-batches. Otherwise some micro-batches would stay empty.
+
+    Args:
+        rows: the rows to place, int64 [placed rows].
+        cost: numbers [rows]: the cost of each row.
+        within: limits of every micro-batch: pairs of what each row needs, integers [rows], and the most that fits.
+        num_micro_batches: number of micro-batches to make.
 
     Returns:
         The rows of each micro-batch, or None if a row fits in no micro-batch.
     """
     dealt: MicroBatches = [[] for _ in range(num_micro_batches)]
-    room = [max_tokens] * num_micro_batches
-    cheapest = [(0.0, number) for number in range(num_micro_batches)]
-    order = rows[np.argsort(-cost[rows], kind="stable")]
-    for row, more, length in zip(order.tolist(), cost[order].tolist(), tokens[order].tolist(), strict=True):
+    needs_and_room = [(needed[rows].tolist(), [most] * num_micro_batches) for needed, most in within]
+    cheapest = [(0, number) for number in range(num_micro_batches)]
+    for turn, (row, more) in enumerate(zip(rows.tolist(), cost[rows].tolist(), strict=True)):
         too_full = []
-        while cheapest and room[cheapest[0][1]] < length:
+        while needs_and_room and cheapest and any(room[cheapest[0][1]] < needs[turn] for needs, room in needs_and_room):
             too_full.append(heapq.heappop(cheapest))
         if not cheapest:
             return None
         total, number = cheapest[0]
         dealt[number].append(row)
-        room[number] -= length
+        for needs, room in needs_and_room:
+            room[number] -= needs[turn]
         heapq.heapreplace(cheapest, (total + more, number))
         for micro_batch in too_full:
             heapq.heappush(cheapest, micro_batch)

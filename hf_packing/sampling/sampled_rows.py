@@ -1,6 +1,8 @@
 """Read the rows that a sampler selects: whole rows, pieces of rows, or copies with masked labels."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import datasets
@@ -21,7 +23,6 @@ from hf_packing.columns import (
 )
 from hf_packing.data.token_columns import is_list, row_numbers, visible_columns
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
 from hf_packing.sampling.epoch_plan import SampledRow
 from hf_packing.sampling.sampler import RankBatchSampler
 
@@ -83,7 +84,6 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                 f"dataset: expected one row for each of {len(numbers)} row numbers, got {len(rows)} rows; a transform "
                 "must return exactly one row for each input row"
             )
-        rows = [{name: row[name] for name in _columns_to_read(row, self.unread)} for row in rows]
         self._check_lengths(numbers, rows)
         if pieces is not None:
             starts, lengths = pieces.start[sampled].tolist(), pieces.length[sampled].tolist()
@@ -97,11 +97,12 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         ]
 
     def _read(self, numbers: Sequence[int]) -> list[Row]:
-        """Return the rows with these numbers, directly from the Arrow table if possible, since this is faster."""
+        """Return the columns to read of these rows, directly from the Arrow table if possible, since this is faster."""
         if self._arrow_rows is not None:
             return self._arrow_rows.read(numbers)
         read = getattr(self.dataset, "__getitems__", None)
-        return list(read(numbers)) if read else [self.dataset[number] for number in numbers]
+        rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
+        return [{name: row[name] for name in _columns_to_read(row, self.unread)} for row in rows]
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -133,12 +134,13 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             numbers: numbers of the rows in the dataset.
             rows: the rows, as the dataset returned them.
         """
-        for number, row in zip(numbers, rows, strict=True):
+        all_planned = self.sampler.sizes.tokens[numbers].tolist()
+        for number, row, planned in zip(numbers, rows, all_planned, strict=True):
             if INPUT_IDS not in row:
                 raise PackingError(
                     f"dataset: expected a column 'input_ids', but row {number} has columns: {', '.join(row) or 'none'}"
                 )
-            if (tokens := len(row[INPUT_IDS])) != (planned := int(self.sampler.sizes.tokens[number])):
+            if (tokens := len(row[INPUT_IDS])) != planned:
                 raise PackingError(
                     f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got "
                     f"{tokens}; rows must not change from one reading to the next"
@@ -205,14 +207,15 @@ class ArrowRows:
         Raises:
             IndexError: a number is out of range.
         """
-        stored, rows = np.asarray(numbers, dtype=np.int64), len(self._dataset)
-        if len(outside := stored[(stored < -rows) | (stored >= rows)]):
-            raise IndexError(f"row {outside[0]} of a dataset with {rows} rows")
-        stored = np.where(stored < 0, stored + rows, stored)
+        rows = len(self._dataset)
+        for number in numbers:
+            if not -rows <= number < rows:
+                raise IndexError(f"row {number} of a dataset with {rows} rows")
+        stored = [number % rows for number in numbers]
         if self._indices is not None:
-            stored = self._indices[stored].astype(np.int64)
-        columns = {name: column.read(stored) for name, column in self._columns.items()}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            stored = self._indices[stored].tolist()
+        columns = [column.read(stored) for column in self._columns.values()]
+        return [dict(zip(self._columns, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the dataset and the names, since views of memory-mapped files would be pickled as copies."""
@@ -230,15 +233,15 @@ class _ListColumn:
         chunks = [_with_offsets(chunk) for chunk in column.chunks if len(chunk)]
         self._offsets = [chunk.offsets.to_numpy() for chunk in chunks]
         self._values = [chunk.values.to_numpy() for chunk in chunks]
-        self._first_row = np.cumsum([0, *map(len, chunks)])
+        self._first_row = list(accumulate(map(len, chunks), initial=0))
 
-    def read(self, rows: IntArray) -> list[npt.NDArray[Any]]:
-        chunk = np.searchsorted(self._first_row, rows, side="right") - 1
-        inside = (rows - self._first_row[chunk]).tolist()
+    def read(self, rows: Sequence[int]) -> list[npt.NDArray[Any]]:
+        """Return the values of these rows. A batch has few rows, so a loop is faster than np.searchsorted."""
         found = []
-        for number, row in zip(chunk.tolist(), inside, strict=True):
-            begin, end = self._offsets[number][row : row + 2].tolist()
-            found.append(self._values[number][begin:end])
+        for row in rows:
+            chunk = bisect_right(self._first_row, row) - 1
+            offsets, inside = self._offsets[chunk], row - self._first_row[chunk]
+            found.append(self._values[chunk][offsets[inside] : offsets[inside + 1]])
         return found
 
 

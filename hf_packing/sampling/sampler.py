@@ -5,7 +5,7 @@ has no batch_size. Otherwise accelerate would assume that all batches have the s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -193,8 +193,14 @@ class EpochSummary:
     unpacked_documents_per_step: int | None = None
     """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
     cannot be set to this number."""
+    isolation: object = field(default=None, compare=False, repr=False)
+    """An object whose text says what was proven about isolation so far; None if this is not known."""
 
     def __str__(self) -> str:
+        text = self._counts()
+        return text if self.isolation is None else f"{text}\n{self.isolation}"
+
+    def _counts(self) -> str:
         text = (
             f"{self.optimizer_steps:,} optimizer steps per epoch, each with {self.documents_per_step:,.1f} documents, "
             f"{self.tokens_per_step:,.0f} tokens on average\n"
@@ -213,12 +219,13 @@ class EpochSummary:
         )
 
 
-def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
+def summary_of(sampler: RankBatchSampler, unpacked: int, isolation: object = None) -> EpochSummary:
     """Return the summary of the sampler's current epoch.
 
     Args:
         sampler: the sampler of any rank.
         unpacked: number of documents that an optimizer step has in training without packing.
+        isolation: an object whose text says what was proven about isolation so far.
     """
     plan, fitted = sampler.plan, sampler.rows
     steps = -(-plan.num_micro_batches // sampler.accumulation)
@@ -239,6 +246,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int) -> EpochSummary:
         left_out=len(plan.left_out),
         lost_tokens=fitted.lost_tokens,
         unpacked_documents_per_step=unpacked if _can_match(sampler, unpacked) else None,
+        isolation=isolation,
     )
 
 

@@ -9,17 +9,16 @@ import numpy.typing as npt
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, cut_to_pieces, is_real
 from hf_packing.planning.permutation import check_seed
-from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, keep_rows
+from hf_packing.sampling.best_fit import Limits
+from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, flatten, keep_rows, sum_rows
 from hf_packing.sampling.fill import (
     LINEAR_COST,
     assign_ranks,
     fewest_micro_batches,
     fill,
-    flatten,
     group_by_cost,
     jitter_attention,
     redistribute_rows,
-    sum_rows,
 )
 from hf_packing.sampling.row_sizes import RowSizes, sizes_of_documents
 
@@ -43,6 +42,8 @@ class TokenBudget(Batching):
 
     Args:
         max_tokens: the most tokens that a micro-batch may have.
+        max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row,
+            and every piece of a split document, counts as a document.
         balance: the quantity to equalize among micro-batches that run at the same time: "tokens" for the number of
             tokens, or "attention" for all work, which is linear_cost * tokens + the sum of squared segment lengths.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
@@ -50,8 +51,8 @@ class TokenBudget(Batching):
         match_documents_per_step: average number of documents in an optimizer step, over all ranks; None to take as many
             documents as fit. To keep the number of optimizer steps that training has without packing, set this to the
             number of documents per step of that training.
-        overflow: treatment of a row with more than max_tokens tokens: "error" or "drop"; for documents also "split" or
-            "truncate".
+        overflow: treatment of a row with more than max_tokens tokens or max_documents documents: "error" or "drop"; for
+            documents also "split" or "truncate".
         seed: seed that decides, together with the epoch, the order of rows and which rows share a micro-batch.
 
     Raises:
@@ -71,6 +72,7 @@ class TokenBudget(Batching):
     """
 
     max_tokens: int
+    max_documents: int | None = field(default=None, kw_only=True)
     balance: Balance = field(default="attention", kw_only=True)
     linear_cost: float | None = field(default=None, kw_only=True)
     match_documents_per_step: int | None = field(default=None, kw_only=True)
@@ -79,6 +81,8 @@ class TokenBudget(Batching):
     def __post_init__(self) -> None:
         check_overflow(self.overflow)
         self._set_checked(max_tokens=check_whole_number("max_tokens", self.max_tokens), seed=check_seed(self.seed))
+        if self.max_documents is not None:
+            self._set_checked(max_documents=check_whole_number("max_documents", self.max_documents))
         if self.balance not in get_args(Balance):
             raise PackingError(f"balance: expected one of {', '.join(get_args(Balance))}, got {self.balance!r}")
         if self.linear_cost is not None:
@@ -93,8 +97,9 @@ class TokenBudget(Batching):
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         rows = _cut_rows(sizes, self.max_tokens, self.overflow)
-        fewest = fewest_micro_batches(rows.sizes.tokens[rows.kept], self.max_tokens)
-        return replace(rows, fewest_micro_batches=fewest)
+        if self.max_documents is not None:
+            rows = _leave_out_rows(rows, self.max_documents, self.overflow)
+        return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
         assert rows.fewest_micro_batches is not None
@@ -105,6 +110,7 @@ class TokenBudget(Batching):
             fewest=rows.fewest_micro_batches,
             most=len(rows.kept),
             max_tokens=self.max_tokens,
+            max_documents=self.max_documents,
         )
         return schedule.optimizer_steps(self.match_documents_per_step, epoch) * epoch.accumulation
 
@@ -112,7 +118,8 @@ class TokenBudget(Batching):
         seed = self.epoch_seed(epoch)
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
         wanted = self.num_micro_batches(rows, epoch) * epoch.world_size
-        filled = fill(tokens, self.max_tokens, min(wanted, len(tokens)), epoch.world_size, seed)
+        limits = self._limits(rows)
+        filled = fill(limits, min(wanted, len(tokens)), epoch.world_size, seed)
         # if rows are fewer than micro-batches, copies of the shortest rows become the missing micro-batches
         copies = np.argsort(tokens, kind="stable")[: wanted - len(filled), None].tolist()
         micro_batches = filled + copies
@@ -120,12 +127,16 @@ class TokenBudget(Batching):
         jittered = jitter_attention(sum_rows(micro_batches, squared_lengths), seed)
         rounds = group_by_cost(self._cost(sum_rows(micro_batches, tokens), jittered), epoch.world_size, seed)
         cost = self._cost(tokens, squared_lengths)
-        micro_batches = redistribute_rows(micro_batches, rounds, cost, tokens, self.max_tokens)
+        micro_batches = redistribute_rows(micro_batches, rounds, cost, limits)
         order = assign_ranks(sum_rows(micro_batches, cost), rounds, epoch.accumulation, seed).ravel()
 
         planned, offsets = flatten([micro_batches[number] for number in order.tolist()])
         is_copy = np.repeat(order >= len(filled), np.diff(offsets))
         return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
+
+    def _limits(self, rows: FittedRows) -> Limits:
+        sizes = rows.sizes
+        return Limits(sizes.tokens[rows.kept], self.max_tokens, sizes.segments[rows.kept], self.max_documents)
 
     def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Return the cost of each row or micro-batch, float64 [n].
@@ -180,6 +191,32 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
     )
 
 
+def _leave_out_rows(rows: FittedRows, max_documents: int, overflow: Overflow) -> FittedRows:
+    """Return the rows without those that have too many documents. Only packed rows can have more than one.
+
+    Args:
+        rows: the rows that `_cut_rows` returned.
+        max_documents: the most documents that a micro-batch may have.
+        overflow: treatment of a row with more documents: "drop", or anything else to raise an error.
+
+    Raises:
+        PackingError: a row has more than max_documents documents, and overflow is not "drop".
+    """
+    too_many = rows.kept[rows.sizes.segments[rows.kept] > max_documents]
+    if not len(too_many):
+        return rows
+    if overflow != "drop":
+        row = int(too_many[0])
+        raise PackingError(
+            f"max_documents: row {row} has {rows.sizes.segments[row]} documents, but a micro-batch may have at most "
+            f"{max_documents} (rows with too many: {len(too_many)} in all); pack with a strategy that takes "
+            "max_documents, such as BestFit(max_length, max_documents=...), or use overflow='drop'"
+        )
+    keep = np.zeros(len(rows.sizes), dtype=bool)
+    keep[np.setdiff1d(rows.kept, too_many)] = True
+    return keep_rows(rows.sizes, keep)
+
+
 @dataclass(frozen=True)
 class _Schedule:
     """The counts that determine the number of optimizer steps in an epoch if match_documents_per_step is set."""
@@ -190,6 +227,7 @@ class _Schedule:
     most: int
     """The largest possible number of micro-batches, over all ranks: one for each row."""
     max_tokens: int
+    max_documents: int | None
 
     def optimizer_steps(self, per_step: int, epoch: Epoch) -> int:
         """Return the number of optimizer steps in an epoch.
@@ -208,10 +246,12 @@ class _Schedule:
             return steps
         of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches (accumulation x ranks)"
         if steps * epoch.slots < self.fewest:
-            expected = f"at most as many documents as fit into {of_step} of {self.max_tokens} tokens"
+            limited = "" if self.max_documents is None else f" and {self.max_documents} documents"
+            expected = f"at most as many documents as fit into {of_step} of {self.max_tokens} tokens{limited}"
             accumulation = -(-self.fewest // (steps * epoch.world_size))
             documents = self.documents // -(-self.fewest // epoch.slots)
             remedies = [f"max_tokens above {self.max_tokens}"]
+            remedies += [] if self.max_documents is None else [f"max_documents above {self.max_documents}"]
         else:
             expected = f"at least one row for each of {of_step}"
             accumulation = self.most // (steps * epoch.world_size)
@@ -241,6 +281,21 @@ def with_linear_cost(batching: Batching, config: Any) -> Batching:
     if config is None or not isinstance(batching, TokenBudget) or batching.linear_cost is not None:
         return batching
     return replace(batching, linear_cost=linear_cost_of(config))
+
+
+def with_documents_per_step(batching: Batching, documents: int) -> Batching:
+    """Return a copy of the batching in which match_documents_per_step is `documents`."""
+    if not isinstance(batching, TokenBudget):
+        raise PackingError(
+            f"match_documents_per_step: expected None with {type(batching).__name__}, whose optimizer steps have a "
+            f"constant number of tokens, got {documents!r}"
+        )
+    if batching.match_documents_per_step not in (None, documents):
+        raise PackingError(
+            f"match_documents_per_step: expected None or {batching.match_documents_per_step}, the value in "
+            f"{batching!r}, got {documents!r}"
+        )
+    return replace(batching, match_documents_per_step=documents)
 
 
 def linear_cost_of(config: Any) -> float:

@@ -3,11 +3,15 @@
 | file | content |
 |---|---|
 | attach.py | `attach`, which plans batches and patches the model; `PackedTrainer`, the trainer's class after attach |
-| loop.py | `prepare_dataloader`, `compute_loss` and `evaluation_loss` for your own training loop |
+| loop.py | `prepare_dataloader` and `evaluation_loss` for your own training loop |
+| batch_loss.py | `compute_loss`, the loss of a batch in your own training loop |
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
 | losses.py | the loss of an optimizer step as a weighted sum over tokens; a test of how a model computes its own loss |
+| run_with_loss.py | runs a model with the loss, in chunks of tokens where that is possible |
+| chunked_head.py, sum_of_chunks.py | hooks that replace the logits of whole rows by the loss; the sum over chunks |
 | trainer_loss.py | decides whether attach or the trainer computes the loss; handles SFTTrainer's fused LM head |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
+| router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |
 | ranks.py | checks that all ranks agree, and that a resumed run matches its checkpoint; counts tokens for the logs |
 """

@@ -7,7 +7,6 @@ the loss. If all of this succeeds, `attach` replaces the trainer's class by a su
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,11 +17,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_packing.attention import inner_model, unpatched_on_error
+from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
+from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.sampler import EpochSummary, summary_of
-from hf_packing.sampling.token_budget import TokenBudget, with_linear_cost
+from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
+from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.losses import (
     ITEMS,
@@ -30,14 +31,11 @@ from hf_packing.training.losses import (
     TokenMean,
     check_loss,
     items_in,
-    predicts_next,
     router_loss,
-    summed_loss,
-    weighted_loss,
     weights_of,
     without_router_loss,
 )
-from hf_packing.training.planned_batches import PlannedBatches
+from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
 from hf_packing.training.ranks import (
     BatchesOfCheckpoint,
     PlannedFrom,
@@ -46,6 +44,7 @@ from hf_packing.training.ranks import (
     micro_batch_counts,
     on_all_ranks,
 )
+from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
 
 
@@ -55,7 +54,9 @@ def attach(
     *,
     loss: Loss = "token",
     match_documents_per_step: int | None = None,
-    prove: bool = True,
+    prove: ProveInTraining = "first batch",
+    tokens: int | None = None,
+    max_segments: int | None = None,
 ) -> EpochSummary:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches.
 
@@ -76,7 +77,11 @@ def attach(
             each document of the step, then over documents.
         match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the
             number of a run without packing to get as many steps per epoch. With None, the batching decides.
-        prove: True to test isolation on the model itself; False to test a small copy, as described in `patch_model`.
+        prove: "first batch" to prove isolation on the first batch, before the first optimizer step; the route of a
+            large model is then found on a small copy. "model" or "small" to prove isolation now, as `patch_model` does.
+        tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. Evaluation batches are then
+            filled with as many rows as fit. None for batches of any shape, or to use the trainer's PackingCollator.
+        max_segments: number of segments in every batch. The batching gets max_documents=max_segments - 1.
 
     Returns:
         EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them.
@@ -85,7 +90,8 @@ def attach(
         PackingError: the trainer, an argument or a dataset is not supported; data or arguments differ between ranks
             (raised on all ranks); or a masked language model gets data without labels, or labels that only repeat the
             input tokens.
-        ModelNotSupportedError: it cannot be verified that the model isolates documents.
+        ModelNotSupportedError: it cannot be verified that the model isolates documents. If the first batch shows a
+            leak, `train` raises this error on all ranks, with the name of the module in which the leak begins.
 
     Example:
         >>> import datasets, hf_packing as hfp, tempfile, transformers
@@ -100,7 +106,13 @@ def attach(
         2
     """
     check_and_plan = partial(
-        _check_and_plan, trainer, batching, loss=loss, documents_per_step=match_documents_per_step, prove=prove
+        _check_and_plan,
+        trainer,
+        batching,
+        loss=loss,
+        documents_per_step=match_documents_per_step,
+        prove=prove,
+        shapes=(tokens, max_segments),
     )
     planned = on_all_ranks(check_and_plan)
     with _as_it_was_on_error(trainer):
@@ -177,19 +189,19 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         **others: Any,
     ) -> Any:
         planned = self.planned_batches
+        planned.prove_on_first_batch(model, inputs)
         if planned.evaluation is not None or (num_items_in_batch is None and not self.model.training):
             return self._compute_evaluation_loss(model, inputs, return_outputs)
         loss_kind = planned.decided.loss
         if planned.settled.by_trainer:
             with weighted_log_probs(model, inputs) if loss_kind == "sequence" else nullcontext():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
-        outputs = model(**_without_labels(inputs))
         if num_items_in_batch is None:  # a single batch, outside of train()
             items = items_in(inputs, loss_kind).clamp(min=1)
         else:
             items = num_items_in_batch / data_rank(self.accelerator).world_size
         weights = weights_of(inputs, loss_kind) / items
-        loss = weighted_loss(outputs.logits, inputs["labels"], weights, predicts_next(model))
+        loss, outputs = run_with_loss(model, inputs, inputs["labels"], weights, keep_logits=return_outputs)
         if (routers := router_loss(outputs, model)) is not None:
             loss = loss + routers / self.current_gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
@@ -210,8 +222,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             if summed and planned.decided.trainer_loss.sums_log_probs:
                 total = -summed[0]
         else:
-            outputs = model(**_without_labels(inputs))
-            total, tokens = summed_loss(outputs.logits, inputs, predicts_next(model))
+            weights, keep_logits = weights_of(inputs, "token"), return_outputs and not planned.only_evaluates_loss
+            total, outputs = run_with_loss(model, inputs, inputs["labels"], weights, keep_logits=keep_logits)
+            tokens = items_in(inputs, "token")
             loss = total / tokens.clamp(min=1)
         if planned.evaluation is not None:
             planned.evaluation.add(total, tokens)
@@ -227,6 +240,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     ) -> EvalLoopOutput:
         planned = self.planned_batches
         planned.evaluation = TokenMean(self.args.device)
+        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        stock = planned.decided.trainer_loss.kind.prediction_step is Trainer.prediction_step
+        planned.only_evaluates_loss = only_loss and stock
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -240,7 +256,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 summed, tokens = planned.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
-            planned.evaluation = None
+            planned.evaluation, planned.only_evaluates_loss = None, False
         return output
 
 
@@ -274,7 +290,8 @@ def _check_and_plan(
     *,
     loss: Loss,
     documents_per_step: int | None,
-    prove: bool,
+    prove: ProveInTraining,
+    shapes: Shapes,
 ) -> _Planned:
     """Check the arguments and datasets of `attach`, and plan the first epoch. The trainer does not change."""
     if isinstance(trainer, PackedTrainer):
@@ -283,21 +300,26 @@ def _check_and_plan(
     check_batching(batching)
     check_trainer(trainer, loss)
     if documents_per_step is not None:
-        batching = _with_documents_per_step(batching, documents_per_step)
+        batching = with_documents_per_step(batching, documents_per_step)
+    if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
+        shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
+    if shapes != (None, None):
+        batching = within_shapes(batching, *shapes)
     config = None if trainer.model is None else inner_model(trainer.model).config
-    batches = PlannedBatches(trainer, with_linear_cost(batching, config), loss, prove)
+    batches = PlannedBatches(trainer, with_linear_cost(batching, config), loss, prove, shapes)
     sampler = batches.sampler(trainer, planned_from)
-    for name, dataset in _evaluation_datasets(trainer).items():
+    for name, dataset in evaluation_datasets(trainer).items():
         batches.sampler_in_order(trainer, name, dataset, planned_from)
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-    summary = summary_of(sampler, unpacked * data_rank(trainer.accelerator).world_size)
+    isolation = batches.first_batch_proof if prove == "first batch" else None
+    summary = summary_of(sampler, unpacked * data_rank(trainer.accelerator).world_size, isolation)
     return _Planned(batches, packed_class(type(trainer)), summary)
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
     """Patch the trainer's model, decide whether attach or the trainer computes the loss, and check the labels."""
     batches.settle(trainer)
-    for dataset in (trainer.train_dataset, *_evaluation_datasets(trainer).values()):
+    for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
     batches.check_divided(trainer)
 
@@ -321,30 +343,3 @@ def _install(trainer: Trainer, planned: _Planned) -> None:
     trainer.__class__ = planned.kind
     trainer.loss_is_scaled_for_ga = True
     planned.batches.remember_settings(trainer)
-
-
-def _with_documents_per_step(batching: Batching, documents: int) -> Batching:
-    """Return a copy of the batching in which match_documents_per_step is `documents`."""
-    if not isinstance(batching, TokenBudget):
-        raise PackingError(
-            f"match_documents_per_step: expected None with {type(batching).__name__}, whose optimizer steps have a "
-            f"constant number of tokens, got {documents!r}"
-        )
-    if batching.match_documents_per_step not in (None, documents):
-        raise PackingError(
-            f"match_documents_per_step: expected None or {batching.match_documents_per_step}, the value in "
-            f"{batching!r}, got {documents!r}"
-        )
-    return replace(batching, match_documents_per_step=documents)
-
-
-def _evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's evaluation datasets as a dict, whose keys name the datasets in error messages."""
-    dataset = trainer.eval_dataset
-    if isinstance(dataset, dict):
-        return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}
-    return {} if dataset is None else {"eval_dataset": dataset}
-
-
-def _without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name != "labels"}

@@ -20,6 +20,7 @@ from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.training.checks import check_accelerator
+from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.losses import Loss, collator_for, exact_type, items_in, with_share
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, on_all_ranks
 
@@ -75,6 +76,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         sampler: RankBatchSampler,
         loss: Loss,
         keep_labels: bool,
+        prove_on: nn.Module | None = None,
     ) -> None:
         assert isinstance(loader.dataset, SampledRows)
         self.dataset = loader.dataset
@@ -89,6 +91,9 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self._sampler = sampler
         self._loss = loss
         self._keep_labels = keep_labels
+        self._prove_on = prove_on
+        self.first_batch_proof = FirstBatchProof()
+        """What was proven on the first batch; `print` shows it."""
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -154,6 +159,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 together = [send_to_device(batch, self._accelerator.device) for batch in together]
                 items = self._items(together)
                 for batch in together:
+                    self._prove_isolation(batch)
                     self.micro_batches_done += 1
                     self.end_of_dataloader = self.micro_batches_done == len(self)
                     yield with_share(batch, self._loss, items, self._keep_labels)
@@ -162,6 +168,13 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 self.epoch, self.micro_batches_done = self.epoch + 1, 0
             self._sampler.first_micro_batch = 0
             self.end()
+
+    def _prove_isolation(self, batch: Batch) -> None:
+        """Prove on the first batch that the model isolates documents, unless prepare_dataloader has proven it."""
+        if self._prove_on is not None:
+            prepared = prepared_model(self._accelerator, self._prove_on)
+            with self._accelerator.autocast():
+                self.first_batch_proof.check(prepared, batch, "training")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the number of micro-batches yielded in the epoch, and the settings that decide the batches.

@@ -1,20 +1,19 @@
 """Functions for your own training loop: load packed batches, compute the loss of a batch, and evaluate on a dataset."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from datasets.utils import tqdm
-from torch import Tensor, nn
+from torch import nn
 
 from hf_packing.attention import (
+    ProveInTraining,
     check_patched,
     has_local_weights,
     inner_model,
-    patch_in_precision,
-    refuse_copied_labels,
+    patch_for_training,
     unpatched_on_error,
 )
 from hf_packing.errors import PackingError
@@ -22,24 +21,22 @@ from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import with_linear_cost
+from hf_packing.sampling.within_limits import within_shapes
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
 from hf_packing.training.loader import PackedLoader, rows_loader
 from hf_packing.training.losses import (
-    ITEMS,
-    TARGETS,
-    WEIGHTS,
     Loss,
     TokenMean,
     check_loss,
+    collator_for,
+    items_in,
     loss_of_model,
-    predicts_next,
     refuse_unknown_loss,
-    router_loss,
-    summed_loss,
-    weighted_loss,
     weights_of,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
+from hf_packing.training.router_padding import refuse_padding_in_router_loss
+from hf_packing.training.run_with_loss import run_with_loss
 
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
@@ -54,6 +51,9 @@ def prepare_dataloader(
     *,
     loss: Loss = "token",
     model: nn.Module | None = None,
+    prove: ProveInTraining = "first batch",
+    tokens: int | None = None,
+    max_segments: int | None = None,
     **options: Any,
 ) -> PackedLoader:
     """Return a loader of this rank's batches for your own training loop; all ranks must call this function together.
@@ -75,6 +75,11 @@ def prepare_dataloader(
             linear_cost of the batching is None, the model's configuration decides the value. If `model` is None, patch
             the model yourself; batches are then made for a model that predicts the next token, and a linear_cost of
             None stands for a typical value.
+        prove: "first batch" to prove isolation of `model` when the loader yields its first batch; the route of a large
+            model is then found on a small copy. "model" or "small" to prove isolation now, as `patch_model` does.
+        tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. None for batches of any
+            shape.
+        max_segments: number of segments in every batch. The batching gets max_documents=max_segments - 1.
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
@@ -103,8 +108,11 @@ def prepare_dataloader(
             raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
         config = None if model is None else inner_model(model).config
         balanced = with_linear_cost(check_batching(batching), config)
+        if (tokens, max_segments) != (None, None):
+            balanced = within_shapes(balanced, tokens, max_segments)
         accumulation = accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
+        planned_from.note_settings(tokens=tokens, max_segments=max_segments)
         sizes = sizes_of(dataset)
         planned_from.note_data("dataset", dataset, sizes)
         rank, world_size = data_rank(accelerator)
@@ -114,7 +122,9 @@ def prepare_dataloader(
     if model is not None:
 
         def isolate_and_check(_: PlannedFrom) -> None:
-            patch_in_precision(model, accelerator)
+            patch_for_training(model, accelerator, prove)
+            if tokens is not None:
+                refuse_padding_in_router_loss(model)
             if loss_of_model(model) is None and has_local_weights(model):
                 refuse_unknown_loss(model, loss)
             check_labels_are_hidden(dataset, sampler.sizes, model)
@@ -126,52 +136,12 @@ def prepare_dataloader(
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
-    rows = rows_loader(dataset, sampler, model, **(pinned | options))
-    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss))
+    collator = collator_for(model, tokens, max_segments)
+    rows = rows_loader(dataset, sampler, model, collate_fn=collator, **(pinned | options))
+    prove_on = model if prove == "first batch" else None
+    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss), prove_on)
     accelerator.register_for_checkpointing(loader)
     return loader
-
-
-def compute_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Compute the loss of a batch that a loader of `prepare_dataloader` yielded, for `accelerator.backward`.
-
-    Args:
-        model: a patched causal or masked language model of transformers, with or without wrappers of PEFT and
-            accelerate.
-        batch: a batch that the loader yielded.
-
-    Returns:
-        A float scalar. Accelerate averages the gradients of such losses over ranks and accumulated micro-batches; the
-        average is the gradient of the mean loss over all batches of the optimizer step. For a mixture of experts, the
-        load-balancing loss times router_aux_loss_coef is added. This part is averaged over ranks, and is always divided
-        by gradient_accumulation_steps, even if the last step of an epoch has fewer micro-batches.
-
-    Raises:
-        PackingError: the batch is not from a loader of prepare_dataloader; the model is not patched, or is not a
-            language model; or, in training, the labels of a masked language model only repeat the input tokens.
-
-    Example:
-        >>> import hf_packing as hfp, torch, transformers
-        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
-        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-        >>> hfp.compute_loss(model, {**batch, "num_items_in_batch": torch.tensor(3.0)}).shape
-        torch.Size([])
-    """
-    if not isinstance(batch, Mapping):
-        raise PackingError(f"batch: expected a batch from prepare_dataloader, got {type(batch).__name__}")
-    if ITEMS in batch and "labels" in batch:
-        batch = {**batch, TARGETS: batch["labels"], WEIGHTS: weights_of(batch, "token") / batch[ITEMS]}
-    if WEIGHTS not in batch:
-        raise PackingError(f"batch: expected a batch from prepare_dataloader, got keys: {', '.join(batch) or 'none'}")
-    check_patched(model)
-    if model.training:
-        refuse_copied_labels(inner_model(model), batch.get("input_ids"), batch[TARGETS], batch["cu_seq_lens_q"])
-    not_for_the_model = ("labels", ITEMS, TARGETS, WEIGHTS)
-    outputs = model(**{name: value for name, value in batch.items() if name not in not_for_the_model})
-    loss = weighted_loss(outputs.logits, batch[TARGETS], batch[WEIGHTS], predicts_next(model))
-    auxiliary = router_loss(outputs, model)
-    return loss if auxiliary is None else loss + auxiliary
 
 
 def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *, rows_per_batch: int = 1) -> float:
@@ -214,7 +184,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         return RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
 
     sampler = on_all_ranks(plan)
-    mean, shift = TokenMean(accelerator.device), predicts_next(model)
+    mean = TokenMean(accelerator.device)
     was_training = model.training
     model.eval()
     try:
@@ -222,8 +192,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
             loader = rows_loader(dataset, sampler, model)
             for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
                 batch = send_to_device(batch, accelerator.device)
-                outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
-                mean.add(*summed_loss(outputs.logits, batch, shift))
+                total, _ = run_with_loss(model, batch, batch["labels"], weights_of(batch, "token"))
+                mean.add(total, items_in(batch, "token"))
     finally:
         model.train(was_training)
     summed, tokens = mean.over_ranks(accelerator)

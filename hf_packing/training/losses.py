@@ -58,6 +58,12 @@ def trainable_per_document(batch: Mapping[str, Any]) -> Tensor:
     return total[batch["cu_seq_lens_q"].long()].diff()
 
 
+def documents_in(batch: Mapping[str, Any]) -> Tensor:
+    """Return the number of segments in a packed batch, without those that only fill fixed shapes, an int64 scalar."""
+    last: Tensor = batch["seq_idx"].max().long()
+    return last + 1
+
+
 def items_in(batch: Mapping[str, Any], loss: Loss) -> Tensor:
     """Count the trainable tokens of a packed batch or, if loss="sequence", the documents with trainable tokens.
 
@@ -123,18 +129,6 @@ def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels:
     return {**others, TARGETS: batch["labels"], WEIGHTS: weights}
 
 
-def summed_loss(logits: Tensor, batch: Mapping[str, Any], shift: bool) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy summed over the trainable tokens of a packed batch, and the number of these tokens.
-
-    Args:
-        logits: float [1, tokens, vocabulary].
-        batch: a packed batch with labels.
-        shift: True if the logits of a token predict the next token's label.
-    """
-    total = weighted_loss(logits, batch["labels"], weights_of(batch, "token"), shift)
-    return total, trainable_per_document(batch).sum()
-
-
 class TokenMean:
     """Running sums of losses and of tokens; their quotient is the mean loss. Each rank adds its own batches."""
 
@@ -188,7 +182,7 @@ def loss_of_model(model: nn.Module) -> ModelLoss | None:
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in _ANSWERS or _ANSWERS[inner][0] is not function:
-        _ANSWERS[inner] = function, _ask(inner if has_local_weights(inner) else _small_model_like(inner))
+        _ANSWERS[inner] = function, _ask(model_to_test(model))
     return _ANSWERS[inner][1]
 
 
@@ -230,9 +224,12 @@ def refuse_unknown_loss(model: nn.Module, loss: str) -> None:
     )
 
 
-def collator_for(model: nn.Module | None) -> PackingCollator:
+def collator_for(
+    model: nn.Module | None, tokens: int | None = None, max_segments: int | None = None
+) -> PackingCollator:
     """Return a PackingCollator for a model; None stands for any model that predicts the next token."""
-    return PackingCollator(keep_first_labels=model is not None and not predicts_next(model))
+    keep_first_labels = model is not None and not predicts_next(model)
+    return PackingCollator(keep_first_labels, tokens, max_segments)
 
 
 def router_loss(outputs: Any, model: nn.Module) -> Tensor | None:
@@ -267,27 +264,39 @@ def without_router_loss(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _small_model_like(model: PreTrainedModel) -> PreTrainedModel | None:
+def model_to_test(model: nn.Module) -> PreTrainedModel | None:
+    """Return the model inside wrappers if its weights are in memory, else a small one of the same class, or None."""
+    inner = inner_model(model)
+    if has_local_weights(model):
+        return inner
     try:
-        return small_copy_of(model)
+        return small_copy_of(inner)
     except Exception:  # building a model can fail in many ways, depending on the configuration
         return None
+
+
+def short_batch(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a packed batch of one short random document, with labels for all tokens, and the inputs for the model.
+
+    The inputs are the batch itself, unless the model is not patched.
+    """
+    documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
+    packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
+    packed = send_to_device(packed, input_device(model))
+    if is_patched(model):
+        return packed, packed
+    batch = {name: packed[name] for name in ("input_ids", "labels")}
+    return packed, batch | ({"use_cache": False} if takes_argument(model, "use_cache") else {})
 
 
 def _ask(model: PreTrainedModel | None) -> ModelLoss | None:
     """Compare a model's own loss on a short document with `weighted_loss`, and return the result of `loss_of_model`."""
     if model is None:
         return None
-    documents, _ = random_documents(model, [PROBED_TOKENS], seed=0)
-    packed = PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}])
-    packed = send_to_device(packed, input_device(model))
-    batch = packed
-    if not is_patched(model):
-        batch = {name: packed[name] for name in ("input_ids", "labels")}
-        batch |= {"use_cache": False} if takes_argument(model, "use_cache") else {}
+    packed, batch = short_batch(model)
     unlabeled = _answer(model, {name: value for name, value in batch.items() if name != "labels"})
     logits = getattr(unlabeled, "logits", None)
-    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] <= max(documents[0]):
+    if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[-1] <= int(packed["labels"].max()):
         return None  # labels out of range would put a CUDA device into an error state for good
     outputs = _answer(model, batch)
     if not isinstance(logits := getattr(outputs, "logits", None), Tensor) or outputs.loss is None:

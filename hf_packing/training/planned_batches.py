@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import prepare_data_loader
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention import inner_model, patch_in_precision, patch_model
+from hf_packing.attention import ProveInTraining, inner_model, patch_for_training
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.bucket_batches import BucketBatches
@@ -18,6 +19,7 @@ from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.row_sizes import RowSizes, sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.sampling.within_limits import FilledInOrder, Shapes
 from hf_packing.training.checks import (
     applies_masks,
     check_accelerator,
@@ -27,9 +29,11 @@ from hf_packing.training.checks import (
     check_methods,
     ignored_masks,
 )
+from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
 from hf_packing.training.losses import Loss, TokenMean, collator_for, loss_of_model
 from hf_packing.training.ranks import CollectiveCall, PlannedFrom, StepCounts, data_rank, on_all_ranks
+from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.trainer_loss import (
     SettledLoss,
     TrainerLoss,
@@ -49,15 +53,18 @@ class AttachDecisions:
     batching: Batching
     """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
     loss: Loss
-    prove: bool
+    prove: ProveInTraining
     trainer_loss: TrainerLoss
     """The way in which the trainer computed its loss before attach was called."""
+    shapes: Shapes
     model: Callable[[], PreTrainedModel | None]
     """A function that returns the trainer's model at the time of attach, or None if that model no longer exists."""
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of tokens that a micro-batch may have."""
+        """The largest number of tokens that a micro-batch may have, including padding."""
+        if self.shapes[0] is not None:
+            return self.shapes[0]
         assert isinstance(self.batching, (TokenBudget, BucketBatches))
         return self.batching.max_tokens if isinstance(self.batching, TokenBudget) else self.batching.tokens_per_batch
 
@@ -78,11 +85,15 @@ class PlannedBatches:
     """The decision whether attach or the trainer computes the loss for the trainer's current model."""
     collator: PackingCollator
 
-    def __init__(self, trainer: Trainer, batching: Batching, loss: Loss, prove: bool) -> None:
+    def __init__(
+        self, trainer: Trainer, batching: Batching, loss: Loss, prove: ProveInTraining, shapes: Shapes = (None, None)
+    ) -> None:
         model = weakref.ref(inner_model(trainer.model))
-        self.decided = AttachDecisions(batching, loss, prove, loss_of_trainer(trainer), model)
+        self.decided = AttachDecisions(batching, loss, prove, loss_of_trainer(trainer), shapes, model)
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
+        self.only_evaluates_loss = False
+        """True while an evaluation runs that needs the loss, but no logits."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self.accumulation = 1
@@ -92,6 +103,7 @@ class PlannedBatches:
         self._known_sizes: dict[int, _KnownSizes] = {}
         """The cached sizes of each dataset; the key is id(dataset)."""
         self._collective = CollectiveCall()
+        self.first_batch_proof = FirstBatchProof()
 
     @contextmanager
     def on_all_ranks(self, trainer: Trainer, check: Check) -> Iterator[None]:
@@ -158,6 +170,7 @@ class PlannedBatches:
             raise PackingError("train_dataset: expected a dataset, but the trainer has none")
         batching, accumulation = self.decided.batching, trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=self.decided.loss)
+        planned_from.note_settings(tokens=self.decided.shapes[0], max_segments=self.decided.shapes[1])
         return self._sampler(trainer, "train_dataset", trainer.train_dataset, planned_from, batching, accumulation)
 
     def sampler_in_order(
@@ -166,7 +179,11 @@ class PlannedBatches:
         """Return a sampler of this rank's micro-batches for evaluation or prediction, in the order of the dataset."""
         rows_per_batch = trainer.args.per_device_eval_batch_size
         planned_from.note_settings(per_device_eval_batch_size=rows_per_batch)
-        return self._sampler(trainer, name, dataset, planned_from, InOrder(rows_per_batch))
+        tokens, max_segments = self.decided.shapes
+        batching: Batching = InOrder(rows_per_batch)
+        if tokens is not None and max_segments is not None:
+            batching = FilledInOrder(tokens, max_segments - 1)
+        return self._sampler(trainer, name, dataset, planned_from, batching)
 
     def settle(self, trainer: Trainer) -> None:
         """Patch the trainer's model, choose the collator, and decide whether attach or the trainer computes the loss.
@@ -175,10 +192,17 @@ class PlannedBatches:
             PackingError: the model's loss is not supported.
             ModelNotSupportedError: it cannot be verified that the model isolates documents.
         """
-        patch_in_precision(trainer.model, trainer.accelerator, self.decided.prove)
-        collator = collator_for(trainer.model)
+        patch_for_training(trainer.model, trainer.accelerator, self.decided.prove)
+        if self.decided.shapes != (None, None):
+            refuse_padding_in_router_loss(trainer.model)
+        collator = collator_for(trainer.model, *self.decided.shapes)
         self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
         self.collator = collator
+
+    def prove_on_first_batch(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Prove isolation on the first batch in each mode, if the caller of attach has asked for it."""
+        if self.decided.prove == "first batch":
+            self.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
 
     def check_labels(self, trainer: Trainer, dataset: Any) -> None:
         """Refuse labels that only repeat the input tokens, if the trainer's model is a masked language model.
@@ -245,7 +269,7 @@ class PlannedBatches:
             self.settle(trainer)
             trainer.data_collator = self.collator
         else:
-            patch_model(trainer.model, prove=self.decided.prove)
+            patch_for_training(trainer.model, trainer.accelerator, self.decided.prove)
             if loss_of_model(trainer.model) == self.settled.of_model:
                 return
             self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
@@ -300,3 +324,11 @@ class PlannedBatches:
             non_blocking=trainer.accelerator.non_blocking,
         )
         return prepared
+
+
+def evaluation_datasets(trainer: Trainer) -> dict[str, Any]:
+    """Return the trainer's evaluation datasets as a dict, whose keys name the datasets in error messages."""
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, dict):
+        return {f"eval_dataset[{name!r}]": each for name, each in dataset.items()}
+    return {} if dataset is None else {"eval_dataset": dataset}

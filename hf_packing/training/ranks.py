@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from hf_packing.columns import PADDING_SEGMENT
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.row_sizes import RowSizes
 from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.training.losses import Loss, items_in
+from hf_packing.training.losses import Loss, documents_in, items_in
 
 Result = TypeVar("Result")
 
@@ -235,7 +236,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
 
 
 def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
-    """Count the tokens, documents, attention cost and items of the loss in each batch.
+    """Count the tokens, documents, attention cost and items of the loss in each batch, without padding.
 
     Returns:
         int64 [batches, 4], on the batches' device. Attention cost is the sum of squared segment lengths. Items are the
@@ -243,10 +244,10 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
     """
     rows = []
     for batch in batches:
-        borders = batch["cu_seq_lens_q"]
-        counted = torch.tensor([batch["input_ids"].shape[1], len(borders) - 1], device=borders.device)
-        squares = borders.long().diff().square().sum()
-        rows.append(torch.cat([counted, squares[None], items_in(batch, loss)[None].to(borders.device)]))
+        lengths = batch["cu_seq_lens_q"].long().diff()
+        padding = (batch["seq_idx"] == PADDING_SEGMENT).sum()  # one segment, if there is any
+        counted = [batch["input_ids"].shape[1] - padding, documents_in(batch), lengths.square().sum() - padding**2]
+        rows.append(torch.stack([each.to(lengths.device) for each in (*counted, items_in(batch, loss))]))
     return torch.stack(rows)
 
 

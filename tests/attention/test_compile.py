@@ -1,12 +1,21 @@
-"""torch.compile on patched models: the same result, and no stop in the layers."""
+"""torch.compile on patched models: the same result, one graph, and few compilations however batches differ."""
 
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.attention.flex_attention as of_torch
+from patched_models import patched_tiny
 from torch._dynamo.utils import counters
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
+from hf_packing.attention import choose_kernel, kernels, varlen
 from hf_packing.attention.exact_attention import attend_by_segment, attend_by_segment_compiled
+from hf_packing.attention.kernels import FlexKernel, VarlenKernel
+from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.tiny_model import tiny_model
 
 
@@ -31,11 +40,180 @@ def compiled_breaks(layers, architecture="llama", kind="causal"):
     return sum(counters["graph_break"].values())
 
 
+class Compilations:
+    """A backend that runs graphs as they are, and counts how often each of them is compiled."""
+
+    def __init__(self):
+        self.of_graph = Counter()
+
+    def __call__(self, graph, _):
+        self.of_graph[torch._guards.CompileContext.current_compile_id().frame_id] += 1
+        return graph
+
+
+def random_batches(number, **shapes):
+    """From 1 to 60 documents in each; one batch is a single document, and one a single token."""
+    rng = np.random.default_rng(0)
+    lengths = [rng.integers(1, rng.integers(2, 16), rng.integers(1, 61)) for _ in range(number - 2)]
+    rows = [[{"input_ids": rng.integers(3, 60, length)} for length in each] for each in [*lengths, [7], [1]]]
+    return map(hfp.PackingCollator(**shapes), rows)
+
+
+def compilations(model, number, **shapes):
+    torch._dynamo.reset()
+    backend = Compilations()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for batch in random_batches(number, **shapes):
+            found, expected = compiled(**batch), model(**batch)
+            assert torch.allclose(found.logits, expected.logits, atol=1e-4)
+            assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-4, nan_ok=True)
+    return backend.of_graph
+
+
+FIXED = {"tokens": 900, "max_segments": 61}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.parametrize(("architecture", "graphs"), [("llama", 1), ("mamba", 4)])
+def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(architecture, graphs):
+    """Modules of Mamba that run by segment divide it into graphs; their number does not depend on its layers."""
+    model = patched_tiny(architecture, "causal")
+    assert list(compilations(model, 12, **FIXED).values()) == [1] * graphs
+    without = compilations(model, 12)
+    assert len(without) == graphs
+    assert max(without.values()) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_longest_document_is_no_guard(monkeypatch):
+    """A kernel gets its length as an integer, on a device that has kernels."""
+    lengths = []
+
+    @torch.library.custom_op("hf_packing_tests::kernel", mutates_args=())
+    def kernel(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, borders: torch.Tensor, longest: int, scale: float
+    ) -> torch.Tensor:
+        assert longest >= borders.diff().max()
+        lengths.append(longest)
+        each = [length for length in borders.diff().tolist() if length]
+        return attend_by_segment(query, key, value, each, scale=scale, is_causal=True).contiguous()
+
+    kernel.register_fake(lambda query, key, value, *_: torch.empty_like(query))  # noqa: ARG005
+    model = patched_tiny("llama", "causal")
+    used = SimpleNamespace(name="of the test", attend=lambda *args, scale, **_: kernel(*args, scale))
+    monkeypatch.setattr(varlen, "_kernel_for", lambda *_, **__: used)
+    assert max(compilations(model, 30).values()) <= 4
+    assert len(set(lengths)) > 8
+    lengths.clear()
+    assert list(compilations(model, 12, **FIXED).values()) == [1]
+    assert set(lengths) == {FIXED["tokens"]}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "llama4_text", "qwen3_next", "jamba", "gpt2"])
+def test_other_models_are_compiled_once_with_fixed_shapes(architecture):
+    """Layers of different kinds that run the same code, such as those of Qwen3Next, are compiled separately."""
+    model = patched_tiny(architecture, "causal")
+    few, many = compilations(model, 5, **FIXED), compilations(model, 25, **FIXED)
+    assert few == many
+    assert max(few.values()) <= 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fixed", [pytest.param({}, marks=pytest.mark.slow), FIXED])
+def test_activation_checkpointing_in_one_graph(fixed):
+    model = patched_tiny("llama", "causal", torch.float64).train()
+    batches = list(random_batches(4, **fixed))[:2]
+    expected = losses_and_gradients(model, batches)
+    model.gradient_checkpointing_enable()
+    backend = Compilations()
+    found = losses_and_gradients(torch.compile(model, backend=backend), batches)
+    assert len(backend.of_graph) == 1
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    for name, gradient in found[1].items():
+        assert torch.allclose(gradient, expected[1][name.removeprefix("_orig_mod.")], atol=1e-10), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_was_compiled_before_it_is_patched():
+    model = tiny_model("llama", "causal")
+    backend = Compilations()
+    compiled = torch.compile(model, backend=backend)
+    batch = batch_of(DOCUMENTS)
+    plain = {name: batch[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        before = compiled(**plain, use_cache=False).logits
+        hfp.patch_model(compiled)
+        assert torch.allclose(compiled(**batch).logits, model(**batch).logits, atol=1e-4)
+        assert len(backend.of_graph) == 2
+        hfp.unpatch_model(compiled)
+        assert torch.allclose(compiled(**plain, use_cache=False).logits, before, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_inner_model_alone_reads_the_borders_itself():
+    """It is traced as a part of the patched model only while that one runs."""
+    model = patched_tiny("llama", "causal")
+    inner = torch.compile(model.model, backend="eager")
+    batch = {name: value for name, value in batch_of(DOCUMENTS).items() if name != "labels"}
+    with torch.no_grad():
+        assert torch.allclose(inner(**batch)[0], model.model(**batch)[0], atol=1e-4)
+        with pytest.raises(hfp.PackingError, match="cu_seq_lens_k: expected the same segment borders"):
+            inner(**{**batch, "cu_seq_lens_k": torch.tensor([0, 29], dtype=torch.int32)})
+
+
+def test_the_mark_for_changing_sizes_exists():
+    """torch._dynamo.maybe_mark_dynamic is called in hf_packing.attention.patched_forward alone."""
+    tensor = torch.ones(1, 7)
+    torch._dynamo.maybe_mark_dynamic(tensor, [1])
+    backend = Compilations()
+    compiled = torch.compile(lambda each: each * 2, backend=backend)
+    compiled(tensor)
+    other = torch.ones(1, 8)
+    torch._dynamo.maybe_mark_dynamic(other, [1])
+    compiled(other)
+    assert list(backend.of_graph.values()) == [1]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", "causal"), ("bert", "masked")])
 def test_no_graph_break_in_a_layer(architecture, kind):
     assert compiled_breaks(6, architecture, kind) == compiled_breaks(2, architecture, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks, not we
+@pytest.mark.parametrize("kernel", ["torch varlen_attn", "FlexAttention"])
+def test_no_graph_break_in_a_layer_that_runs_on_a_kernel(monkeypatch, kernel):
+    """A kernel that runs anywhere, chosen as on CUDA."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):  # noqa: ARG001
+        assert (window_size, enable_gqa) == ((-1, 0), True)
+        tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        how = {"is_causal": True, "window": None, "softcap": None, "dropout": 0.0}
+        return attend_by_segment_compiled(*tensors, cu_seq_q, None, scale=scale, **how)[0].transpose(0, 1)
+
+    used = VarlenKernel(kernel, lambda: varlen_attn, is_torch=True) if kernel != "FlexAttention" else FlexKernel()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32,))
+    monkeypatch.setattr(choose_kernel, "KERNELS", [used])
+    monkeypatch.setattr(choose_kernel, "_chosen", {})
+    monkeypatch.setattr(choose_kernel, "_trials", {})
+    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+    monkeypatch.setattr(
+        varlen,
+        "_kernel_for",
+        lambda q, k, v, scale, **options: choose_kernel.choose_kernel(q, k, v, **options),  # noqa: ARG005
+    )
+    for other in ("attend_by_segment", "attend_by_segment_compiled"):
+        monkeypatch.setattr(varlen, other, lambda *_, **__: pytest.fail("not on the kernel"))
+    assert compiled_breaks(4) == compiled_breaks(2)
+    assert list(choose_kernel._trials.values()) == [""]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
@@ -71,6 +249,25 @@ def test_one_node_is_the_same_attention(is_causal, window, softcap, has_sinks):
         torch.autograd.grad((expected * weights).sum(), wanted),
         strict=True,
     ):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_lengths_come_from_the_packed_row(monkeypatch):
+    """Reading them from a GPU would make the processor wait, in every layer. Empty segments are left out."""
+    row = PackedRow(torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32), (3, 2))
+    q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    how = {"scale": 1.0, "is_causal": True, "window": None, "softcap": None, "dropout": 0.0}
+    expected = attend_by_segment(q, k, v, [3, 2], **how)
+    read = attend_by_segment_compiled(q, k, v, row.cu_seq_lens.clone(), None, **how)
+    diff = torch.Tensor.diff
+    monkeypatch.setattr(torch.Tensor, "diff", lambda _: pytest.fail("the borders were read"))
+    with use_row(row):
+        found = attend_by_segment_compiled(q, k, v, row.cu_seq_lens, None, **how)
+    gradients = torch.autograd.grad(found.square().sum(), (q, k, v))
+    monkeypatch.setattr(torch.Tensor, "diff", diff)
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert torch.allclose(read, expected, atol=1e-12)
+    for one, other in zip(gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
         assert torch.allclose(one, other, atol=1e-12)
 
 

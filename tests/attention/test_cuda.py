@@ -5,8 +5,10 @@ import torch
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import kernels
+from hf_packing.attention.choose_kernel import KERNELS, fails_trial
 from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.flex import block_mask
+from hf_packing.attention.kernels import Call
 from hf_packing.attention.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -14,40 +16,91 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LENGTHS = [130, 1, 64, 300, 17]
 
 
-@pytest.mark.parametrize("backend", ["flash_attn_3", "flash_attn", "torch"])
+def kernel_named(name, **how):
+    """Return a kernel, or skip the test if it is not installed or does not take the call on this GPU."""
+    kernel = next(each for each in KERNELS if each.name == name)
+    shapes = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "heads": 8, "kv_heads": 2}
+    asked = {"has_window": how.get("window") is not None, "has_softcap": how.get("softcap") is not None}
+    sinks = how.get("sinks")
+    asked |= {"sinks": sinks if sinks is None else sinks.dtype, "trains_sinks": sinks is not None}
+    asked |= {"is_causal": how["is_causal"], "has_dropout": how.get("dropout", 0.0) > 0, "is_deterministic": False}
+    if reason := kernel.refusal(call := Call(**shapes, head_dim=how["dim"], value_dim=how["value_dim"], **asked)):
+        pytest.skip(f"{name}: {reason}")
+    return kernel, call
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_kernel_is_attention_by_segment(monkeypatch, backend, window, is_causal):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 12)])
+def test_kernel_is_attention_by_segment(name, window, is_causal, softcap, has_sinks, dim, value_dim):
     """In bfloat16 a kernel may differ from float32 no more than plain attention in bfloat16 does, and a little."""
-    backends = {name: getattr(kernels, f"{name}_varlen") for name in ("flash_attn_3", "flash_attn", "torch")}
-    for other in backends.keys() - {backend}:
-        monkeypatch.setattr(kernels, f"{other}_varlen", lambda: None)
-    if backends[backend]() is None or (backend == "flash_attn_3" and not kernels.runs_flash_3(torch.device("cuda"))):
-        pytest.skip(f"no {backend} kernel here")
     torch.manual_seed(0)
-    shapes = [(1, heads, sum(LENGTHS), 64) for heads in (8, 2, 2)]
-    exact = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
-    half = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
-    how = {"scale": 0.125, "is_causal": is_causal, "window": window}
+    sinks = torch.randn(8, device="cuda").bfloat16() if has_sinks else None
+    how = {"is_causal": is_causal, "window": window, "softcap": softcap}
+    kernel, call = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, **how)
+    assert fails_trial(kernel, call) == ""
+    shapes = [(1, heads, sum(LENGTHS), size) for heads, size in ((8, dim), (2, dim), (2, value_dim))]
+    half = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    half += [] if sinks is None else [sinks.requires_grad_()]
+    exact = [tensor.detach().float().requires_grad_() for tensor in half]
     borders = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0, dtype=torch.int32)
-    expected = attend_by_segment(*exact, LENGTHS, **how)
-    plain = attend_by_segment(*half, LENGTHS, **how)
-    ours = kernels.attend_with_kernel(*half, borders, max(LENGTHS), **how)
-    weight = torch.randn_like(expected)
-    outputs = [(expected, exact), (plain, half), (ours, half)]
+
+    def by_segment(q, k, v, sinks=None):
+        return attend_by_segment(q, k, v, LENGTHS, scale=0.2, sinks=sinks, **how)
+
+    def by_kernel(q, k, v, sinks=None):
+        return kernel.attend(q, k, v, borders, max(LENGTHS), scale=0.2, sinks=sinks, dropout=0.0, **how)
+
+    outputs = [(by_segment(*exact), exact), (by_segment(*half), half), (by_kernel(*half), half)]
+    weight = torch.randn_like(outputs[0][0])
     grads = [torch.autograd.grad((output.float() * weight).sum(), inputs) for output, inputs in outputs]
-    for wanted, naive, got in [(expected, plain, ours), *zip(*grads, strict=True)]:
-        allowed = 2 * (naive.float() - wanted).abs().max() + 1e-2
+    for wanted, naive, got in [[output for output, _ in outputs], *zip(*grads, strict=True)]:
+        allowed = 2 * (naive.float() - wanted).abs().max() + 1e-2 * wanted.abs().max()
         assert (got.float() - wanted).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_flex_attention_in_rows_of_many_sizes(is_causal):
+    """The first two sizes are compiled, and the results stay right where blocks are cut or missing."""
+    how = {"is_causal": is_causal, "window": None, "softcap": None}
+    kernel, _ = kernel_named("FlexAttention", dim=64, value_dim=64, **how)
+    for seed, lengths in enumerate(([64], [128, 128], [1000, 24], [7] * 300, [4096, 5], [513, 511, 3000])):
+        for window in (None, 100, 700):
+            torch.manual_seed(seed)
+            q, k, v = (torch.randn(1, heads, sum(lengths), 64, device="cuda").bfloat16() for heads in (8, 2, 2))
+            borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+            options = {"scale": 0.1, **how, "window": window}
+            with torch.no_grad():
+                found = kernel.attend(q, k, v, borders, None, dropout=0.0, **options).float()
+                naive = attend_by_segment(q, k, v, lengths, **options).float()
+                wanted = attend_by_segment(q.float(), k.float(), v.float(), lengths, **options)
+            assert (found - wanted).abs().max() <= 2 * (naive - wanted).abs().max() + 1e-2
+
+
+def test_masks_are_made_without_waiting_for_the_device():
+    borders = torch.arange(0, 16385, 512, dtype=torch.int32, device="cuda")
+    block_mask(borders, 16384, True, None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        block_mask(borders, 16384, True, 4096)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:attention runs segment by segment")  # in float32
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Gemma2", "GptOss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_patched_models(name, dtype):
     model = hfp.patch_model(build(name, dtype).cuda())
-    assert hfp.check_isolation(model).isolated
+    report = hfp.check_isolation(model)
+    assert report.isolated
+    assert ("segment by segment" in report.kernel) is (dtype == torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:attention runs segment by segment")  # in float32
 @pytest.mark.parametrize("architecture", ["mamba", "jamba", "qwen3_next", "bloom", "bert"])
 def test_models_that_run_by_segment(architecture):
     kind = "masked" if architecture == "bert" else "causal"
@@ -56,9 +109,29 @@ def test_models_that_run_by_segment(architecture):
         assert hfp.check_isolation(model).isolated
 
 
+@pytest.mark.filterwarnings("ignore:attention runs segment by segment")  # where the model is patched in float32
 def test_autocast():
     model = hfp.patch_model(build("Qwen3").cuda())
     batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     inputs = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     with torch.autocast("cuda", torch.bfloat16):
         assert torch.isfinite(model(**inputs).loss)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_fixed_shapes(name, compiled):
+    """Kernels take empty segments, and a length above that of the longest segment."""
+    model = hfp.patch_model(build(name, torch.bfloat16).cuda())
+    rows = [{"input_ids": [3 + place % 90 for place in range(length)]} for length in LENGTHS]
+    found = []
+    for shapes in ({}, {"tokens": 700, "max_segments": 20}):
+        batch = hfp.PackingCollator(**shapes)(rows)
+        inputs = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        model.zero_grad()
+        outputs = (torch.compile(model) if compiled and shapes else model)(**inputs)
+        outputs.loss.backward()
+        gradients = [parameter.grad.float() for parameter in model.parameters()]
+        found.append([outputs.loss.detach(), outputs.logits[:, : sum(LENGTHS)].detach().float(), *gradients])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() <= 0.05 * one.abs().max() + 1e-3

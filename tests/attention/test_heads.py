@@ -62,7 +62,7 @@ def test_heads_without_logits_for_each_token(tmp_path, name):
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]] * 4, "labels": [0, 1] * 4})
     calls = [
         lambda: hfp.patch_model(model),
-        lambda: hfp.patch_model(model, prove=False),
+        lambda: hfp.patch_model(model, prove="small"),
         lambda: hfp.check_isolation(model),
         lambda: hfp.attach(trainer_of(tmp_path, model=model, data=data), hfp.TokenBudget(8)),
         lambda: hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8), model=model),

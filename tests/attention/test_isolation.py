@@ -8,7 +8,7 @@ from tiers import fast_only
 from tiny_models import SUPPORTED, build
 
 import hf_packing as hfp
-from hf_packing.attention import patched_forward, probe, varlen
+from hf_packing.attention import inspect_model, patched_forward, probe, varlen
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.packed_row import PackedRow, read_row
 
@@ -137,7 +137,7 @@ def test_logits_set_to_minus_infinity_are_left_out():
 
 def test_documents_of_the_probe_and_their_replacements_differ_everywhere():
     run = probe.Probe(build("Llama"))
-    assert tuple(len(tokens) for tokens in run.documents) == probe._LENGTHS[0]
+    assert tuple(len(tokens) for tokens in run.documents) == inspect_model._LENGTHS[0]
     assert all(
         a != b for old, new in zip(run.documents, run.others, strict=True) for a, b in zip(old, new, strict=True)
     )

@@ -4,19 +4,9 @@ import pytest
 import torch
 
 import hf_packing as hfp
+from hf_packing.attention.group_lengths import CALL_OVERHEAD, MAX_PADDING, group_equal_lengths, group_similar_lengths
 from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.packed_row import (
-    CALL_OVERHEAD,
-    MAX_PADDING,
-    PackedRow,
-    borders_from_positions,
-    borders_from_seq_idx,
-    current_row,
-    group_equal_lengths,
-    group_similar_lengths,
-    read_row,
-    use_row,
-)
+from hf_packing.attention.packed_row import PackedRow, borders_from_positions, current_row, read_row, use_row
 from hf_packing.attention.route import InputFormat
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
@@ -80,7 +70,7 @@ def told(**inputs):
 class TestBorders:
     def test_three_ways_to_tell(self):
         assert borders_from_positions(POSITIONS).tolist() == BORDERS.tolist()
-        assert borders_from_seq_idx(torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])).tolist() == BORDERS.tolist()
+        assert borders_from_positions(torch.tensor([[0] * 5 + [1] * 3 + [2] * 4]), step=0).tolist() == BORDERS.tolist()
 
     def test_positions_that_go_on_after_a_gap_begin_a_segment(self):
         assert borders_from_positions(torch.tensor([[5, 6, 7, 0, 1, 2, 9]])).tolist() == [0, 3, 6, 7]
@@ -101,7 +91,7 @@ class TestBorders:
         assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == BORDERS.tolist()
         assert inputs["max_length_q"] == inputs["max_length_k"] == 5
         assert torch.equal(inputs["position_ids"], POSITIONS)
-        assert borders_from_seq_idx(inputs["seq_idx"]).tolist() == BORDERS.tolist()
+        assert borders_from_positions(inputs["seq_idx"], step=0).tolist() == BORDERS.tolist()
         assert inputs["use_cache"] is False
 
     def test_plain_rows_are_one_segment_each(self):

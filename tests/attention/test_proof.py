@@ -7,7 +7,7 @@ from tiny_models import build
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
-from hf_packing.attention import is_patched, proof, varlen
+from hf_packing.attention import is_patched, varlen
 from hf_packing.attention.patched_forward import attention_of
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
@@ -123,8 +123,8 @@ def stop(*_, **__):
 
 INTERRUPTED = [
     (Search, "run"),
-    (proof, "can_detect_leaks"),
-    *((Probe, name) for name in ("alone", "gradients_alone", "packed_gradients")),
+    (Probe, "largest_leak"),
+    *((Probe, name) for name in ("alone", "alone_with_gradients", "packed_with_gradients")),
 ]
 
 

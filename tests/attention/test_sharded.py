@@ -46,7 +46,7 @@ def test_a_model_patched_on_meta_is_right_once_it_has_weights(architecture):
     expected, gradients = losses_and_gradients(known, alone)
     model = on_meta(known)
     with pytest.warns(UserWarning, match=ON_A_SMALL_ONE):
-        assert hfp.patch_model(model, prove=False) is model
+        assert hfp.patch_model(model, prove="small") is model
     model = filled(model, known)
     loss, found = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -62,7 +62,7 @@ def test_a_model_patched_on_meta_is_right_once_it_has_weights(architecture):
 def test_unpatching_a_model_that_was_patched_unproven():
     model = on_meta(tiny_model("jamba", "causal"))
     with pytest.warns(UserWarning, match=ON_A_SMALL_ONE):
-        hfp.patch_model(model, prove=False)
+        hfp.patch_model(model, prove="small")
     hfp.unpatch_model(model)
     assert model.config._attn_implementation == "sdpa"
     assert not any("forward" in vars(module) for module in model.modules())
@@ -74,7 +74,7 @@ def test_large_models_are_patched_where_they_have_no_weights():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=20, **sizes))
     with pytest.warns(UserWarning, match=ON_A_SMALL_ONE):
-        hfp.patch_model(model, prove=False)
+        hfp.patch_model(model, prove="small")
     assert model.config.hidden_size == 8192
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -93,7 +93,7 @@ def test_a_sharded_model_is_refused_where_it_has_to_be_proven(how):
         layer.__class__ = type("FSDPLayer", (FSDPModule, type(layer)), {})
     else:
         model.lm_head.weight.ds_id = 7
-    with pytest.raises(hfp.PackingError, match=r"LlamaForCausalLM are sharded over processes.*prove=False"):
+    with pytest.raises(hfp.PackingError, match=r"LlamaForCausalLM are sharded over processes.*prove='small'"):
         hfp.patch_model(model)
 
 
@@ -120,7 +120,7 @@ def test_configurations_of_large_models(size):
     with torch.device("meta"):
         model = cls(cls.config_class(**{"num_hidden_layers": 4, **sizes}))
     with pytest.warns(UserWarning, match=ON_A_SMALL_ONE):
-        hfp.patch_model(model, prove=False)
+        hfp.patch_model(model, prove="small")
     route = route_of(model)
     assert route.packed_share == packed_share(model, route.by_segment)
     mixers = [name for name, module in model.named_modules() if type(module).__name__.endswith("Mixer")]
@@ -131,7 +131,7 @@ def test_no_small_model_can_be_built():
     model = on_meta(tiny_model("llama", "causal"))
     model.config.rope_parameters = {"rope_type": "no such type", "rope_theta": 1.0}
     with pytest.raises(hfp.ModelNotSupportedError, match="no copy can be built: .*no such type"):
-        hfp.patch_model(model, prove=False)
+        hfp.patch_model(model, prove="small")
 
 
 @pytest.mark.slow
@@ -142,13 +142,13 @@ def test_a_small_model_with_other_modules():
         hfp.ModelNotSupportedError,
         match=r"expected model.layers.0.mamba to be of class JambaMambaMixer as in the copy, got Identity",
     ):
-        hfp.patch_model(model, prove=False)
+        hfp.patch_model(model, prove="small")
 
 
 def test_what_cannot_be_proven_is_refused_there_too():
     model = on_meta(tiny_model("mra", "masked"))
     with pytest.raises(hfp.ModelNotSupportedError, match="a small copy of the model in torch.float32"):
-        hfp.patch_model(model, prove=False)
+        hfp.patch_model(model, prove="small")
 
 
 @pytest.fixture(scope="module")

@@ -126,20 +126,27 @@ def test_local_masks_equal_masked_attention_of_each_document(lengths, size, kind
 
 @pytest.mark.parametrize("mask", [None, LocalMask(chunk=2)])
 def test_what_a_kernel_is_given(monkeypatch, mask):
-    def kernel(query, key, value, cu_seq_lens, max_length, **options):
-        assert cu_seq_lens.dtype == torch.int32
-        assert max_length == cu_seq_lens.diff().max()
-        return attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), **options)
+    class Kernel:
+        name = "a kernel"
 
+        def attend(self, query, key, value, cu_seq_lens, max_length, **options):
+            assert cu_seq_lens.dtype == torch.int32
+            assert max_length in (None, cu_seq_lens.diff().max())
+            return attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), **options)
+
+    sinks = torch.arange(4) / 4
     for borders in (BORDERS, BORDERS.long()):
         arguments = *tensors(), mask
-        loop, _ = packed_varlen(Attention(), *arguments, cu_seq_lens_q=borders)
-        with monkeypatch.context() as patch:
-            patch.setattr(varlen, "_runs_on_kernel", lambda *_, **__: True)
-            patch.setattr(varlen, "attend_with_kernel", kernel)
-            for longest in ({}, {"max_length_q": 5}):
-                attended, _ = packed_varlen(Attention(), *arguments, cu_seq_lens_q=borders, **longest)
-                assert torch.equal(attended, loop)
+        for more in ({}, {"s_aux": sinks}, {"softcap": 2.0, "sliding_window": 3}):
+            layer = Attention()
+            loop, _ = packed_varlen(layer, *arguments, cu_seq_lens_q=borders, **more)
+            assert varlen.kernel_of(layer) == "exact attention, segment by segment"
+            with monkeypatch.context() as patch:
+                patch.setattr(varlen, "_kernel_for", lambda *_, **__: Kernel())
+                for longest in ({}, {"max_length_q": 5}):
+                    attended, _ = packed_varlen(layer, *arguments, cu_seq_lens_q=borders, **longest, **more)
+                    assert torch.equal(attended, loop)
+                    assert varlen.kernel_of(layer) == "a kernel"
 
 
 def test_a_mask_of_blocks():

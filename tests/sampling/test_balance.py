@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_packing.sampling.best_fit import Limits
 from hf_packing.sampling.fill import balance, fewest_micro_batches, fill, redistribute_rows
 
 
@@ -75,12 +76,13 @@ def slow_redistribute(groups, rounds, cost, tokens, max_tokens):
 
 def check_redistribute(rows, max_tokens, world_size, seed):
     tokens, cost = np.array(rows).T
-    wanted = -(-fewest_micro_batches(tokens, max_tokens) // world_size) * world_size
+    limits = Limits(tokens, max_tokens, np.ones_like(tokens))
+    wanted = -(-fewest_micro_batches(limits) // world_size) * world_size
     if wanted > len(rows):
         return set()
-    groups = fill(tokens, max_tokens, wanted, world_size, seed)
+    groups = fill(limits, wanted, world_size, seed)
     rounds = np.random.default_rng(seed).permutation(wanted).reshape(-1, world_size)
-    evened = redistribute_rows(groups, rounds, cost.astype(float), tokens, max_tokens)
+    evened = redistribute_rows(groups, rounds, cost.astype(float), limits)
     expected, done = slow_redistribute(groups, rounds, cost.tolist(), tokens.tolist(), max_tokens)
     assert evened == expected
     for of_round in rounds.tolist():
@@ -108,5 +110,16 @@ def test_equal_to_the_slow_version_whatever_is_done(rng):
 
 def test_one_costly_micro_batch_is_shared_out():
     tokens, cost = np.full(8, 4), np.array([9.0, 9, 9, 9, 1, 1, 1, 1])
-    evened = redistribute_rows([[0, 1, 2, 3], [4, 5, 6, 7]], np.array([[0, 1]]), cost, tokens, 16)
+    limits = Limits(tokens, 16, np.ones(8, dtype=np.int64))
+    evened = redistribute_rows([[0, 1, 2, 3], [4, 5, 6, 7]], np.array([[0, 1]]), cost, limits)
     assert [cost[group].sum() for group in evened] == [20, 20]
+
+
+def test_documents_stay_within_their_limit():
+    """The costly rows have three documents each, of at most four in a micro-batch: dealing them is impossible."""
+    tokens, cost = np.full(4, 4), np.array([9.0, 9, 1, 1])
+    for documents, expected in (([1, 1, 1, 1], [10, 10]), ([2, 2, 3, 3], [18, 2])):
+        limits = Limits(tokens, 16, np.array(documents), 4)
+        micro_batches = [[0, 1], [2, 3]]
+        evened = redistribute_rows(micro_batches, np.array([[0, 1]]), cost, limits)
+        assert [cost[group].sum() for group in evened] == expected

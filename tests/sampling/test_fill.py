@@ -1,4 +1,4 @@
-"""Filling micro-batches: exactly as many as wanted, none over the budget, and equal to a slow literal version."""
+"""Filling micro-batches: exactly as many as wanted, none over its limits, and equal to a slow literal version."""
 
 import numpy as np
 import pytest
@@ -6,32 +6,42 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_packing.planning.permutation import random_order
+from hf_packing.sampling.best_fit import Limits, best_fit
 from hf_packing.sampling.fill import fewest_micro_batches, fill
 
 TOKENS = st.lists(st.integers(1, 30), min_size=1, max_size=60).map(np.array)
+PACKS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=60).map(np.array)
+MOST_DOCUMENTS = st.one_of(st.none(), st.integers(4, 12))
+
+
+def limits_of(tokens, max_tokens, documents=None, max_documents=None):
+    return Limits(tokens, max_tokens, np.ones_like(tokens) if documents is None else documents, max_documents)
 
 
 def total(rows, tokens):
     return sum(tokens[row] for row in rows)
 
 
-def longest_first(rows, tokens):
-    return sorted(rows, key=lambda row: -tokens[row])
+def longest_first(rows, tokens, documents=None):
+    """Among rows of equal length, those with more documents come first, if documents are limited."""
+    return sorted(rows, key=lambda row: (-tokens[row], -documents[row] if documents else 0))
 
 
-def roughly_longest_first(tokens, jitter, seed):
+def roughly_longest_first(tokens, jitter, seed, documents=None):
     """As if row number n of a random order were shorter by n / rows of the jitter."""
     rows = random_order(len(tokens), seed, "rows that meet").tolist()
     seen_as = {row: -tokens[row] * (1 - jitter * (place / len(rows))) for place, row in enumerate(rows)}
-    return sorted(rows, key=seen_as.get)
+    return sorted(rows, key=lambda row: (seen_as[row], -documents[row] if documents else 0))
 
 
-def tightest_room_first(rows, tokens, max_tokens):
+def tightest_room_first(rows, tokens, max_tokens, documents=None, most=None):
     """Among micro-batches with equally little room, the one that has had it for the shortest time."""
     groups, touched = [], []
     for turn, row in enumerate(rows):
         room = [max_tokens - total(group, tokens) for group in groups]
         fitting = [number for number in range(len(groups)) if room[number] >= tokens[row]]
+        if documents:
+            fitting = [number for number in fitting if total([*groups[number], row], documents) <= most]
         if fitting:
             number = min(fitting, key=lambda number: (room[number], -touched[number]))
             groups[number].append(row)
@@ -42,51 +52,86 @@ def tightest_room_first(rows, tokens, max_tokens):
     return groups
 
 
-def fewest_tokens_first(rows, tokens, number):
+def fewest_tokens_first(rows, tokens, number, documents=None, most=None):
     groups = [[] for _ in range(number)]
     for row in rows:
         sums = [total(group, tokens) for group in groups]
+        if documents:
+            sums = [
+                each if total([*group, row], documents) <= most else np.inf
+                for each, group in zip(sums, groups, strict=True)
+            ]
+        if min(sums) == np.inf:
+            return None
         groups[sums.index(min(sums))].append(row)
     return groups
 
 
-def slow_fill(tokens, max_tokens, wanted, world_size, seed):
+def fit(groups, tokens, max_tokens):
+    return groups is not None and max(total(group, tokens) for group in groups) <= max_tokens
+
+
+def slow_fewest(tokens, max_tokens, documents, most):
+    """Few micro-batches within two limits: spread if that needs fewer than best fit."""
+    rows = longest_first(range(len(tokens)), tokens, documents)
+    packed = tightest_room_first(rows, tokens, max_tokens, documents, most)
+    number, step = max(-(-sum(tokens) // max_tokens), -(-sum(documents) // most)), 0
+    least, first = number, max(number // 1000, 1)
+    while number < len(packed) or number <= least + first:
+        groups = fewest_tokens_first(rows, tokens, min(number, len(rows)), documents, most)
+        if fit(groups, tokens, max_tokens):
+            return groups
+        step = max(2 * step, least // 1000, 1)
+        number = least + step
+    return packed
+
+
+def slow_fill(tokens, max_tokens, wanted, world_size, seed, documents=None, most=None):
     """The micro-batches, and the ways by which they were found."""
     tokens = tokens.tolist()
-    if sum(tokens) < 0.95 * max_tokens * wanted:
-        groups = fewest_tokens_first(roughly_longest_first(tokens, 0.2, seed), tokens, wanted)
-        if max(total(group, tokens) for group in groups) <= max_tokens:
-            return groups, {"spread"}
+    documents = None if most is None else documents.tolist()
+    loose = [0.2] if sum(tokens) < 0.95 * max_tokens * wanted else []
+    for jitter in (0.2, 0.03, 0.0) if documents else loose:
+        rows = roughly_longest_first(tokens, jitter, seed, documents)
+        groups = fewest_tokens_first(rows, tokens, wanted, documents, most)
+        if fit(groups, tokens, max_tokens):
+            return groups, {f"spread {jitter}"}
     for jitter in (0.2, 0.03, 0.0):
-        groups = tightest_room_first(roughly_longest_first(tokens, jitter, seed), tokens, max_tokens)
+        rows = roughly_longest_first(tokens, jitter, seed, documents)
+        groups = tightest_room_first(rows, tokens, max_tokens, documents, most)
         if len(groups) <= wanted:
             break
+    else:
+        groups = slow_fewest(tokens, max_tokens, documents, most)
+        jitter = "none"
     more = wanted - len(groups)
     by_squares = sorted(groups, key=lambda group: sum(tokens[row] ** 2 for row in group))
     refilled = -(-max(8 * max(more, 1), 4 * world_size) // world_size) * world_size
     emptied = min(refilled - more, len(groups))
-    rows = longest_first([row for group in by_squares[:emptied] for row in group], tokens)
+    rows = longest_first([row for group in by_squares[:emptied] for row in group], tokens, documents)
     if len(rows) >= emptied + more:
-        dealt = fewest_tokens_first(rows, tokens, emptied + more)
-        if max(total(group, tokens) for group in dealt) <= max_tokens:
+        dealt = fewest_tokens_first(rows, tokens, emptied + more, documents, most)
+        if fit(dealt, tokens, max_tokens):
             return by_squares[emptied:] + dealt, {f"jitter {jitter}", "refilled"}
     for _ in range(more):
         of_several = [number for number, group in enumerate(groups) if len(group) > 1]
         fullest = max(of_several, key=lambda number: (total(groups[number], tokens), -number))
-        groups[fullest], other = fewest_tokens_first(longest_first(groups[fullest], tokens), tokens, 2)
+        groups[fullest], other = fewest_tokens_first(longest_first(groups[fullest], tokens, documents), tokens, 2)
         groups.append(other)
     return groups, {f"jitter {jitter}", "split" if more else "as packed"}
 
 
-def check_fill(tokens, max_tokens, more, world_size, seed):
+def check_fill(tokens, max_tokens, more, world_size, seed, documents=None, max_documents=None):
     """Compare with the slow version and check what fill promises; return the ways that the slow version went."""
-    wanted = min(fewest_micro_batches(tokens, max_tokens) + more, len(tokens))
-    groups = fill(tokens, max_tokens, wanted, world_size, seed)
-    expected, ways = slow_fill(tokens, max_tokens, wanted, world_size, seed)
+    limits = limits_of(tokens, max_tokens, documents, max_documents)
+    wanted = min(fewest_micro_batches(limits) + more, len(tokens))
+    groups = fill(limits, wanted, world_size, seed)
+    expected, ways = slow_fill(tokens, max_tokens, wanted, world_size, seed, documents, max_documents)
     assert groups == expected
     assert len(groups) == wanted
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(tokens)))
     assert max(int(tokens[group].sum()) for group in groups) <= max_tokens
+    assert max_documents is None or max(int(limits.documents[group].sum()) for group in groups) <= max_documents
     assert all(groups)
     return ways
 
@@ -97,6 +142,62 @@ def test_exactly_as_many_as_wanted_and_equal_to_the_slow_version(tokens, max_tok
     check_fill(tokens, max_tokens, more, world_size, seed)
 
 
+@settings(max_examples=200)
+@given(PACKS, st.integers(30, 90), st.integers(4, 12))
+def test_the_fewest_with_a_limit_of_documents(packs, max_tokens, most):
+    tokens, documents = packs.T
+    expected = len(slow_fewest(tokens.tolist(), max_tokens, documents.tolist(), most))
+    assert fewest_micro_batches(limits_of(tokens, max_tokens, documents, most)) == expected
+
+
+def test_no_micro_batch_is_empty_if_almost_every_row_has_one():
+    limits = limits_of(np.array([10] * 3999 + [5, 5, 1]), 10, None, 63)
+    groups = fill(limits, fewest_micro_batches(limits), 1, seed=0)
+    assert all(groups)
+    assert fewest_micro_batches(limits) == 4001
+
+
+def test_a_limit_of_documents_adds_hardly_any_padding(rng):
+    """Best fit would leave the shortest documents for micro-batches that they cannot fill."""
+    tokens = np.clip(rng.lognormal(6, 1.2, 5000).astype(int), 1, 16384)
+    limits = limits_of(tokens, 16384, None, 63)
+    fewest = fewest_micro_batches(limits)
+    assert tokens.sum() > 0.99 * 16384 * fewest
+    assert tokens.sum() < 0.97 * 16384 * len(best_fit(np.argsort(-tokens), limits))
+    for seed in range(2):
+        groups = fill(limits, fewest, 4, seed)
+        assert max(map(len, groups)) <= 63
+        assert max(int(tokens[group].sum()) for group in groups) <= 16384
+
+
+@settings(max_examples=200)
+@given(PACKS, st.integers(30, 90), st.integers(4, 12), st.integers(0, 20), st.integers(1, 8), st.integers(0, 9))
+def test_never_more_documents_than_the_limit(packs, max_tokens, most, more, world_size, seed):
+    tokens, documents = packs.T
+    check_fill(tokens, max_tokens, more, world_size, seed, documents, most)
+
+
+def test_the_limit_of_documents_by_every_way(rng):
+    ways = set()
+    for seed in range(60):
+        tokens, documents = rng.integers(10, 510, 200), rng.integers(1, 4, 200)
+        world_size = int(rng.integers(1, 3))
+        ways |= check_fill(
+            tokens, 1000, int(rng.choice([0, 150])), world_size, seed, documents, int(rng.choice([6, 8]))
+        )
+        few_lengths = rng.choice([7, 10, 15, 30], 70)
+        ways |= check_fill(few_lengths, 30, int(rng.integers(0, 3)), world_size, seed, np.ones(70, int), 2)
+    assert {"spread 0.2", "spread 0.03", "spread 0.0", "refilled"} <= ways
+
+
+@pytest.mark.parametrize(("micro_batches", "found"), [(63, True), (64, False)])
+def test_the_search_for_space_gives_up_after_64_micro_batches(micro_batches, found):
+    """They have space for the tokens of the last row, but not for its documents. The next one has space for both."""
+    tokens = np.array([12] * micro_batches + [11, 8])
+    documents = np.array([3] * micro_batches + [1, 3])
+    assert len(best_fit(np.arange(len(tokens)), limits_of(tokens, 20, documents, 4))) == micro_batches + 2 - found
+
+
 def test_equal_to_the_slow_version_by_every_way(rng):
     ways = set()
     for seed in range(60):
@@ -105,7 +206,7 @@ def test_equal_to_the_slow_version_by_every_way(rng):
     for seed in range(100):
         few_lengths = rng.choice([7, 10, 15, 30], 70)
         ways |= check_fill(few_lengths, 30, int(rng.integers(0, 3)), int(rng.integers(1, 3)), seed)
-    assert ways == {"spread", "jitter 0.2", "jitter 0.03", "jitter 0.0", "refilled", "split", "as packed"}
+    assert ways == {"spread 0.2", "jitter 0.2", "jitter 0.03", "jitter 0.0", "refilled", "split", "as packed"}
 
 
 @settings(max_examples=200)
@@ -113,15 +214,16 @@ def test_equal_to_the_slow_version_by_every_way(rng):
 @example(np.array([30] * 3 + [1] * 70), 31)
 def test_the_fewest_are_those_of_best_fit_decreasing(tokens, max_tokens):
     rows = longest_first(range(len(tokens)), tokens)
-    assert fewest_micro_batches(tokens, max_tokens) == len(tightest_room_first(rows, tokens.tolist(), max_tokens))
+    expected = len(tightest_room_first(rows, tokens.tolist(), max_tokens))
+    assert fewest_micro_batches(limits_of(tokens, max_tokens)) == expected
 
 
 @pytest.mark.parametrize("budget", [2**16, 2**16 + 1, 2**20])
 def test_rows_fit_into_the_fewest_whatever_the_budget(budget, rng):
     tokens = np.where(rng.random(3000) < 0.5, rng.uniform(0.3, 0.42, 3000), rng.uniform(0.01, 0.51, 3000)) * budget
     tokens = tokens.astype(int)
-    fewest = fewest_micro_batches(tokens, budget)
-    groups = fill(tokens, budget, fewest, 1, seed=0)
+    fewest = fewest_micro_batches(limits_of(tokens, budget))
+    groups = fill(limits_of(tokens, budget), fewest, 1, seed=0)
     assert len(groups) == fewest
     assert max(int(tokens[group].sum()) for group in groups) <= budget
 
@@ -136,5 +238,5 @@ def test_a_row_is_taken_for_at_most_the_jitter_shorter(tokens, seed):
 
 
 def test_equal_lengths_meet_others_for_another_seed():
-    one, other = (fill(np.full(50, 7), 14, 25, 1, seed) for seed in (1, 2))
+    one, other = (fill(limits_of(np.full(50, 7), 14), 25, 1, seed) for seed in (1, 2))
     assert len({frozenset(rows) for rows in one} & {frozenset(rows) for rows in other}) < 10

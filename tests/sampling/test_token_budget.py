@@ -13,6 +13,7 @@ import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Epoch
 from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.sampler import RankBatchSampler
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
 
@@ -25,11 +26,12 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=150)
     max_tokens=st.sampled_from([40, 41, 50, 80, 200]),
     seed=st.integers(0, 9),
     balance=st.sampled_from(["attention", "tokens"]),
+    max_documents=st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_tokens, seed, balance):
+def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_tokens, seed, balance, max_documents):
     lengths = np.array(lengths)
     sizes = sizes_of_documents(lengths)
-    budget = hfp.TokenBudget(max_tokens, balance=balance, seed=seed)
+    budget = hfp.TokenBudget(max_tokens, balance=balance, seed=seed, max_documents=max_documents)
     wanted = dict.fromkeys(np.flatnonzero(lengths).tolist(), 1)
     if len(wanted) < world_size:
         with pytest.raises(PackingError, match=f"at least one row for each of {world_size} ranks"):
@@ -46,6 +48,7 @@ def test_ranks_share_every_epoch_exactly(lengths, world_size, accumulation, max_
         assert plan.num_copies == sum(is_copy for _, is_copy in rows) < world_size
         assert plan.is_copy.dtype == bool
         assert plan.largest_micro_batch(sizes) <= max_tokens
+        assert max_documents is None or plan.per_micro_batch(sizes.segments).max() <= max_documents
         assert plan.left_out.tolist() == np.flatnonzero(lengths == 0).tolist()
         again = budget.plan(sizes, Epoch(epoch, world_size, accumulation))
         assert np.array_equal(again.rows, plan.rows)
@@ -58,6 +61,47 @@ def test_full_rows_have_copies_for_the_last_step_only(rows, world_size, copies):
     plan = hfp.TokenBudget(4096).plan(sizes_of_documents(np.full(rows, 4096)), Epoch(0, world_size))
     assert plan.num_micro_batches == -(-rows // world_size)
     assert plan.num_copies == copies
+
+
+@settings(max_examples=200)
+@given(
+    packs=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=8, max_size=60),
+    world_size=st.integers(1, 8),
+    max_documents=st.integers(4, 12),
+    seed=st.integers(0, 9),
+)
+def test_segments_of_packed_rows_count_as_documents(packs, world_size, max_documents, seed):
+    sizes = sizes_of_packs(np.concatenate(packs), np.cumsum([0, *map(len, packs)]))
+    budget = hfp.TokenBudget(60, max_documents=max_documents, seed=seed)
+    for epoch in range(2):
+        plan = budget.plan(sizes, Epoch(epoch, world_size))
+        assert plan.per_micro_batch(sizes.segments).max() <= max_documents
+        assert plan.largest_micro_batch(sizes) <= 60
+        assert sorted(plan.rows[~plan.is_copy].tolist()) == list(range(len(packs)))
+
+
+def test_pieces_of_documents_count_as_documents():
+    sizes = sizes_of_documents(np.array([100, 7, 7, 7]))
+    plan = hfp.TokenBudget(10, overflow="split", max_documents=1).plan(sizes)
+    assert plan.num_micro_batches == 13
+    assert np.diff(plan.offsets).tolist() == [1] * 13
+
+
+def test_rows_with_too_many_documents_are_refused_or_dropped():
+    sizes = sizes_of_packs(np.full(7, 2), np.array([0, 2, 5, 7]))
+    with pytest.raises(
+        PackingError, match="max_documents: row 1 has 3 documents, but a micro-batch may have at most 2"
+    ):
+        hfp.TokenBudget(10, max_documents=2).plan(sizes)
+    fitted = hfp.TokenBudget(10, max_documents=2, overflow="drop").fit(sizes)
+    assert (fitted.kept.tolist(), fitted.left_out.tolist(), fitted.lost_tokens) == ([0, 2], [1], 6)
+
+
+def test_another_limit_of_documents_is_another_batching():
+    sampler = RankBatchSampler(hfp.TokenBudget(100), sizes_of_documents(np.array([5, 6])))
+    other = RankBatchSampler(hfp.TokenBudget(100, max_documents=3), sizes_of_documents(np.array([5, 6])))
+    with pytest.raises(PackingError, match="batching: expected .*max_documents=None.* got .*max_documents=3"):
+        other.check_can_resume(sampler.plan_inputs())
 
 
 def test_sizes_that_are_lengths():
@@ -179,6 +223,7 @@ def test_overflow(overflow, kept, lost):
         ({"max_tokens": 8, "overflow": "cut"}, "overflow: expected one of split, truncate, drop, error, got 'cut'"),
         ({"max_tokens": 8, "linear_cost": -1}, r"linear_cost: expected a number from 0 to 1e\+12, or None, got -1"),
         ({"max_tokens": 8, "match_documents_per_step": 0}, "match_documents_per_step: expected an integer from 1"),
+        ({"max_tokens": 8, "max_documents": 0}, "max_documents: expected an integer from 1 to 2147483647, got 0"),
         ({"max_tokens": 8, "seed": -1}, "seed: expected an integer from 0"),
     ],
 )
@@ -207,6 +252,17 @@ def test_too_many_documents_per_step():
     )
     with pytest.raises(PackingError, match=message):
         hfp.TokenBudget(100, match_documents_per_step=50).plan(sizes, Epoch(0, 2, 2))
+
+
+def test_too_many_documents_per_step_for_a_limit_of_documents():
+    message = (
+        "match_documents_per_step: expected at most as many documents as fit into 1 x 1 micro-batches (accumulation x "
+        "ranks) of 100 tokens and 2 documents, got 5 documents per optimizer step; an epoch has 20 documents; use "
+        "max_tokens above 100, or max_documents above 2, or gradient_accumulation_steps=3, or "
+        "match_documents_per_step=2"
+    )
+    with pytest.raises(PackingError, match=re.escape(message)):
+        hfp.TokenBudget(100, max_documents=2, match_documents_per_step=5).plan(sizes_of_documents(np.full(20, 3)))
 
 
 def test_too_few_documents_per_step():

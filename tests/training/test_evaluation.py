@@ -6,6 +6,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
+from chunks import chunks_of
 from patched_models import patched
 from tiny_models import build
 from trainers import trainer_of
@@ -109,3 +110,33 @@ def test_evaluation_of_several_datasets_and_with_metrics(tmp_path):
     found = trainer.evaluate()
     assert (found["eval_few_rows"], found["eval_more_rows"]) == (2, 5)
     assert found["eval_few_loss"] == pytest.approx(trainer.evaluate(documents(3))["eval_loss"])
+
+
+class WithLogits(Trainer):
+    """Uses logits even where only the loss is asked for."""
+
+    def prediction_step(self, model, inputs, prediction_loss_only, *_, **__):
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        assert outputs.logits.shape[:2] == inputs["labels"].shape
+        return (loss, None, None) if prediction_loss_only else (loss, outputs.logits, inputs["labels"])
+
+
+@pytest.mark.parametrize("kind", [Trainer, WithLogits])
+def test_evaluation_in_chunks(tmp_path, kind):
+    """Logits of a whole row are computed only for predictions, metrics, and a prediction_step that may want them."""
+    data = documents(9)
+    found = []
+    for tokens in (5, 1000):
+        trainer = trainer_of(tmp_path, kind, model=patched("Llama", torch.float64), data=data)
+        hfp.attach(trainer, hfp.TokenBudget(64))
+        with chunks_of(tokens, trainer.model) as chunks:
+            found.append(trainer.evaluate(data)["eval_loss"])
+            assert bool(chunks) == (tokens == 5 and kind is Trainer)
+            chunks.clear()
+            predicted = trainer.predict(data)
+            assert predicted.predictions.shape[-1] == trainer.model.config.vocab_size
+            trainer.compute_metrics = lambda predicted: {"rows": len(predicted.label_ids)}
+            found.append(trainer.evaluate(data)["eval_loss"])
+            assert not chunks
+    assert found == pytest.approx([found[0]] * 4, rel=1e-12)

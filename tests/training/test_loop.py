@@ -10,6 +10,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
+from chunks import chunks_of
 from patched_models import patched
 from tiny_models import build, with_loss_times
 from training_process import documents
@@ -196,8 +197,9 @@ def test_mixed_precision_is_proven_as_well(monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        budget, model = hfp.TokenBudget(64), build("Llama")
         with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
-            hfp.prepare_dataloader(accelerator, documents(45), hfp.TokenBudget(64), model=build("Llama"))
+            hfp.prepare_dataloader(accelerator, documents(45), budget, model=model, prove="model")
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -289,10 +291,13 @@ def test_gradients_are_synchronized_at_the_end_of_an_epoch():
     assert [step + 1 for step, done in enumerate(synchronized) if done] == [*range(3, len(loader), 3), len(loader)]
 
 
-def test_a_batch_without_its_share():
-    with pytest.raises(PackingError, match="batch: expected a batch from prepare_dataloader, got keys: input_ids"):
+def test_a_batch_that_is_none():
+    message = "batch: expected a batch from prepare_dataloader or PackingCollator, got"
+    with pytest.raises(PackingError, match=f"{message} one without 'labels', with the keys: input_ids"):
         hfp.compute_loss(build("Llama"), {"input_ids": torch.tensor([[5, 6]])})
-    with pytest.raises(PackingError, match="batch: expected a batch from prepare_dataloader, got NoneType"):
+    with pytest.raises(PackingError, match=f"{message} one without 'cu_seq_lens_q', with the keys: labels"):
+        hfp.compute_loss(build("Llama"), {"labels": torch.tensor([[5, 6]])})
+    with pytest.raises(PackingError, match=f"{message} NoneType"):
         hfp.compute_loss(build("Llama"), None)
 
 
@@ -344,3 +349,31 @@ def test_packed_rows_whose_columns_contradict_each_other(kind):
     loader = hfp.prepare_dataloader(Accelerator(cpu=True), kind(rows), hfp.TokenBudget(4))
     with pytest.raises(PackingError, match="'position_ids': expected segments of .* as in column 'seq_lengths'"):
         list(loader)
+
+
+def test_arguments_of_plain_batches_and_of_planned_ones():
+    model, plain = patched(), hfp.PackingCollator()([{"input_ids": [5, 6, 7]}])
+    for wrong in (-1, True, "28", torch.ones(2), torch.tensor(True)):
+        with pytest.raises(
+            PackingError, match=r"num_items_in_batch: expected a number of tokens or documents, not neg"
+        ):
+            hfp.compute_loss(model, plain, num_items_in_batch=wrong)
+    with pytest.raises(PackingError, match="loss: expected one of token, sequence, got 'mean'"):
+        hfp.compute_loss(model, plain, loss="mean")
+    for planned in (next(iter(loader_of())), next(iter(loader_of(loss="sequence")))):
+        with pytest.raises(PackingError, match="loss: expected None, since the batch has a loss and a divisor already"):
+            hfp.compute_loss(model, planned, loss="token")
+        with pytest.raises(PackingError, match=r"num_items_in_batch: expected None, since the batch .* got 7"):
+            hfp.compute_loss(model, planned, num_items_in_batch=7)
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_the_head_of_a_loop_in_chunks(loss):
+    model = patched("Llama", torch.float64)
+    batch, found = next(iter(loader_of(loss=loss, model=model))), []
+    for tokens in (5, 1000):
+        with chunks_of(tokens, model) as chunks:
+            found.append(hfp.compute_loss(model, batch).item())
+            found.append(hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9), rows_per_batch=3))
+        assert bool(chunks) == (tokens == 5)
+    assert found[:2] == pytest.approx(found[2:], rel=1e-12)

@@ -33,6 +33,22 @@ RUNS = {
         for loss in ("token", "sequence")
     },
     **{
+        f"{through} {loss} in chunks": {**WHOLE, **EXACT, "through": through, "loss": loss, "in_chunks": True}
+        for through, loss in (("trainer", "token"), ("loop", "sequence"))
+    },
+    **{
+        f"{through} fixed {loss}": {
+            **WHOLE,
+            **EXACT,
+            "through": through,
+            "loss": loss,
+            "shapes": {"tokens": 640, "max_segments": 40},
+            "eval_batch_sizes": [1],
+        }
+        for through in ("trainer", "loop")
+        for loss in ("token", "sequence")
+    },
+    **{
         f"{through} evaluation": {
             **EXACT,
             "through": through,
@@ -41,6 +57,7 @@ RUNS = {
             "match_documents_per_step": 44,
             "epochs": 1,
             "eval_batch_sizes": [1, 2, 4],
+            "in_chunks": through == "trainer",
         }
         for through in ("trainer", "loop")
     },
@@ -134,14 +151,27 @@ def test_the_gradient_of_sft_trainer_on_two_ranks(on_two_ranks):
     assert largest_difference(found, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("through", ["trainer", "loop"])
-@pytest.mark.parametrize("loss", ["token", "sequence"])
-def test_the_gradient_of_two_ranks_is_that_of_one_batch(on_two_ranks, loss, through):
-    expected, value = gradients_of_a_padded_batch(documents(NUMBER), loss)
-    folder = on_two_ranks / f"{through} {loss}"
+@pytest.mark.parametrize(
+    "name", [name for name, settings in RUNS.items() if {**settings, **WHOLE, **EXACT} == settings]
+)
+def test_the_gradient_of_two_ranks_is_that_of_one_batch(on_two_ranks, name):
+    expected, value = gradients_of_a_padded_batch(documents(NUMBER), RUNS[name]["loss"])
+    folder = on_two_ranks / name
     assert len(read(folder, "seen", 0)) == 1
     assert largest_difference(torch.load(folder / "gradients.pt"), expected) <= 1e-12
     assert losses(folder)[1] == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize("through", ["trainer", "loop"])
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_fixed_shapes_change_nothing_on_two_ranks(on_two_ranks, loss, through):
+    plain, fixed = (on_two_ranks / f"{through} {name}" for name in (loss, f"fixed {loss}"))
+    found, expected = (torch.load(folder / "gradients.pt") for folder in (fixed, plain))
+    assert largest_difference(found, expected) <= 1e-12
+    assert losses(fixed)[1] == pytest.approx(losses(plain)[1], rel=1e-12)
+    assert [line["loss"] for line in read(fixed, "evaluated", 0)] == [
+        line["loss"] for line in read(fixed, "evaluated", 1)
+    ]
 
 
 @pytest.mark.parametrize("through", ["trainer", "loop"])

@@ -38,6 +38,8 @@ SETTINGS = {
     "a budget too small": r"batching: .* rank 0 has .*max_tokens=64.* rank \d has .*max_tokens=8",
     "overflow": r"batching: .* rank 0 has .*overflow='error'.* rank \d has .*overflow='drop'",
     "no batching": r"batching: expected TokenBudget\(...\) or BucketBatches",
+    "tokens": r"tokens: expected the same value on all ranks; rank 0 has 64, rank \d has 72",
+    "max_segments": r"max_segments: expected the same value on all ranks; rank 0 has 8, rank \d has 9",
     "loss": r"loss: expected the same value on all ranks; rank 0 has token, rank \d has sequence",
     "no loss": r"loss: expected one of token, sequence, got 'mean'",
     "accumulation": r"gradient_accumulation_steps: expected the same value on all ranks; rank 0 has 1, rank \d has 2",

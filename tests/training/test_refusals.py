@@ -74,7 +74,7 @@ def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_packing.attention.patch.check_isolation", lambda _: report)
     trainer = trainer_of(tmp_path, model=build("Llama"), bf16=True)
     with pytest.raises(hfp.ModelNotSupportedError, match="in bf16 mixed precision: it does"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
+        hfp.attach(trainer, hfp.TokenBudget(64), prove="model")
     with pytest.raises(PackingError, match="is not"):
         hfp.unpatch_model(trainer.model)
 

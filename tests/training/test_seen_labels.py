@@ -238,5 +238,5 @@ def test_a_model_that_cannot_be_run_is_known_by_a_small_one():
     with torch.device("meta"):
         model = transformers.BertForMaskedLM(bert().config)
     with pytest.warns(UserWarning, match="proved isolation on a small copy of BertForMaskedLM"):
-        hfp.patch_model(model, prove=False)
+        hfp.patch_model(model, prove="small")
     assert route_of(model).sees_labels

@@ -1,0 +1,155 @@
+"""Compute the loss of a packed batch in your own training loop."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_packing.attention import check_patched, inner_model, refuse_copied_labels
+from hf_packing.errors import PackingError
+from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, check_loss, items_in, router_loss, weights_of
+from hf_packing.training.run_with_loss import run_with_loss
+
+_ITEMS_OF: dict[Loss, str] = {"token": "trainable tokens", "sequence": "documents with trainable tokens"}
+"""What `num_items_in_batch` counts, for each loss."""
+
+
+def compute_loss(
+    model: nn.Module, batch: Mapping[str, Any], *, loss: Loss | None = None, num_items_in_batch: Any = None
+) -> Tensor:
+    """Compute the loss of a packed batch for `loss.backward()` or `accelerator.backward(loss)`.
+
+    The batch comes from a loader of `prepare_dataloader`, or from a PackingCollator. Logits are computed for one chunk
+    of tokens at a time, and only for tokens with a label, so that large vocabularies need little memory.
+
+    Args:
+        model: a patched causal or masked language model of transformers, with or without wrappers of PEFT, accelerate
+            and torch.
+        batch: a batch of prepare_dataloader, or a batch of a PackingCollator on the device of the model.
+        loss: "token" to sum over the trainable tokens, whose labels are not -100; "sequence" to average within each
+            document first, then sum over documents. None means "token", and is the only value for a batch of
+            prepare_dataloader, which has its own `loss`.
+        num_items_in_batch: the number by which this sum is divided, an int, float or scalar tensor: the trainable
+            tokens of the whole optimizer step or, for "sequence", its documents with trainable tokens. DDP and FSDP
+            average gradients over ranks; pass the number on all ranks divided by the number of ranks. With None, the
+            sum is divided by the items of this batch, which is right only if the batch is a whole optimizer step. A
+            batch of prepare_dataloader has its own number.
+
+    Returns:
+        A float scalar. For a batch of prepare_dataloader, accelerate averages the gradients of such losses over ranks
+        and accumulated micro-batches; the average is the gradient of the mean loss over all batches of the optimizer
+        step. For a mixture of experts, the load-balancing loss times router_aux_loss_coef is added. With
+        prepare_dataloader, this part is averaged over ranks, and is always divided by gradient_accumulation_steps, even
+        if the last step of an epoch has fewer micro-batches. Otherwise, it is multiplied by the batch's share of
+        num_items_in_batch.
+
+    Raises:
+        PackingError: the batch has no labels or borders; the model is not patched, or is not a language model; an
+            argument is given that a batch of prepare_dataloader already has; num_items_in_batch is None on several
+            ranks or, raised by backward(), while the model has gradients of an earlier batch; or, in training, the
+            labels of a masked language model only repeat the input tokens.
+
+    Example:
+        >>> import hf_packing as hfp, torch, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
+        >>> batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        >>> whole = hfp.compute_loss(model, batch)  # the mean over 3 trainable tokens
+        >>> third = hfp.compute_loss(model, batch, num_items_in_batch=9)  # the same sum, divided by 9
+        >>> bool(torch.isclose(whole, 3 * third))
+        True
+    """
+    if not isinstance(batch, Mapping):
+        raise PackingError(
+            f"batch: expected a batch from prepare_dataloader or PackingCollator, got {type(batch).__name__}"
+        )
+    planned = WEIGHTS in batch or ITEMS in batch
+    weighted = _as_planned(batch, loss, num_items_in_batch) if planned else _weighted(batch, loss, num_items_in_batch)
+    check_patched(model)
+    if model.training:
+        refuse_copied_labels(inner_model(model), batch.get("input_ids"), weighted.labels, batch["cu_seq_lens_q"])
+    not_for_the_model = (ITEMS, TARGETS, WEIGHTS)
+    inputs = {name: value for name, value in batch.items() if name not in not_for_the_model}
+    result, outputs = run_with_loss(model, inputs, weighted.labels, weighted.weights)
+    if (auxiliary := router_loss(outputs, model)) is not None:
+        result = result + auxiliary * weighted.share
+    if not planned and num_items_in_batch is None and result.requires_grad:
+        result.register_hook(lambda _: _refuse_accumulation(model))  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Weighted(NamedTuple):
+    """What `compute_loss` needs to know about a batch."""
+
+    labels: Tensor
+    weights: Tensor
+    """float [1, tokens]: the weight of each token's cross-entropy in the loss."""
+    share: Any
+    """The factor of the auxiliary loss of routers."""
+
+
+def _as_planned(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> _Weighted:
+    """Return the labels and weights of a batch from `prepare_dataloader`."""
+    for name, value in (("loss", loss), (ITEMS, num_items_in_batch)):
+        if value is not None:
+            raise PackingError(
+                f"{name}: expected None, since the batch has a loss and a divisor already, as batches of "
+                f"prepare_dataloader do, got {value!r}"
+            )
+    if WEIGHTS in batch:
+        return _Weighted(batch[TARGETS], batch[WEIGHTS], 1)
+    _check_keys(batch)
+    return _Weighted(batch["labels"], weights_of(batch, "token") / batch[ITEMS], 1)
+
+
+def _weighted(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> _Weighted:
+    """Return the labels and weights of a batch from a PackingCollator."""
+    _check_keys(batch)
+    kind = "token" if loss is None else check_loss(loss)
+    weights, own = weights_of(batch, kind), items_in(batch, kind)
+    if num_items_in_batch is None:
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        if ranks > 1 and torch.is_grad_enabled():
+            raise PackingError(
+                f"{ITEMS}: expected the number of {_ITEMS_OF[kind]} of the whole optimizer step divided by the "
+                f"{ranks} ranks, got None; the gradient would depend on how the step is split into ranks"
+            )
+        items = own.clamp(min=1)
+    else:
+        items = _as_number(num_items_in_batch).to(weights)
+    # a batch without trainable tokens has a loss of 0, even if num_items_in_batch is 0
+    divided, share = torch.where(weights > 0, weights / items, 0), torch.where(own > 0, own / items, 0)
+    return _Weighted(batch["labels"], divided, share)
+
+
+def _check_keys(batch: Mapping[str, Any]) -> None:
+    for name in ("labels", "cu_seq_lens_q"):
+        if name not in batch:
+            raise PackingError(
+                "batch: expected a batch from prepare_dataloader or PackingCollator, "
+                f"got one without {name!r}, with the keys: {', '.join(batch) or 'none'}"
+            )
+
+
+def _as_number(value: Any) -> Tensor:
+    """Return num_items_in_batch as a tensor."""
+    number = torch.as_tensor(value) if isinstance(value, (int, float, Tensor)) else None
+    if (
+        number is None
+        or number.numel() != 1
+        or number.dtype == torch.bool
+        or (number.device.type == "cpu" and number < 0)
+    ):
+        raise PackingError(f"{ITEMS}: expected a number of tokens or documents, not negative, got {value!r}")
+    return number.squeeze()
+
+
+def _refuse_accumulation(model: nn.Module) -> None:
+    """Raise PackingError if the model has gradients already, when the backward pass of a loss begins."""
+    if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters()):
+        raise PackingError(
+            f"{ITEMS}: expected the number of items of the whole optimizer step, got None, but the model already has "
+            "gradients. If several batches make an optimizer step, each would have the same weight, however few labels "
+            "it has: pass num_items_in_batch. If not, call optimizer.zero_grad() before backward()"
+        )

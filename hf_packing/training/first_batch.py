@@ -1,0 +1,92 @@
+"""Prove isolation on the first batch of a training, before the first optimizer step."""
+
+import logging
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_packing.attention import BatchProof, inner_model, prove_on_batch
+from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.training.losses import documents_in
+
+_logger = logging.getLogger(__name__)
+
+_ADVICE = (
+    "Short documents did not show this when the model was patched. Change the module, or train the model on padded "
+    "batches without hf_packing"
+)
+
+
+@dataclass
+class FirstBatchProof:
+    """Proves isolation on the first batch in training mode, and on the first batch in evaluation mode.
+
+    A batch counts if any rank has several documents in it. `print` shows what was proven so far.
+    """
+
+    proofs: dict[str, BatchProof] = field(default_factory=dict)
+    """What was proven, by mode: "training" or "evaluation"."""
+    _model: "weakref.ref[PreTrainedModel] | None" = None
+
+    def check(self, model: nn.Module, batch: Mapping[str, Any], mode: str) -> None:
+        """Prove isolation on a batch, unless it is proven for this model and mode; all ranks call this together.
+
+        Args:
+            model: the model as it is trained, with the wrappers of accelerate.
+            batch: a packed batch on the model's device.
+            mode: "training" or "evaluation".
+
+        Raises:
+            ModelNotSupportedError: isolation is not proven on a rank; raised on all ranks.
+        """
+        inner = inner_model(model)
+        if self._model is None or self._model() is not inner:
+            self.proofs, self._model = {}, weakref.ref(inner)
+        if mode in self.proofs or not _on_any_rank(int(documents_in(batch)) > 1, batch):
+            return
+        proof = prove_on_batch(model, batch, training=mode == "training")
+        problem = proof.problem and f"on {proof.where}, {proof.problem}"
+        problems = [problem] if PartialState().num_processes == 1 else gather_object([problem])
+        for rank, problem in enumerate(problems):
+            if problem:
+                on_rank = f" on rank {rank}" if len(problems) > 1 else ""
+                raise ModelNotSupportedError(
+                    f"{type(inner).__name__}: the first batch{on_rank} shows that packed documents are not isolated: "
+                    f"{problem}. {_ADVICE}"
+                )
+        self.proofs[mode] = proof
+        _logger.info("%s", self)
+
+    def __str__(self) -> str:
+        if not self.proofs:
+            return "isolation: to be proven on the first batch"
+        return "\n".join(f"isolation: {proof}" for proof in self.proofs.values())
+
+
+def prepared_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return a model as `accelerator.prepare` has returned it, or the model itself if it was not prepared."""
+    inner = inner_model(model)
+    prepared = (each for each in accelerator._models if _contains(each, inner))
+    return next(prepared, model)
+
+
+def _contains(prepared: nn.Module, model: PreTrainedModel) -> bool:
+    with suppress(PackingError):  # a model that is not of transformers
+        return inner_model(prepared) is model
+    return False
+
+
+def _on_any_rank(found: bool, batch: Mapping[str, Any]) -> bool:
+    if PartialState().num_processes == 1:
+        return found
+    flag = torch.tensor(found, dtype=torch.int32, device=batch["cu_seq_lens_q"].device)
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag)

@@ -1,0 +1,179 @@
+"""Isolation proven on a real batch: planted leaks are found and named, and the model is left as it was."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from leaky_models import LEAKS, leaky
+from patched_models import patched
+from tiers import fast_only
+from tiny_models import build, patched_tiny
+from training_by_hand import batch_of
+
+import hf_packing as hfp
+from hf_packing.attention.batch_proof import prove_on_batch
+from hf_packing.attention.batch_runs import BatchRuns, sampled_documents
+
+LENGTHS = (200, 40, 200, 7, 40, 120, 210, 33)
+SHORT = (60, 33, 60, 7, 40, 60, 110, 90, 12, 64, 33, 33)
+
+
+def batch_with(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return batch_of([torch.randint(10, 100, (length,), generator=generator).tolist() for length in lengths])
+
+
+FAST = ("distance", "gradients", "segments")
+
+
+@pytest.mark.parametrize("regime", fast_only(sorted(LEAKS), *FAST))
+def test_a_leak_is_found_and_named(regime):
+    model, module = leaky(regime)
+    hfp.patch_model(model)  # three short documents do not show it
+    with torch.autocast("cpu", torch.bfloat16, enabled=regime == "autocast"):
+        proof = prove_on_batch(model, batch_with())
+    assert proof.problem.endswith(f"the difference begins in {module}")
+    assert str(proof).startswith("not isolated on a batch of 850 tokens with 8 documents of up to 210 tokens")
+
+
+@pytest.mark.parametrize("regime", ["distance", "token"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_leak_below_rounding_is_found(regime, dtype):
+    model, module = leaky(regime)
+    hfp.patch_model(model.to(dtype))
+    assert module in prove_on_batch(model, batch_with()).problem
+
+
+STOCK = ["llama", "mixtral", "gemma2", "gpt_oss", "mamba2", "jamba", "bart", "roberta", "qwen3_next", "deepseek_v3"]
+STOCK += ["gpt2", "falcon", "bloom", "olmo2", "phi3", "granitemoehybrid", "lfm2", "minimax", "modernbert", "rwkv"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", fast_only(STOCK, "llama", "mixtral", "mamba2"))
+def test_stock_models_are_proven(architecture, dtype, training):
+    model = patched_tiny(architecture, "masked" if "bert" in architecture else "causal").to(dtype)
+    for seed in range(3):
+        proof = prove_on_batch(model, batch_with(SHORT, seed), training)
+        assert proof.problem == ""
+        assert proof.alone >= 2
+        assert proof.gradients == training
+
+
+def test_nothing_is_left_behind():
+    model = patched().train()
+    model.model.register_buffer("seen", torch.zeros(1))
+
+    def count(module, _):
+        module.seen.add_(1)
+
+    model.model.register_forward_pre_hook(count)
+    before = copy.deepcopy(model.state_dict())
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert prove_on_batch(model, batch_with()).problem == ""
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert modes == [module.training for module in model.modules()]
+    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.lm_head(torch.zeros(1, 2, 64)).shape[-1] == 128
+    assert model.config._attn_implementation == "packed_varlen"
+
+
+def test_dropout_does_not_hide_a_leak_and_causes_none():
+    model = build("Llama")
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert prove_on_batch(hfp.patch_model(model), batch_with()).problem == ""
+    assert (model.config.attention_dropout, model.model.layers[0].self_attn.attention_dropout) == (0.5, 0.5)
+    model, module = leaky("training")
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    assert module in prove_on_batch(hfp.patch_model(model), batch_with()).problem
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    model = patched().train()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    proof = prove_on_batch(model, batch_with())
+    assert proof.problem == ""
+    assert proof.gradients != reentrant  # autograd.grad does not work with the reentrant kind
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_is_proven_as_it_is_compiled():
+    torch._dynamo.reset()
+    compiled = torch.compile(patched().train(), backend="aot_eager")
+    proof = prove_on_batch(compiled, batch_with())
+    assert (proof.problem, proof.is_compiled, proof.gradients) == ("", True, True)
+    model, module = leaky("distance")
+    compiled = torch.compile(hfp.patch_model(model), backend="aot_eager")
+    assert module in prove_on_batch(compiled, batch_with()).problem
+
+
+def test_a_model_that_is_not_patched():
+    batch = batch_with()
+    assert prove_on_batch(build("Llama", use_cache=False), batch).problem == ""
+    problem = prove_on_batch(build("Llama", use_cache=True), batch).problem
+    assert problem.endswith("the difference begins in LlamaAttention (model.layers.0.self_attn)")
+
+
+def test_check_isolation_of_a_batch():
+    batch = batch_with()
+    report = hfp.check_isolation(patched(), batch=batch)
+    assert (report.isolated, report.modes, report.max_leak) == (True, ("evaluation", "training"), 0)
+    assert "850 tokens with 8 documents of up to 210 tokens" in report.reason
+    assert report.reason.endswith("kernel: exact attention, segment by segment")
+    model, module = leaky("training")
+    report = hfp.check_isolation(hfp.patch_model(model), batch=batch)
+    assert (report.isolated, report.modes) == (False, ("training",))
+    assert module in report.reason
+
+
+def test_batches_that_prove_nothing_are_refused():
+    with pytest.raises(hfp.PackingError, match="batch: expected several documents, got one document of 9 tokens"):
+        hfp.check_isolation(patched(), batch=batch_with([9]))
+    with pytest.raises(hfp.PackingError, match="batch: expected input_ids, got position_ids"):
+        hfp.check_isolation(patched(), batch={"position_ids": torch.arange(4)[None]})
+    with pytest.raises(hfp.PackingError, match="batch: expected a batch without `collator` and `rows`"):
+        hfp.check_isolation(patched(), batch=batch_with(), rows=2)
+
+
+def test_documents_of_one_token_id_are_replaced_too():
+    assert prove_on_batch(patched(), batch_of([[5] * 9, [5] * 4, [5] * 30])).problem == ""
+
+
+def test_every_second_document_is_replaced():
+    runs = BatchRuns(patched(), batch_with([5, 3, 4]), training=False)
+    assert runs.replaced == [0, 2]
+    assert runs.kept.tolist() == [5, 6, 7]
+
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=70)
+
+
+@given(lengths)
+def test_laws_of_sampled_documents(lengths):
+    replaced = list(range(0, len(lengths), 2))
+    groups = sampled_documents(lengths, replaced)
+    chosen = [number for group in groups for number in group]
+    assert len(groups) <= 3
+    assert len(set(chosen)) == len(chosen)
+    assert all(len({lengths[number] for number in group}) == 1 for group in groups)
+    assert bool(groups) == (len(lengths) > 1)
+    tokens = sum(lengths[number] for number in chosen)
+    if len(chosen) > 1 or tokens > sum(lengths) // 4:
+        assert tokens <= sum(lengths) // 4 or tokens == min(lengths)
+    kept = [length for number, length in enumerate(lengths) if number not in replaced]
+    if kept and min(kept) <= sum(lengths) // 4:
+        assert not set(chosen) & set(replaced)

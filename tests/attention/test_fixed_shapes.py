@@ -1,0 +1,163 @@
+"""Batches of fixed shapes: documents, losses and routers notice nothing of the padding, in any kind of model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from patched_models import patched, patched_tiny
+from tiny_models import build
+from training_by_hand import DOCUMENTS
+from transformers.models.mixtral import modeling_mixtral
+
+import hf_packing as hfp
+from hf_packing.attention import prove_on_batch
+from hf_packing.attention.packed_row import PackedRow, current_row, use_row
+from hf_packing.attention.patched_forward import PatchedForward
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.varlen import _cut_into_chunks
+from hf_packing.errors import PackingError
+from hf_packing.training.router_padding import refuse_padding_in_router_loss
+
+TOKENS = sum(map(len, DOCUMENTS))
+ROWS = [{"input_ids": tokens} for tokens in DOCUMENTS]
+
+
+def outputs_and_gradients(model, collator, rows=ROWS, **options):
+    model.zero_grad()
+    outputs = model(**collator(rows), **options)
+    outputs.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs, gradients
+
+
+def check_that_padding_changes_nothing(model, collator, padding, rows=ROWS, atol=1e-12, **options):
+    """Loss and gradients are the model's own, with everything that it adds to the cross-entropy."""
+    any_shape = replace(collator, tokens=None, max_segments=None)
+    expected, expected_gradients = outputs_and_gradients(model, any_shape, rows, **options)
+    found, gradients = outputs_and_gradients(model, collator, rows, **options)
+    tokens = expected.logits.shape[1]
+    assert found.logits.shape[1] == tokens + padding
+    assert torch.allclose(found.logits[:, :tokens], expected.logits, atol=atol)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), abs=atol)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        scale = max(1.0, float(expected_gradients[name].abs().max()))
+        assert torch.allclose(gradient, expected_gradients[name], atol=atol * scale), name
+    return found
+
+
+@pytest.mark.parametrize("padding", [0, 1, 300])
+def test_attention(padding):
+    collator = hfp.PackingCollator(tokens=TOKENS + padding, max_segments=9)
+    check_that_padding_changes_nothing(patched("Llama", torch.float64), collator, padding)
+
+
+def test_more_padding_than_the_model_has_positions():
+    model = patched("GPT2", torch.float64)
+    assert model.config.n_positions == 256
+    check_that_padding_changes_nothing(model, hfp.PackingCollator(tokens=TOKENS + 300, max_segments=5), 300)
+
+
+def test_a_rotary_embedding_that_changes_with_the_largest_position():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = hfp.patch_model(build("Llama", torch.float64, rope_parameters=rope, max_position_embeddings=64))
+    check_that_padding_changes_nothing(model, hfp.PackingCollator(tokens=TOKENS + 100, max_segments=5), 100)
+    longer = {name: value for name, value in hfp.PackingCollator()(ROWS).items() if name in ("input_ids", "labels")}
+    with torch.no_grad():  # the longest of the padding's positions would have changed the documents' results
+        assert not torch.allclose(
+            model(**longer, position_ids=torch.arange(TOKENS)[None] % 20).logits,
+            model(**longer, position_ids=torch.cat([torch.arange(20), 80 + torch.arange(TOKENS - 20)])[None]).logits,
+        )
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "jamba"])
+def test_modules_that_run_by_segment(architecture):
+    model = patched_tiny(architecture, "causal", torch.float64) if architecture == "mamba" else None
+    if model is None:
+        model = tiny_model(architecture, "causal", torch.float64)
+        model.set_experts_implementation("eager")  # the grouped one has no float64
+        model = hfp.patch_model(model)
+    assert model._hf_packing_patch.route.by_segment
+    check_that_padding_changes_nothing(model, hfp.PackingCollator(tokens=TOKENS + 17, max_segments=9), 17, atol=1e-9)
+
+
+def test_a_masked_language_model():
+    rows = [{"input_ids": tokens, "labels": [9, *[-100] * (len(tokens) - 1)]} for tokens in DOCUMENTS]
+    collator = hfp.PackingCollator(keep_first_labels=True, tokens=TOKENS + 17, max_segments=9)
+    model = patched_tiny("bert", "masked", torch.float64).train()
+    check_that_padding_changes_nothing(model, collator, 17, rows)
+
+    model = patched_tiny("bert", "masked", torch.float64).train()
+    copied = [{"input_ids": tokens, "labels": tokens} for tokens in DOCUMENTS]
+    with pytest.raises(PackingError, match="labels: expected labels that differ from input_ids, got 29 successive"):
+        model(**collator(copied))
+
+
+class TestRouters:
+    """The loss for load balancing counts the documents' tokens alone."""
+
+    @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+    @pytest.mark.parametrize("padding", [0, 60])
+    def test_equal_without_padding(self, name, padding):
+        model = patched(name, torch.float64).train()
+        model.config.router_aux_loss_coef = model.router_aux_loss_coef = 1.0
+        collator = hfp.PackingCollator(tokens=TOKENS + padding, max_segments=9)
+        # transformers computes this loss in float32
+        outputs = check_that_padding_changes_nothing(model, collator, padding, atol=1e-6, output_router_logits=True)
+        assert outputs.aux_loss.item() > 1
+
+    def test_without_a_way_to_mask_padding(self):
+        model = patched("Mixtral", torch.float64)
+        for replaced in model._hf_packing_patch.replaced:
+            if isinstance(replaced, PatchedForward):
+                replaced.masks_routers = False
+        full = hfp.PackingCollator(tokens=TOKENS, max_segments=9)
+        assert model(**full(ROWS), output_router_logits=True).aux_loss > 1
+        with pytest.raises(PackingError, match="aux_loss: expected none with batches of fixed shapes, since Mixtral"):
+            model(**hfp.PackingCollator(tokens=TOKENS + 60, max_segments=9)(ROWS), output_router_logits=True)
+
+    def test_a_model_that_ignores_the_mask_is_refused(self, monkeypatch):
+        model = patched("Mixtral")
+        model.config.output_router_logits = True
+        refuse_padding_in_router_loss(model)
+        stock = modeling_mixtral.load_balancing_loss_func
+        monkeypatch.setattr(
+            modeling_mixtral,
+            "load_balancing_loss_func",
+            lambda logits, experts, top_k, _: stock(logits, experts, top_k),
+        )
+        with pytest.raises(
+            PackingError, match="tokens: expected None, since MixtralForCausalLM would also compute its"
+        ):
+            refuse_padding_in_router_loss(model)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_the_proof_on_a_batch(name):
+    model = patched(name)
+    proof = prove_on_batch(model, hfp.PackingCollator(tokens=TOKENS + 17, max_segments=9)(ROWS))
+    assert proof.problem == ""
+    assert (proof.tokens, proof.documents) == (TOKENS + 17, len(ROWS) + 1)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(0, 5), st.integers(1, 25))
+def test_chunks(lengths, empty, chunk):
+    tokens = sum(lengths)
+    row = PackedRow.from_lengths(lengths)
+    borders = torch.cat([row.cu_seq_lens, row.cu_seq_lens[-1:].repeat(empty)])
+    cut = _cut_into_chunks(borders, chunk, tokens)
+    expected = sorted({place for start, end in row.slices for place in range(start, end, chunk)})
+    assert cut.dtype == torch.int32
+    assert len(cut) == len(borders) + tokens // chunk
+    assert cut.tolist() == expected + [tokens] * (len(cut) - len(expected))
+    assert cut[-1] == tokens
+
+
+def test_no_row_is_left_after_an_error():
+    model = patched("Llama")
+    with use_row(None), pytest.raises(IndexError):
+        model(**hfp.PackingCollator(tokens=TOKENS, max_segments=9)([{"input_ids": [10**6] * 3}]))
+    assert current_row.get() is None
+    assert not model._hf_packing_patch.is_running

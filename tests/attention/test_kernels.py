@@ -1,0 +1,437 @@
+"""The table of kernels: calls with the signatures of all versions, trials, the choice, and what is said of it.
+
+The kernels need CUDA. In their place stand functions that have exactly the signatures of the released versions, as
+tools.kernel_signatures has read them, and that compute exact attention from the arguments that they are given.
+"""
+
+import json
+import re
+import sys
+import warnings
+from itertools import accumulate
+from types import ModuleType
+
+import pytest
+import torch
+
+import hf_packing as hfp
+from hf_packing.attention import choose_kernel, kernels, patch
+from hf_packing.attention.choose_kernel import fails_trial, use_hub_kernel
+from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.kernels import FlexKernel, VarlenKernel
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.varlen import kernel_of, packed_varlen
+from tools.kernel_signatures import CASES, PAGE, SIGNATURES, call, function_with, newest_of_each_minor, with_tables
+
+KNOWN = json.loads(SIGNATURES.read_text())
+
+VARLEN = {
+    (name.startswith("torch"), signature): pytest.param(name, signature, id=f"{name} {version}")
+    for name in KNOWN
+    if name in ("torch varlen_attn", "flash-attn 2", "flash-attn 3") or name.startswith("kernels-community/")
+    for version, signature in reversed(KNOWN[name].items())
+}.values()
+"""All different signatures, each with the first version that has it."""
+
+TORCH = KNOWN["torch varlen_attn"]
+
+NEWEST = KNOWN["flash-attn 2"]["2.8.3.post2"]
+
+
+def test_all_signatures_are_called():
+    assert 8 <= len(VARLEN) <= sum(map(len, KNOWN.values()))
+
+
+def of_torch(given):
+    """torch: causal attention is a window up to 0, or an argument in the first version; heads must be equal."""
+    groups = given["query"].shape[1] != given["key"].shape[1]
+    assert groups == given.get("enable_gqa", False), "Expect query and key/value to have the same number of heads"
+    left, right = given.get("window_size", (-1, 0 if given.get("is_causal") else -1))
+    return exact(given["query"], given["key"], given["value"], given, "cu_seq", "max", given.get("scale"), left, right)
+
+
+def of_flash_attn(given):
+    """flash-attn: `causal` sets the right side of the window to 0. Sinks get no gradient, as in vllm-flash-attn3."""
+    left, right = given.get("window_size", (-1, -1))
+    right = 0 if given["causal"] else right
+    rare = ("alibi_slopes", "block_table", "seqused_q", "seqused_k", "qv", "q_descale", "k_descale", "v_descale")
+    assert all(given.get(name) is None for name in rare)
+    assert not (given.get("softcap") and given.get("dropout_p")), "softcap does not support dropout"
+    sinks = given.get("s_aux")
+    options = {"softcap": given.get("softcap") or None, "sinks": sinks if sinks is None else sinks.detach()}
+    scale = given["softmax_scale"]
+    output = exact(given["q"], given["k"], given["v"], given, "cu_seqlens", "max_seqlen", scale, left, right, **options)
+    return (output, None) if "pack_gqa" in given else output  # flash-attn 3 also returns log-sum-exps
+
+
+def exact(query, key, value, given, borders, longest, scale, left, right, **options):
+    borders, longest = [[given[f"{name}_{side}"] for side in "qk"] for name in (borders, longest)]
+    assert borders[0] is borders[1], "cuDNN's causal attention compares the objects"
+    assert borders[0].dtype == torch.int32
+    assert longest == [int(borders[0].diff().max())] * 2
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
+    assert right in (0, left), "only windows to both sides, or to the left"
+    tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "is_causal": right == 0}
+    window = None if left < 0 else left + 1
+    return attend_by_segment(*tensors, borders[0].diff().tolist(), window=window, **options)[0].transpose(0, 1)
+
+
+def stand_in(name, signature, body=None):
+    function = function_with(signature, body or (of_torch if name.startswith("torch") else of_flash_attn))
+    return VarlenKernel(name, lambda: function, is_torch=name.startswith("torch"))
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    """A machine of compute capability 9.0 without kernels or choices."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(choose_kernel, "KERNELS", [])
+    for name in ("_chosen", "_trials"):
+        monkeypatch.setattr(choose_kernel, name, {})
+    monkeypatch.setattr(choose_kernel, "_warned", set())
+
+
+LENGTHS = [5, 3, 4]
+
+ARGUMENTS = {"window": 3, "softcap": 2.0, "sinks": torch.arange(4) / 2}
+
+
+def tensors(dim=16, value_dim=16, dtype=torch.float64, lengths=LENGTHS):
+    torch.manual_seed(0)
+    shapes = ((4, dim), (2, dim), (2, value_dim))
+    return [torch.randn(1, heads, sum(lengths), size, dtype=dtype, requires_grad=True) for heads, size in shapes]
+
+
+@pytest.mark.parametrize(("name", "signature"), VARLEN)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("asked", [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (12, 6)])
+def test_a_call_is_right_or_refused(name, signature, is_causal, asked, dim, value_dim):
+    kernel = stand_in(name, signature)
+    how = {each: ARGUMENTS[each] for each in asked}
+    described = {"has_window": "window" in how, "has_softcap": "softcap" in how, "is_causal": is_causal}
+    if kernel.refusal(call(**described, sinks=torch.bfloat16 if "sinks" in how else None)):
+        assert asked or "requires" in kernel.refusal(call())
+        return
+    inputs, borders = tensors(dim, value_dim), torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
+    for longest in (max(LENGTHS), None):
+        ours = kernel.attend(*inputs, borders, longest, scale=0.3, is_causal=is_causal, **how)
+        expected = attend_by_segment(*inputs, LENGTHS, scale=0.3, is_causal=is_causal, **how)
+        assert torch.allclose(ours, expected, atol=1e-12)
+        weight = torch.randn_like(expected)
+        for one, other in zip(
+            *(torch.autograd.grad((each * weight).sum(), inputs) for each in (ours, expected)), strict=True
+        ):
+            assert torch.allclose(one, other, atol=1e-12)
+
+
+TAKEN = {
+    ("torch varlen_attn", "2.10.0"): ["plain"],
+    ("torch varlen_attn", "2.11.0"): ["plain", "window"],
+    ("torch varlen_attn", "2.12.1"): ["plain", "window"],
+    ("flash-attn 2", "2.5.9.post1"): ["plain", "window", "dropout"],
+    ("flash-attn 2", "2.8.3.post2"): ["plain", "window", "soft cap", "dropout"],
+    ("flash-attn 3", "2.6.3"): ["plain"],
+    ("flash-attn 3", "2.7.4.post1"): [],
+    ("flash-attn 3", "2.8.3.post2"): ["plain", "window", "soft cap"],
+}
+
+
+@pytest.mark.parametrize(("name", "version"), TAKEN)
+def test_what_versions_take(name, version):
+    kernel = stand_in(name, KNOWN[name][version])
+    assert [case for case, how in CASES.items() if not kernel.refusal(call(**how))] == TAKEN[name, version]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"has_softcap": True}, "takes no softcap"),
+        ({"has_softcap": True, "sinks": torch.bfloat16}, "takes no softcap and no sinks"),
+        ({"dtype": torch.float32}, "takes no float32"),
+        ({"head_dim": 512}, "takes head dimensions up to 256"),
+        ({"has_dropout": True, "has_softcap": True}, "takes no soft cap together with dropout"),
+    ],
+)
+def test_what_torch_refuses(change, reason):
+    assert stand_in("torch varlen_attn", TORCH["2.13.0"]).refusal(call(**change)) == reason
+
+
+def test_what_a_hub_kernel_takes_of_sinks():
+    ((_, signature),) = KNOWN["kernels-community/vllm-flash-attn3"].items()
+    kernel = stand_in("kernels-community/vllm-flash-attn3", signature)
+    assert not kernel.refusal(call(sinks=torch.bfloat16))
+    for changes in ({"trains_sinks": True}, {"sinks": torch.float32}):
+        assert "takes sinks only" in kernel.refusal(call(**{"sinks": torch.bfloat16} | changes))
+
+
+def test_capabilities_and_missing_packages(monkeypatch):
+    only_hopper = VarlenKernel("flash-attn 3", lambda: print, from_capability=(9, 0), below_capability=(10, 0))
+    for capability, runs in {(8, 0): False, (9, 0): True, (10, 0): False}.items():
+        monkeypatch.setattr(type(call()), "capability", capability)
+        assert ("does not run on a GPU of compute capability" not in only_hopper.refusal(call())) is runs
+    assert VarlenKernel("flash-attn 2", lambda: None).refusal(call()) == "not installed"
+
+
+def test_deterministic_kernels():
+    older, newer = (stand_in("flash-attn 2", KNOWN["flash-attn 2"][version]) for version in ("2.3.6", "2.8.3.post2"))
+    asked = call(is_deterministic=True)
+    assert older.refusal(asked) == "takes no deterministic"
+    assert not newer.refusal(asked)
+    assert not stand_in("torch varlen_attn", TORCH["2.13.0"]).refusal(asked)
+    seen = []
+    kernel = stand_in("flash-attn 2", NEWEST, lambda given: seen.append(given) or given["q"])
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernel.attend(*tensors(), torch.tensor([0, 12], dtype=torch.int32), 12, scale=1.0, is_causal=True, dropout=0.1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (seen[0]["deterministic"], seen[0]["dropout_p"]) == (True, 0.1)
+
+
+def test_masks_are_made_with_arguments_that_all_versions_have():
+    ours = {"seq_lengths", "BLOCK_SIZE", "mask_mod"}
+    ours |= {
+        f"{full}{side}_{each}" for full in ("", "full_") for side in ("kv", "q") for each in ("num_blocks", "indices")
+    }
+    for signature in KNOWN["torch BlockMask"].values():
+        required = set(re.sub(r", \*|, \w+=[^,(]+|, \w+=\([^)]*\)", "", signature).split(", ")) - {"self"}
+        assert required <= ours <= set(re.findall(r"\w+", signature))
+    for signature in KNOWN["torch flex_attention"].values():
+        assert {"score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options"} <= set(
+            re.findall(r"\w+", signature)
+        )
+
+
+def test_the_page_has_the_tables_of_these_signatures():
+    page = PAGE.read_text()
+    assert with_tables(page, KNOWN) == page, "run python -m tools.kernel_signatures --tables"
+
+
+def test_the_newest_release_of_each_minor_version():
+    listed = ["2.13.0+cpu", "2.13.0", "2.9.1", "2.9.0", "2.5.1", "2.10.0", "2.14.0rc1"]
+    assert newest_of_each_minor(listed, "2.6") == ["2.9.1", "2.10.0", "2.13.0"]
+
+
+def half(**changes):
+    return call(device=torch.device("cpu"), head_dim=16, value_dim=16, **changes)
+
+
+@pytest.mark.parametrize(("name", "signature"), VARLEN)
+def test_right_kernels_pass_their_trials(name, signature):
+    kernel = stand_in(name, signature)
+    random = torch.get_rng_state()
+    tried = [half(**case) for case in (*CASES.values(), {"sinks": torch.bfloat16}, {"is_causal": False})]
+    for kind in tried:
+        assert kernel.refusal(kind) or fails_trial(kernel, kind) == ""
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def changed(**changes):
+    return lambda given: of_flash_attn(given | {name: make(given) for name, make in changes.items()})
+
+
+WRONG = {
+    "forgets the scale": (changed(softmax_scale=lambda _: None), {}),
+    "forgets to be causal": (changed(causal=lambda _: False), {}),
+    "has a window that is too small": (
+        changed(window_size=lambda given: tuple(max(side - 1, 0) for side in given["window_size"])),
+        {"has_window": True, "is_causal": False},
+    ),
+    "forgets the soft cap": (changed(softcap=lambda _: 0.0), {"has_softcap": True}),
+    "has no gradient for keys": (changed(k=lambda given: given["k"].detach() * given["k"].mean() ** 0), {}),
+    "forgets a border": (lambda given: of_flash_attn(given | joined(given)), {}),
+    "returns nan": (lambda given: of_flash_attn(given) * torch.nan, {}),
+    "raises": (lambda _: of_flash_attn({}), {}),
+}
+
+
+def joined(given):
+    borders = given["cu_seqlens_q"][[0, -1]]
+    return {f"cu_seqlens_{side}": borders for side in "qk"} | {f"max_seqlen_{side}": int(borders[1]) for side in "qk"}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrong_kernels_fail_their_trials(fault):
+    body, case = WRONG[fault]
+    signature = NEWEST
+    assert fails_trial(stand_in("flash-attn 2", signature), half(**case)) == ""
+    reason = fails_trial(stand_in("flash-attn 2", signature, body), half(**case))
+    assert reason.startswith("fails with KeyError" if fault == "raises" else "fails a trial with an error of ")
+
+
+def choose(sinks=None, dropout=0.0, dtype=torch.bfloat16, **changes):
+    q, k, v = tensors(dtype=dtype)
+    options = {"is_causal": True, "window": None, "softcap": None} | changes
+    kernel = choose_kernel.choose_kernel(q, k, v, sinks=sinks, dropout=dropout, **options)
+    return None if kernel is None else kernel.name
+
+
+def test_the_first_kernel_that_takes_a_call_runs_it():
+    choose_kernel.KERNELS[:] = [
+        VarlenKernel("flash-attn 3", lambda: None),
+        stand_in("flash-attn 2", KNOWN["flash-attn 2"]["2.5.9.post1"]),
+        stand_in("torch varlen_attn", TORCH["2.13.0"]),
+        FlexOnCpu(),
+    ]
+    assert choose() == choose(window=3) == "flash-attn 2"
+    assert choose(softcap=2.0) == choose(sinks=torch.zeros(4)) == "FlexAttention"
+    choose_kernel.KERNELS[1] = VarlenKernel("flash-attn 2", lambda: None)
+    choose_kernel._chosen.clear()
+    assert choose() == "torch varlen_attn"
+    with pytest.warns(UserWarning, match="attention runs segment by segment"):
+        assert choose(dropout=0.1) is None
+
+
+class FlexOnCpu(FlexKernel):
+    """FlexAttention in place of exact attention, so that the trial is quick and gives gradients on a CPU."""
+
+    def attend(self, query, key, value, cu_seq_lens, _, **options):
+        return attend_by_segment(query, key, value, cu_seq_lens.diff().tolist(), **options)
+
+
+def test_a_trial_is_made_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(choose_kernel, "fails_trial", lambda kernel, _: tried.append(kernel.name) or "")
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    for _ in range(3):
+        assert choose() == "torch varlen_attn"
+    assert tried == ["torch varlen_attn"]
+    choose(window=3)
+    assert tried == ["torch varlen_attn"] * 2
+
+
+ADVICE = [
+    ({"dtype": torch.float32}, r"takes no float32.*Load the model in bfloat16, or train with bf16=True or fp16=True"),
+    (
+        {"dropout": 0.1},
+        "takes no dropout.*attention dropout in the model's configuration to 0, or run `pip install flash",
+    ),
+    ({"softcap": 2.0}, "Run `pip install flash-attn --no-build-isolation`, or `pip install --upgrade torch`"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ADVICE)
+def test_one_warning_says_why_there_is_no_kernel(change, message):
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    with pytest.warns(UserWarning, match=f"attention runs segment by segment, which is exact, but slow .*{message}"):
+        assert choose(**change) is None
+    choose(**change, window=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose(dtype=torch.float64)
+
+
+def test_older_gpus_are_told_no_pip_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    with pytest.warns(UserWarning, match=r"GPU of compute capability 7.5\). The kernels need a GPU of .* 8.0 or newer"):
+        assert choose() is None
+
+
+def test_a_kernel_that_fails_is_passed_over_with_a_warning():
+    broken = stand_in("flash-attn 2", NEWEST, lambda _: 1 / 0)
+    choose_kernel.KERNELS[:] = [broken, stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    message = (
+        r"an attention kernel failed \(flash-attn 2: fails with ZeroDivisionError: .*torch varlen_attn runs instead"
+    )
+    with pytest.warns(UserWarning, match=message):
+        assert choose() == "torch varlen_attn"
+
+
+def test_while_torch_compile_traces_nothing_is_tried(monkeypatch):
+    choose_kernel.KERNELS[:] = [stand_in("flash-attn 2", KNOWN["flash-attn 2"]["2.5.9.post1"]), FlexOnCpu()]
+    monkeypatch.setattr(choose_kernel, "fails_trial", lambda *_: pytest.fail("a trial"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose() == "flash-attn 2"
+    with pytest.warns(UserWarning, match="FlexAttention: has had no trial"):
+        assert choose(softcap=2.0) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(choose_kernel, "KERNELS", [FlexOnCpu()])
+    assert choose(softcap=2.0) == "FlexAttention"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose(softcap=2.0) == "FlexAttention"
+
+
+def test_packages_are_loaded_if_they_are_installed(monkeypatch):
+    for module, load in {
+        "flash_attn_interface": choose_kernel._load_flash_attn_3,
+        "flash_attn": choose_kernel._load_flash_attn_2,
+        "torch.nn.attention.varlen": choose_kernel._load_torch_varlen,
+    }.items():
+        installed = ModuleType(module)
+        installed.flash_attn_varlen_func = installed.varlen_attn = print
+        monkeypatch.setitem(sys.modules, module, installed)
+        assert load() is print
+        monkeypatch.setitem(sys.modules, module, None)
+        assert load() is None
+
+
+HUB = "kernels-community/flash-attn2"
+
+
+def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
+    """transformers has loaded it; no other name is ever asked for."""
+    kernel = stand_in(HUB, KNOWN[HUB][next(iter(KNOWN[HUB]))])
+    asked = []
+    monkeypatch.setattr(
+        choose_kernel,
+        "lazy_import_flash_attention",
+        lambda name: asked.append(name) or ((None, kernel.function, None, None, None), None),
+    )
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    assert choose() == "torch varlen_attn"
+    assert asked == []
+    for _ in range(2):
+        use_hub_kernel(HUB)
+    assert [each.name for each in choose_kernel.KERNELS] == [HUB, "torch varlen_attn"]
+    assert choose() == HUB
+    assert asked == [HUB]
+
+
+def test_a_hub_kernel_that_cannot_be_loaded(monkeypatch):
+    def fail(_):
+        raise ValueError("not trusted")
+
+    monkeypatch.setattr(choose_kernel, "lazy_import_flash_attention", fail)
+    use_hub_kernel("someone/else")
+    assert choose_kernel.KERNELS[0].refusal(call()) == "not installed"
+
+
+@pytest.mark.parametrize(("attention", "asked"), [("sdpa", []), (HUB, [HUB])])
+def test_patch_model_asks_for_the_kernel_of_the_model(monkeypatch, attention, asked):
+    seen = []
+    monkeypatch.setattr(patch, "use_hub_kernel", seen.append)
+    model = tiny_model("llama", "causal")
+    model.config._attn_implementation_internal = attention
+    monkeypatch.setattr(patch, "find_and_prove", lambda _: None)
+    hfp.patch_model(model)
+    assert seen == asked
+
+
+def test_the_report_names_the_kernel(monkeypatch):
+    model = hfp.patch_model(tiny_model("llama", "causal"))
+    report = hfp.check_isolation(model)
+    assert report.kernel == kernel_of(model) == "exact attention, segment by segment"
+    assert str(report).endswith("\nkernel: exact attention, segment by segment")
+    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32,))
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    monkeypatch.setattr(
+        "hf_packing.attention.varlen._kernel_for",
+        lambda q, k, v, scale, **options: choose_kernel.choose_kernel(q, k, v, **options),  # noqa: ARG005
+    )
+    report = hfp.check_isolation(model)
+    assert report.isolated
+    assert report.kernel == kernel_of(model) == "torch varlen_attn"
+    batch = hfp.PackingCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}])
+    assert hfp.check_isolation(model, batch=batch).kernel == "torch varlen_attn"
+    unpatched = tiny_model("llama", "causal")
+    assert hfp.check_isolation(unpatched).kernel == kernel_of(unpatched) == ""
+    assert "kernel" not in str(hfp.check_isolation(unpatched))
+
+
+def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("hf_packing.attention.varlen.choose_kernel", lambda *_, **__: pytest.fail("looked for"))
+    packed_varlen(torch.nn.Identity(), *tensors(), None, cu_seq_lens_q=torch.tensor([0, 5, 8, 12]))

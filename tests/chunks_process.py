@@ -1,0 +1,143 @@
+"""One of the processes of test_sharded_head: a model in many wrappers, its loss in chunks and from whole logits.
+
+    torchrun --nproc-per-node 2 chunks_process.py FOLDER
+
+Each process has other documents. The first one writes into FOLDER/found.json, for each of CASES, both losses, the
+largest difference between gradients as a share of the largest gradient, and why whole logits were computed, if they
+were; and what compute_loss says to a batch without num_items_in_batch.
+"""
+
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from chunks import chunks_of
+from patched_models import patched
+from tiny_models import build
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from training_by_hand import largest_difference
+
+import hf_packing as hfp
+from hf_packing.attention import inner_model
+from hf_packing.training import run_with_loss as module
+from hf_packing.training.losses import weights_of
+
+DOCUMENTS = (
+    [[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34]],
+    [[41, 42, 43]],
+)
+"""The documents of the second process fit into one chunk."""
+STEPS = 2
+"""More than one, since wrappers keep state from step to step."""
+
+
+def sharded(model, *groups, **options):
+    """FSDP2 on every layer, on groups of modules, and on the rest."""
+    policy = {"mp_policy": options.pop("mp_policy")} if "mp_policy" in options else {}
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    for group in groups:
+        fully_shard(group, **options, **policy)
+    return fully_shard(model, **policy)
+
+
+def first_version(model, *kinds):
+    policy = ModuleWrapPolicy(set(kinds)) if kinds else None
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(model, use_orig_params=True, auto_wrap_policy=policy, device_id=cpu)
+
+
+def as_accelerate(model):
+    """The units that accelerate makes; the last norm and the output layer stay in memory for the backward pass."""
+    fully_shard(model.model.embed_tokens)
+    return sharded(model, [model.model.norm, model.lm_head], reshard_after_forward=False)
+
+
+IN_BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+CASES = {
+    "DDP": lambda model: DistributedDataParallel(model),
+    "DDP that looks for unused weights": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    "DDP with a static graph": lambda model: DistributedDataParallel(model, static_graph=True),
+    "FSDP2, head in the root": sharded,
+    "FSDP2, head alone": lambda model: sharded(model, model.lm_head),
+    "FSDP2, head alone and kept": lambda model: sharded(model, model.lm_head, reshard_after_forward=False),
+    "FSDP2, norm and head": lambda model: sharded(model, [model.model.norm, model.lm_head]),
+    "FSDP2 as accelerate does": as_accelerate,
+    "FSDP2, tied": lambda model: sharded(
+        model, [model.model.norm, model.model.embed_tokens, model.lm_head], reshard_after_forward=False
+    ),
+    "FSDP2 in bfloat16": lambda model: sharded(model, [model.model.norm, model.lm_head], mp_policy=IN_BFLOAT16),
+    "FSDP1, head in the root": lambda model: first_version(model, type(model.model.layers[0])),
+    "FSDP1, head alone": lambda model: first_version(model, torch.nn.Linear),
+}
+
+
+def gradients_of(model):
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {name: each.grad.clone() for name, each in model.named_parameters()}
+    return {name: getattr(each.grad, "full_tensor", each.grad.clone)() for name, each in model.named_parameters()}
+
+
+def result_of(case, batch, keep_logits):
+    inner = hfp.patch_model(build("Llama", tie_word_embeddings=True)) if "tied" in case else patched()
+    with chunks_of(3, inner) as chunks:
+        model = CASES[case](inner.train())
+        for _ in range(STEPS):
+            model.zero_grad()
+            weights = weights_of(batch, "token") / 5
+            loss, outputs = module.run_with_loss(model, batch, batch["labels"], weights, keep_logits=keep_logits)
+            loss.backward()
+    if not keep_logits and (len(batch["labels"][0]) > 3 or "FSDP2" in case) and case != "FSDP1, head alone":
+        assert outputs.get("logits") is None
+        assert chunks
+    return loss.item(), gradients_of(model), module._REPORTED.get(inner_model(model))
+
+
+def measure(case, batch):
+    expected, gradients, _ = result_of(case, batch, True)
+    loss, found, reason = result_of(case, batch, False)
+    return {
+        "expected": expected,
+        "loss": loss,
+        "difference": largest_difference(found, gradients),
+        "whole logits since": reason,
+    }
+
+
+def refusal(batch):
+    model = DistributedDataParallel(patched())
+    with torch.no_grad():
+        hfp.compute_loss(model, batch)
+    hfp.compute_loss(model, batch, num_items_in_batch=10 / dist.get_world_size()).backward()
+    try:
+        hfp.compute_loss(model, batch)
+    except hfp.PackingError as error:
+        return str(error)
+
+
+def main(folder):
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    batch = hfp.PackingCollator()([{"input_ids": ids} for ids in DOCUMENTS[state.process_index]])
+    found = {case: measure(case, batch) for case in CASES}
+    found["compute_loss"] = refusal(batch)
+    if state.is_main_process:
+        (folder / "found.json").write_text(json.dumps(found))
+    gc.collect()  # a wrapper that outlives its processes' group can abort the interpreter at its end
+    state.wait_for_everyone()
+    state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

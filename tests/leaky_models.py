@@ -1,0 +1,139 @@
+"""Llama with a module that lets documents affect each other in a regime that short documents do not reach."""
+
+import torch
+from tiny_models import build
+from torch import nn
+
+SHIFT = 1e-3
+
+
+class ReadsFarBack(nn.Module):
+    """Every token reads the token 300 places before it."""
+
+    def forward(self, hidden):
+        return torch.cat([hidden[:, :300], hidden[:, 300:] + SHIFT * hidden[:, :-300]], 1)
+
+
+class MixesLongRows(nn.Module):
+    def forward(self, hidden):
+        return hidden + SHIFT * hidden.mean(1, keepdim=True) if hidden.shape[1] > 600 else hidden
+
+
+class PoolsManyChunks(nn.Module):
+    """Rows of more than 64 chunks of 8 tokens are pooled, as a model with a memory of past chunks might do."""
+
+    def forward(self, hidden):
+        chunks = hidden.shape[1] // 8
+        return hidden + SHIFT * hidden[:, : chunks * 8 : 8].mean(1, keepdim=True) if chunks > 64 else hidden
+
+
+class MixesInTraining(nn.Module):
+    def forward(self, hidden):
+        far = self.training and hidden.shape[1] > 100
+        return hidden + SHIFT * hidden.roll(1, 1) if far else hidden
+
+
+class MixesUnderAutocast(nn.Module):
+    def forward(self, hidden):
+        return hidden + 0.05 * hidden.roll(1, 1) if torch.is_autocast_enabled(hidden.device.type) else hidden
+
+
+class RemembersTheLastBatch(nn.Module):
+    """The mean of a long batch is added to the next batch."""
+
+    last = None
+
+    def forward(self, hidden):
+        before, self.last = self.last, hidden.detach().mean(1, keepdim=True) if hidden.shape[1] > 100 else self.last
+        return hidden if before is None else hidden + SHIFT * before
+
+
+class MixesFromTheSecondCall(nn.Module):
+    calls = 0
+
+    def forward(self, hidden):
+        if hidden.shape[1] > 100:
+            self.calls += 1
+        return hidden + SHIFT * hidden.roll(1, 1) if self.calls > 1 else hidden
+
+
+class _MixedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient + SHIFT * gradient.roll(-1, 1) if gradient.shape[1] > 100 else gradient
+
+
+class MixesGradients(nn.Module):
+    """The outputs are right, the gradients of long rows are not."""
+
+    def forward(self, hidden):
+        return _MixedGradient.apply(hidden)
+
+
+class Behind(nn.Module):
+    """A module followed by another one, which gets its output."""
+
+    def __init__(self, module, leak):
+        super().__init__()
+        self.module, self.leak = module, leak
+
+    def forward(self, *args, **kwargs):
+        return self.leak(self.module(*args, **kwargs))
+
+
+class AfterAToken(nn.Module):
+    """An embedding that mixes all tokens of a row if one of them is number 77."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+        self.weight, self.num_embeddings = embedding.weight, embedding.num_embeddings
+
+    def forward(self, tokens):
+        embedded = self.embedding(tokens)
+        return embedded + SHIFT * embedded.roll(1, 1) if (tokens == 77).sum() > 2 else embedded
+
+
+class ManySegments(nn.Module):
+    """A rotary embedding that turns the positions of rows with more than five segments."""
+
+    def __init__(self, rotary):
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, hidden, position_ids):
+        segments = int((position_ids == 0).sum())
+        if segments > 5:
+            position_ids = position_ids + torch.arange(position_ids.shape[1]) // 50
+        return self.rotary(hidden, position_ids=position_ids)
+
+
+LEAKS = {
+    "distance": ("model.layers.1.mlp", ReadsFarBack),
+    "row length": ("model.layers.1.mlp", MixesLongRows),
+    "row length in the head": ("lm_head", MixesLongRows),
+    "autocast": ("model.layers.0.mlp", MixesUnderAutocast),
+    "chunks": ("model.layers.0.self_attn.o_proj", PoolsManyChunks),
+    "training": ("model.layers.0.mlp", MixesInTraining),
+    "last batch": ("model.norm", RemembersTheLastBatch),
+    "second call": ("model.layers.1.mlp", MixesFromTheSecondCall),
+    "gradients": ("model.layers.1.mlp", MixesGradients),
+    "token": ("model.embed_tokens", AfterAToken),
+    "segments": ("model.rotary_emb", ManySegments),
+}
+"""By regime: where the module is in a Llama, and its class."""
+
+
+def leaky(regime):
+    """A Llama of two layers that leaks in one regime, and the class and the name of the module that leaks."""
+    model = build("Llama", max_position_embeddings=1024)
+    place, kind = LEAKS[regime]
+    parent, _, name = place.rpartition(".")
+    inner = model.get_submodule(place)
+    wrapped = regime in ("token", "segments")
+    setattr(model.get_submodule(parent), name, kind(inner) if wrapped else Behind(inner, kind()))
+    return model, f"{kind.__name__} ({place if wrapped else f'{place}.leak'})"

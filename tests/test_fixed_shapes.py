@@ -1,0 +1,144 @@
+"""Batches of fixed shapes: one segment without labels fills them, and empty segments come after it."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.masking_utils import find_packed_sequence_indices
+
+import hf_packing as hfp
+from hf_packing.attention.packed_row import read_row
+from hf_packing.errors import PackingError
+
+ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+def rows_of(lengths):
+    rng = np.random.default_rng(0)
+    return [{"input_ids": rng.integers(3, 99, sum(row)), "seq_lengths": row} for row in lengths]
+
+
+@given(ROWS, st.integers(0, 40), st.integers(0, 9), st.booleans())
+def test_the_batch_is_filled_and_its_documents_stay_as_they_are(lengths, missing, more, has_types):
+    rows = rows_of(lengths)
+    rows = [{**row, "token_type_ids": row["input_ids"] % 2} for row in rows] if has_types else rows
+    batch = hfp.PackingCollator()(rows)
+    given, segments = batch["input_ids"].shape[1], len(batch["cu_seq_lens_q"]) - 1
+    tokens, max_segments = given + missing, max(segments + (missing > 0) + more, 2)
+    filled = hfp.PackingCollator(tokens=tokens, max_segments=max_segments)(rows)
+    assert list(filled) == list(batch)
+    for name in batch:
+        if isinstance(batch[name], torch.Tensor) and batch[name].ndim == 2:
+            assert filled[name].shape == (1, tokens)
+            assert filled[name].dtype == batch[name].dtype
+            assert torch.equal(filled[name][:, :given], batch[name])
+    assert (filled["labels"][0, given:] == -100).all()
+    assert (filled["input_ids"][0, given:] == batch["input_ids"][0, 0]).all()
+    assert (filled["seq_idx"][0, given:] == -1).all()
+    longest = int(batch["position_ids"].max()) + 1
+    assert filled["position_ids"][0, given:].tolist() == [place % longest for place in range(missing)]
+    borders = filled["cu_seq_lens_q"]
+    assert borders.dtype == torch.int32
+    assert borders.tolist() == batch["cu_seq_lens_q"].tolist() + [tokens] * (max_segments - segments)
+    assert filled["cu_seq_lens_k"].tolist() == borders.tolist()
+    assert filled["max_length_q"] == filled["max_length_k"] == tokens
+    # law 9: transformers finds the same segments of documents
+    found = find_packed_sequence_indices(filled["position_ids"])
+    expected = torch.repeat_interleave(torch.arange(segments), batch["cu_seq_lens_q"].diff())
+    assert found is None or found[0, :given].tolist() == expected.tolist()
+
+
+@given(ROWS, st.integers(0, 40), st.integers(0, 9))
+def test_a_patched_model_reads_the_same_documents(lengths, missing, more):
+    rows = rows_of(lengths)
+    batch = hfp.PackingCollator()(rows)
+    given, segments = batch["input_ids"].shape[1], len(batch["cu_seq_lens_q"]) - 1
+    collator = hfp.PackingCollator(tokens=given + missing, max_segments=max(segments + (missing > 0) + more, 2))
+    filled = collator(rows)
+    _, row = read_row(filled, training=True)
+    padding = [missing] if missing else []
+    assert row.lengths == (*batch["cu_seq_lens_q"].diff().tolist(), *padding)
+    assert row.padding == missing
+    assert row.tokens == given + missing
+    assert torch.equal(row.position_ids, filled["position_ids"])
+    assert row.mask.tolist() == [[1] * given + [0] * missing]
+    assert torch.equal(row.seq_idx[:, :given], batch["seq_idx"])
+    assert row.max_length == row.tokens
+    del filled["cu_seq_lens_q"], filled["cu_seq_lens_k"]
+    by_seq_idx = read_row({name: value for name, value in filled.items() if name != "position_ids"}, training=True)[1]
+    assert by_seq_idx.lengths == row.lengths
+
+
+def test_the_first_label_may_stay():
+    collator = hfp.PackingCollator(keep_first_labels=True, tokens=4, max_segments=3)
+    assert collator([{"input_ids": [5, 6]}])["labels"].tolist() == [[5, 6, -100, -100]]
+
+
+def test_the_collator_is_a_value():
+    collator = hfp.PackingCollator(tokens=4, max_segments=3)
+    assert pickle.loads(pickle.dumps(collator)) == collator != hfp.PackingCollator()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": 8}, "max_segments: expected an integer together with tokens=8, got None"),
+        ({"max_segments": 8}, "tokens: expected an integer together with max_segments=8, got None"),
+        ({"tokens": 0, "max_segments": 8}, "tokens: expected an integer from 1 to 2147483647, got 0"),
+        ({"tokens": 8, "max_segments": 1}, "max_segments: expected an integer from 2 to 2147483647, got 1"),
+        ({"tokens": 8, "max_segments": 2.5}, "max_segments: expected an integer from 2 to 2147483647, got 2.5"),
+        ({"tokens": 4, "max_segments": 8}, "tokens: expected at most 4 tokens in the rows of a batch, got 5 tokens"),
+        ({"tokens": 5, "max_segments": 2}, "max_segments: expected at most 2 segments in a batch, got 3 segments$"),
+        (
+            {"tokens": 6, "max_segments": 3},
+            "max_segments: expected at most 3 segments in a batch, got 3 segments and one more to fill the batch up to",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    with pytest.raises(PackingError, match=message):
+        hfp.PackingCollator(**arguments)([{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [8, 9]}])
+
+
+class TestBorders:
+    """Empty segments may be at the end only, and what is called padding must be there, too."""
+
+    def batch(self, **changes):
+        rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+        return hfp.PackingCollator(tokens=9, max_segments=6)(rows) | changes
+
+    def test_empty_segments_elsewhere(self):
+        borders = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 3, 3, 5, 9], dtype=torch.int32))
+        with pytest.raises(
+            PackingError, match=r"cu_seq_lens_q: expected cumulative lengths that rise .* \[0, 3, 3, 5, 9"
+        ):
+            read_row(self.batch(**borders, position_ids=None, seq_idx=None), training=True)
+
+    def test_borders_that_disagree(self):
+        borders = torch.tensor([0, 3, 6, 9, 9, 9, 9], dtype=torch.int32)
+        with pytest.raises(PackingError, match="cu_seq_lens_k: expected the same segment borders as in cu_seq_lens_q"):
+            read_row(self.batch(cu_seq_lens_k=borders), training=True)
+        with pytest.raises(PackingError, match="seq_idx: expected the same segment borders"):
+            read_row(self.batch(seq_idx=torch.tensor([[0, 0, 1, 1, 1, -1, -1, -1, -1]])), training=True)
+        with pytest.raises(PackingError, match="position_ids: expected the same segment borders"):
+            read_row(self.batch(position_ids=torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 0]])), training=True)
+
+    def test_borders_of_different_lengths(self):
+        shorter = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
+        assert read_row(self.batch(cu_seq_lens_k=shorter), training=True)[1].lengths == (3, 2, 4)
+        for wrong in ([0, 3, 9], [0, 3, 5, 8, 9]):
+            with pytest.raises(PackingError, match="cu_seq_lens_k: expected the same segment borders"):
+                read_row(self.batch(cu_seq_lens_k=torch.tensor(wrong, dtype=torch.int32)), training=True)
+
+    def test_padding_elsewhere(self):
+        seq_idx = torch.tensor([[-1, -1, -1, 1, 1, -1, -1, -1, -1]])
+        with pytest.raises(PackingError, match="seq_idx: expected -1 only in the last segment, got 7 such tokens"):
+            read_row(self.batch(seq_idx=seq_idx, position_ids=None), training=True)
+
+    def test_a_max_length_that_is_too_small_is_not_passed_on(self):
+        batch = hfp.PackingCollator(tokens=5, max_segments=4)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+        assert read_row(batch, training=True)[1].max_length == 5
+        assert read_row(batch | {"max_length_q": 2}, training=True)[1].max_length == 3

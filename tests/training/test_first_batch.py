@@ -1,0 +1,189 @@
+"""Isolation proven on the first batch of a training: leaks are refused before a step, on all ranks, by their name."""
+
+import json
+
+import accelerate
+import datasets
+import pytest
+import torch
+from leaky_models import LEAKS, leaky
+from patched_models import patched
+from processes import launch
+from tiers import fast_only
+from tiny_models import build
+from torch import nn
+from trainers import trainer_of
+from transformers import Trainer
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.attention import patch
+
+LENGTHS = [200, 40, 200, 7, 40, 120, 210, 33] * 3
+BUDGET = hfp.TokenBudget(900)
+
+
+def documents(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 120, (length,), generator=generator).tolist() for length in lengths]
+    return datasets.Dataset.from_dict({"input_ids": rows})
+
+
+def trainer_on(folder, model, kind=Trainer, **changes):
+    return trainer_of(folder, kind, model, documents(), **changes)
+
+
+@pytest.mark.parametrize("regime", fast_only(sorted(LEAKS), "distance", "second call"))
+def test_attach_refuses_a_leak_before_the_first_step(tmp_path, regime):
+    model, module = leaky(regime)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer = trainer_on(tmp_path, model, bf16=regime == "autocast")
+    summary = hfp.attach(trainer, BUDGET)
+    assert str(summary).endswith("isolation: to be proven on the first batch")
+    with pytest.raises(
+        hfp.ModelNotSupportedError, match="the first batch shows that packed documents are not"
+    ) as found:
+        trainer.train()
+    assert f"the difference begins in {module}. Short documents" in str(found.value)
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_the_summary_says_what_was_proven(tmp_path, kind, loss):
+    trainer = trainer_on(tmp_path, build("Llama", max_position_embeddings=1024), kind)
+    summary = hfp.attach(trainer, BUDGET, loss=loss)
+    trainer.train()
+    told = str(summary).splitlines()[-1]
+    assert told.startswith("isolation: isolated on a batch of ")
+    assert "documents of up to 210 tokens, in training mode and float32" in told
+    assert summary == hfp.attach(trainer_on(tmp_path, patched()), BUDGET)
+
+
+def test_training_is_the_same_as_without_the_proof(tmp_path):
+    losses = []
+    for prove in ("first batch", "model"):
+        trainer = trainer_on(tmp_path / prove[0], build("Llama", max_position_embeddings=1024))
+        hfp.attach(trainer, BUDGET, prove=prove)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+
+
+def test_the_proof_runs_once_for_each_mode(tmp_path, monkeypatch):
+    calls = []
+    proven = hfp.training.first_batch.prove_on_batch
+    monkeypatch.setattr(
+        "hf_packing.training.first_batch.prove_on_batch",
+        lambda model, batch, training: calls.append(training) or proven(model, batch, training),
+    )
+    trainer = trainer_on(tmp_path, build("Llama", max_position_embeddings=1024))
+    hfp.attach(trainer, BUDGET)
+    trainer.train()
+    trainer.evaluate(documents(LENGTHS[:8]))
+    trainer.evaluate(documents(LENGTHS[:8]))
+    assert calls == [True, False]
+
+
+def test_a_batch_of_one_document_proves_nothing(tmp_path):
+    trainer = trainer_on(tmp_path, build("Llama", max_position_embeddings=1024))
+    summary = hfp.attach(trainer, hfp.TokenBudget(210))
+    trainer.args.max_steps = 1
+    trainer.train_dataset = documents([210] * 4)
+    trainer.train()
+    assert str(summary).endswith("isolation: to be proven on the first batch")
+
+
+def test_evaluation_before_training_is_proven_too(tmp_path):
+    model, module = leaky("distance")
+    trainer = trainer_on(tmp_path, model, per_device_eval_batch_size=8)
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(hfp.ModelNotSupportedError, match="in evaluation mode") as found:
+        trainer.evaluate(documents())
+    assert module in str(found.value)
+
+
+def test_a_loader_refuses_a_leak_before_its_first_batch():
+    model, module = leaky("row length")
+    loader = hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), documents(), BUDGET, model=model)
+    with pytest.raises(hfp.ModelNotSupportedError) as found:
+        next(iter(loader))
+    assert module in str(found.value)
+
+
+def test_a_loader_tells_what_was_proven():
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = build("Llama", max_position_embeddings=1024)
+    loader = hfp.prepare_dataloader(accelerator, documents(), BUDGET, model=model)
+    model = accelerator.prepare(model)
+    for _ in loader:
+        pass
+    assert "in training mode" in str(loader.first_batch_proof)
+
+
+@pytest.mark.parametrize("call", ["attach", "prepare_dataloader", "patch_model"])
+def test_unknown_ways_to_prove_are_refused(tmp_path, call):
+    model = build("Llama")
+    calls = {
+        "attach": lambda: hfp.attach(trainer_on(tmp_path, model), BUDGET, prove=True),
+        "prepare_dataloader": lambda: hfp.prepare_dataloader(
+            accelerate.Accelerator(cpu=True), documents(), BUDGET, model=model, prove=True
+        ),
+        "patch_model": lambda: hfp.patch_model(model, prove=True),
+    }
+    with pytest.raises(hfp.PackingError, match=r"prove: expected one of (first batch, )?model, small, got True"):
+        calls[call]()
+
+
+class Smooth(nn.Module):
+    """A module of the user, which mixes neighbours."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        return self.inner(hidden + 0.5 * nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
+
+
+def test_modules_that_a_small_copy_lacks_are_searched(tmp_path, monkeypatch):
+    monkeypatch.setattr(patch, "_FEW_PARAMETERS", 0)
+    model = build("Llama", max_position_embeddings=1024)
+    model.model.layers[1].mlp = Smooth(model.model.layers[1].mlp)
+    trainer = trainer_on(tmp_path, model)
+    hfp.attach(trainer, BUDGET)
+    assert hfp.check_isolation(model).route.modules == {"Smooth": 1}
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_model_without_a_small_copy_is_patched_itself(tmp_path, monkeypatch):
+    class Odd(type(build("Llama"))):
+        def __init__(self, config, needed=None):
+            if needed is None:
+                raise ValueError("needed")
+            super().__init__(config)
+
+    monkeypatch.setattr(patch, "_FEW_PARAMETERS", 0)
+    model = Odd(build("Llama").config, needed=True)
+    trainer = trainer_on(tmp_path, model)
+    hfp.attach(trainer, BUDGET)
+    assert hfp.check_isolation(model).isolated
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_model(tmp_path):
+    """Two processes with FSDP2, LoRA and checkpointing: all of them go on, or all of them stop."""
+    cases = ["stock", "distance", "gradients", "segments"]
+    launch("first_batch_process.py", tmp_path, json.dumps(cases), ranks=2)
+    found = {case: [json.loads((tmp_path / f"{case}-{rank}.json").read_text()) for rank in range(2)] for case in cases}
+    assert len(found["stock"][0]["losses"]) == len(found["stock"][1]["losses"]) > 1
+    assert all(each["sharded"] and "also their gradients" in each["proven"] for each in found["stock"])
+    for case in cases[1:]:
+        assert found[case][0]["refused"] == found[case][1]["refused"]
+        assert leaky(case)[1] in found[case][0]["refused"]
+        assert found[case][0]["losses"] == found[case][1]["losses"] == []

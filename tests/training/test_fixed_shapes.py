@@ -1,0 +1,163 @@
+"""Training on batches of fixed shapes: the same losses, metrics and evaluation as on batches of any shape."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from patched_models import patched
+from tiny_models import build
+from torch._dynamo.utils import counters
+from trainers import logged, trainer_of
+from training_process import documents
+from transformers import Trainer
+from transformers.models.mixtral import modeling_mixtral
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+LIMITED = hfp.TokenBudget(64, max_documents=7)
+SHAPES = {"tokens": 80, "max_segments": 8}
+
+
+def shapes_of(loader):
+    return {
+        tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in batch.values())
+        for batch in loader
+    }
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_attach_trains_as_on_batches_of_any_shape(tmp_path, kind, loss):
+    entries = []
+    for shapes in ({}, SHAPES):
+        trainer = trainer_of(tmp_path, kind, gradient_accumulation_steps=2, learning_rate=1e-3)
+        hfp.attach(trainer, LIMITED, loss=loss, **shapes)
+        loader = trainer.get_train_dataloader()
+        assert len(shapes_of(loader)) == (1 if shapes else len(loader))
+        trainer.train()
+        entries.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for found, expected in zip(entries[1], entries[0], strict=True):
+        for name in ("loss", "grad_norm", "documents_per_step", "tokens_per_step", "token_utilization"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+        assert found["packing_efficiency"] == pytest.approx(expected["packing_efficiency"] * 64 / 80)
+        assert found["attention_utilization"] == pytest.approx(expected["attention_utilization"])
+
+
+def test_attach_leaves_a_segment_for_the_padding(tmp_path):
+    trainer = trainer_of(tmp_path)
+    hfp.attach(trainer, hfp.TokenBudget(64), **SHAPES)
+    assert trainer.planned_batches.decided.batching.max_documents == 7
+    assert trainer.data_collator == hfp.PackingCollator(**SHAPES)
+
+
+def test_attach_uses_the_shapes_of_the_trainers_collator(tmp_path):
+    for given, used in (({}, SHAPES), ({"tokens": 90, "max_segments": 9}, {"tokens": 90, "max_segments": 9})):
+        trainer = trainer_of(tmp_path)
+        trainer.data_collator = hfp.PackingCollator(**SHAPES)
+        hfp.attach(trainer, hfp.TokenBudget(64), **given)
+        assert trainer.data_collator == hfp.PackingCollator(**used)
+
+
+def test_evaluation_batches_are_filled(tmp_path):
+    losses = []
+    for shapes in ({}, SHAPES):
+        trainer = trainer_of(tmp_path, per_device_eval_batch_size=2)
+        hfp.attach(trainer, LIMITED, **shapes)
+        assert len(shapes_of(trainer.get_eval_dataloader(documents(40)))) == 1 or not shapes
+        losses.append(trainer.evaluate(documents(40))["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    rows = len(trainer.get_eval_dataloader(documents(40)))
+    tokens = sum(map(len, documents(40)["input_ids"]))
+    assert rows < 20
+    assert tokens > 0.6 * 80 * rows
+    predicted = trainer.predict(documents(40))
+    assert predicted.predictions.shape[:2] == predicted.label_ids.shape == (rows, 80)
+    trained = sum(label != -100 for row in documents(40)["labels"] for label in row[1:])
+    assert (predicted.label_ids != -100).sum() == trained
+    with pytest.raises(PackingError, match="tokens: expected at most 80 tokens in each row, but row 1 has 100"):
+        trainer.evaluate(documents(1).add_item({"input_ids": [5] * 100, "labels": [5] * 100}))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"tokens": 63, "max_segments": 8}, "tokens: expected at least 64, the max_tokens of the batching, got 63"),
+        ({"tokens": 64}, "max_segments: expected an integer together with tokens=64, got None"),
+        ({"max_segments": 7, "tokens": 64}, "max_segments: expected more than 7, the max_documents of the batching"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, shapes, message):
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, LIMITED, **shapes)
+    assert type(trainer) is Trainer
+    with pytest.raises(PackingError, match=message):
+        hfp.prepare_dataloader(Accelerator(cpu=True), documents(9), LIMITED, **shapes)
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence"])
+def test_a_training_loop(loss):
+    found = []
+    for shapes in ({}, SHAPES):
+        model = patched(dtype=torch.float64)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        loader = hfp.prepare_dataloader(accelerator, documents(45), LIMITED, loss=loss, model=model, **shapes)
+        batches = list(loader)
+        assert len({batch["input_ids"].shape for batch in batches}) == 1 or not shapes
+        losses = [hfp.compute_loss(model, batch) for batch in batches]
+        sum(losses).backward()
+        found.append(([each.item() for each in losses], [parameter.grad for parameter in model.parameters()]))
+        if loss == "token":
+            assert [model(**batch).loss.item() for batch in batches] == pytest.approx(found[-1][0])
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-10)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.allclose(one, other, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_routers_do_not_learn_from_padding(tmp_path, kind):
+    found = []
+    for shapes in ({}, SHAPES):
+        model = build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+        trainer = trainer_of(tmp_path, kind, model=model, learning_rate=1e-3)
+        hfp.attach(trainer, LIMITED, **shapes)
+        found.append(logged(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_model_whose_routers_would_learn_from_padding_is_refused(tmp_path, monkeypatch):
+    stock = modeling_mixtral.load_balancing_loss_func
+    monkeypatch.setattr(
+        modeling_mixtral, "load_balancing_loss_func", lambda logits, experts, top_k, _: stock(logits, experts, top_k)
+    )
+    model = patched("Mixtral")
+    model.config.output_router_logits = True
+    with pytest.raises(
+        PackingError, match="tokens: expected None, since MixtralForCausalLM would also compute its load"
+    ):
+        hfp.attach(trainer_of(tmp_path, model=model), LIMITED, **SHAPES)
+    with pytest.raises(
+        PackingError, match="tokens: expected None, since MixtralForCausalLM would also compute its load"
+    ):
+        hfp.prepare_dataloader(Accelerator(cpu=True), documents(9), LIMITED, model=model, **SHAPES)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.parametrize(("shapes", "most"), [({}, 4), (SHAPES, 1)])
+def test_a_trainer_that_compiles_its_model(tmp_path, shapes, most):
+    """The proof on the first batch compiles nothing of its own."""
+    torch._dynamo.reset()
+    counters.clear()
+    trainer = trainer_of(tmp_path, torch_compile=True, torch_compile_backend="eager", max_steps=8)
+    hfp.attach(trainer, hfp.TokenBudget(64), **shapes)
+    compiled = logged(trainer)
+    assert counters["stats"]["unique_graphs"] <= most
+    trainer = trainer_of(tmp_path, max_steps=8)
+    hfp.attach(trainer, hfp.TokenBudget(64), **shapes)
+    assert compiled == pytest.approx(logged(trainer), rel=1e-4)
+    torch._dynamo.reset()

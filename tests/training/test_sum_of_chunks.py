@@ -1,0 +1,106 @@
+"""A sum over chunks has the value and the gradients of the whole."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_packing.training.sum_of_chunks import sum_of_chunks
+
+
+def operands(tokens, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    shapes = [(1, tokens, 6), (11, 6), (11,)]
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def summed(hidden, weight, bias, size, gate=None):
+    gate = torch.zeros(1, requires_grad=True) if gate is None else gate
+
+    def loss_of_chunk(part, chunk):
+        factors = torch.arange(1, hidden.shape[1] + 1, dtype=part.dtype)[chunk]
+        return (torch.logsumexp(part @ weight.T + bias, -1)[0] * factors).sum()
+
+    return loss_of_chunk(hidden, slice(None)) if size is None else sum_of_chunks(loss_of_chunk, hidden, size, gate)
+
+
+@settings(max_examples=50)
+@given(tokens=st.integers(1, 12), size=st.integers(1, 14), trained=st.sets(st.integers(0, 2)), scale=st.floats(0.1, 9))
+def test_gradients_are_those_of_the_whole(tokens, size, trained, scale):
+    found, expected = [], []
+    for results, chunks in ((found, size), (expected, None)):
+        tensors = operands(tokens)
+        for number, tensor in enumerate(tensors):
+            tensor.requires_grad_(number in trained)
+        result = summed(*tensors, chunks)
+        if trained:
+            (scale * result).backward()
+        assert all((tensor.grad is not None) == (number in trained) for number, tensor in enumerate(tensors))
+        results += [result.detach(), *(tensors[number].grad for number in sorted(trained))]
+    for ours, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients():
+    tensors = operands(7)
+    with torch.no_grad():
+        result = summed(*tensors, 3)
+    assert not result.requires_grad
+    torch.testing.assert_close(result, summed(*tensors, None).detach(), rtol=1e-12, atol=0)
+
+
+def test_a_backward_pass_may_run_again():
+    tensors = operands(5)
+    result = summed(*tensors, 2)
+    result.backward(retain_graph=True)
+    once = [tensor.grad.clone() for tensor in tensors]
+    result.backward()
+    assert all(torch.equal(tensor.grad, 2 * gradient) for tensor, gradient in zip(tensors, once, strict=True))
+
+
+def test_weights_that_are_used_elsewhere_too():
+    """As a tied embedding is: the gradients of both uses are added."""
+    found = []
+    for size in (2, None):
+        hidden, weight, bias = operands(5)
+        (summed(hidden + weight[:5], weight, bias, size) + weight.square().sum()).backward()
+        found.append(weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_the_gate_gets_a_gradient_of_zeros():
+    order = []
+    source, (hidden, weight, bias) = torch.zeros(1, requires_grad=True), operands(5)
+    gate, passed = source * 2, hidden * 1
+    gate.register_hook(lambda gradient: order.append(("gate", float(gradient))))
+    passed.register_hook(lambda _: order.append(("hidden", None)))
+    summed(passed, weight, bias, 2, gate).backward()
+    assert sorted(order) == [("gate", 0.0), ("hidden", None)]
+
+
+def test_gradients_of_weights_are_summed_in_float32():
+    """In bfloat16, the sum over chunks would be less precise than one product of matrices."""
+    exact = operands(512)
+    summed(*exact, None).backward()
+    errors = []
+    for size in (None, 8):
+        hidden, weight, bias = operands(512, torch.bfloat16)
+        summed(hidden, weight, bias, size).backward()
+        assert weight.grad.dtype == torch.bfloat16
+        errors.append(float((weight.grad.double() - exact[1].grad).norm() / exact[1].grad.norm()))
+    assert errors[1] <= 1.5 * errors[0] + 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_only_one_chunk_is_computed_at_a_time(size):
+    seen = []
+    hidden, weight, _ = operands(10)
+
+    def loss_of_chunk(part, chunk):
+        seen.append((part.shape[1], chunk.start))
+        return (part @ weight.T).sum()
+
+    sum_of_chunks(loss_of_chunk, hidden, size, torch.zeros(1, requires_grad=True)).backward()
+    probe, *rest = seen
+    assert probe == (1, 0)
+    assert rest == [(min(size, 10 - begin), begin) for begin in range(0, 10, size)]
