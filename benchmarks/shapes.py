@@ -22,8 +22,8 @@ from lengths import log_normal
 from measure import figure, machine, recorded
 
 import hf_packing as hfp
-from hf_packing.sampling.epoch_plan import Epoch
-from hf_packing.sampling.row_sizes import RowSizes, sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.epoch_plan import Epoch, RowSizes
+from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
 from hf_packing.sampling.within_limits import within_shapes
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}

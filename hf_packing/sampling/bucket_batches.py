@@ -10,9 +10,17 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.permutation import check_seed, random_order
-from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, SampledRow, keep_rows, sum_rows
+from hf_packing.sampling.epoch_plan import (
+    Batching,
+    Epoch,
+    EpochPlan,
+    FittedRows,
+    RowSizes,
+    SampledRow,
+    keep_rows,
+    sum_rows,
+)
 from hf_packing.sampling.fill import balance, jitter_attention
-from hf_packing.sampling.row_sizes import RowSizes
 
 BucketOrder = Literal["random", "short_to_long"]
 

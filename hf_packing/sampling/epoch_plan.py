@@ -5,6 +5,7 @@ or dropped. The batching then plans every epoch as a pure function of the fitted
 every rank computes the same plan, which covers all ranks, without communication.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, check_whole_number
 from hf_packing.planning.permutation import derive_key
-from hf_packing.sampling.row_sizes import RowSizes
 
 MAX_RANKS = 2**20
 
@@ -26,6 +26,35 @@ SampledRow = tuple[int, bool]
 """A pair: a row number, and True if the row is a copy with masked labels."""
 MicroBatches = list[list[int]]
 """The rows of each micro-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowSizes:
+    """The sizes of a dataset's rows, which are packs or plain documents."""
+
+    tokens: IntArray
+    """int64 [rows]: the number of tokens in each row."""
+    segments: IntArray
+    """int64 [rows]: the number of segments in each row; 1 for a row that is a document, 0 for an empty row."""
+    squared_lengths: IntArray
+    """int64 [rows]: the sum of squared segment lengths, which is the attention cost."""
+    bucket: IntArray | None = None
+    """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
+    packed: bool = False
+    """True if rows are packs, which cannot be cut."""
+    sample: bytes = b""
+    """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all sizes and of the sampled tokens, as 16 hex digits."""
+        digest = hashlib.sha256(self.sample)
+        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket):
+            digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """Measure a dataset's rows before training: the tokens, segments, attention cost and bucket of every row."""
 
-import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -23,39 +22,11 @@ from hf_packing.data.token_columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_numbers
+from hf_packing.sampling.epoch_plan import RowSizes
 
 _SAMPLED_ROWS = 256
 SAMPLED_TOKENS = 64
 """The largest number of tokens to take from the beginning of each sampled row."""
-
-
-@dataclass(frozen=True, eq=False)
-class RowSizes:
-    """The sizes of a dataset's rows, which are packs or plain documents."""
-
-    tokens: IntArray
-    """int64 [rows]: the number of tokens in each row."""
-    segments: IntArray
-    """int64 [rows]: the number of segments in each row; 1 for a row that is a document, 0 for an empty row."""
-    squared_lengths: IntArray
-    """int64 [rows]: the sum of squared segment lengths, which is the attention cost."""
-    bucket: IntArray | None = None
-    """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
-    packed: bool = False
-    """True if rows are packs, which cannot be cut."""
-    sample: bytes = b""
-    """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of all sizes and of the sampled tokens, as 16 hex digits."""
-        digest = hashlib.sha256(self.sample)
-        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket):
-            digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
-        return digest.hexdigest()[:16]
 
 
 def sizes_of_documents(lengths: IntArray) -> RowSizes:

@@ -17,12 +17,12 @@ from hf_packing.sampling.epoch_plan import (
     Epoch,
     EpochPlan,
     FittedRows,
+    RowSizes,
     SampledRow,
     check_batching,
     check_sizes,
     keep_rows,
 )
-from hf_packing.sampling.row_sizes import RowSizes
 from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 2

@@ -10,7 +10,16 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, cut_to_pieces, is_real
 from hf_packing.planning.permutation import check_seed
 from hf_packing.sampling.best_fit import Limits
-from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, flatten, keep_rows, sum_rows
+from hf_packing.sampling.epoch_plan import (
+    Batching,
+    Epoch,
+    EpochPlan,
+    FittedRows,
+    RowSizes,
+    flatten,
+    keep_rows,
+    sum_rows,
+)
 from hf_packing.sampling.fill import (
     LINEAR_COST,
     assign_ranks,
@@ -20,7 +29,7 @@ from hf_packing.sampling.fill import (
     jitter_attention,
     redistribute_rows,
 )
-from hf_packing.sampling.row_sizes import RowSizes, sizes_of_documents
+from hf_packing.sampling.row_sizes import sizes_of_documents
 
 Balance = Literal["attention", "tokens"]
 

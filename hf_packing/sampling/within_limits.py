@@ -9,8 +9,7 @@ from hf_packing.errors import PackingError
 from hf_packing.fixed_shapes import check_shapes
 from hf_packing.planning.lengths import IntArray
 from hf_packing.sampling.bucket_batches import BucketBatches
-from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, keep_rows
-from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, RowSizes, keep_rows
 from hf_packing.sampling.token_budget import TokenBudget
 
 Shapes = tuple[int | None, int | None]

@@ -39,7 +39,7 @@ from hf_packing.data.token_columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
-from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.training.losses import Loss

@@ -15,8 +15,8 @@ from hf_packing.attention import ProveInTraining, inner_model, patch_for_trainin
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.bucket_batches import BucketBatches
-from hf_packing.sampling.epoch_plan import Batching
-from hf_packing.sampling.row_sizes import RowSizes, sizes_of
+from hf_packing.sampling.epoch_plan import Batching, RowSizes
+from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.within_limits import FilledInOrder, Shapes

@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState
 from hf_packing.columns import PADDING_SEGMENT
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
-from hf_packing.sampling.row_sizes import RowSizes
+from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.training.losses import Loss, documents_in, items_in
 
