@@ -24,9 +24,16 @@ from transformers import PreTrainedModel
 from hf_packing.attention.batch_runs import AloneRun, BatchRuns, Run
 from hf_packing.attention.inspect_model import has_local_weights, input_device
 from hf_packing.attention.locate_leak import Compared, locate_leak
-from hf_packing.attention.proof import LARGEST_GRADIENT_LEAK, STOCK_ATTENTIONS
+from hf_packing.attention.proof import STOCK_ATTENTIONS
 from hf_packing.attention.route import route_of
-from hf_packing.attention.tolerance import ALWAYS_ALLOWED, comparable, has_experts, largest_difference, spread
+from hf_packing.attention.tolerance import (
+    ALWAYS_ALLOWED,
+    LARGEST_GRADIENT_LEAK,
+    comparable,
+    has_experts,
+    largest_difference,
+    spread,
+)
 from hf_packing.attention.varlen import kernel_of
 
 _NOISE_FACTOR = 8

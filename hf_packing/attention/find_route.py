@@ -35,25 +35,26 @@ _ROWS = ((18,), (9, 9))
 """Lengths, in tokens, of the documents in each row of a proof's test batch with several rows. Only one row has a border
 between documents, which shows whether every row gets its own borders."""
 
-_LENGTHS_IN_TRAINING = (9, 14, 9)
-"""Lengths, in tokens, of the documents of the test batch in training mode. Some lengths are equal, since a route may
-run documents of equal length in one call of a module."""
+_LENGTHS_IN_TRAINING = (17, 17)
+"""Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
+documents of equal length in one call of a module, which may mix the rows of the call in training mode only."""
 
 _Attention = list[tuple[PreTrainedConfig, Any]]
-"""The configurations of an unpatched model, each with the name of its attention function, as `attention_of` returns
-them."""
+"""The configurations of an unpatched model, with the names of their attention functions (see `attention_of`)."""
 
 known_routes: dict[Any, Route] = {}
 """Routes that were already found and proven in this process. The keys are results of `route_key`."""
 
 
 class _LocalMaskError(ModelNotSupportedError):
-    """Raised if only the attention mask of a model limits attention to a window or a chunk, and the attention function
-    does not get this limit."""
+    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
 
 
 class _NeverCalledError(ModelNotSupportedError):
     """Raised if a model does not call the attention function that its configuration names."""
+
+    def __init__(self) -> None:
+        super().__init__("the model never called the attention function that patch_model had set")
 
 
 class _SeveralRowsError(ModelNotSupportedError):
@@ -63,8 +64,8 @@ class _SeveralRowsError(ModelNotSupportedError):
 def find_and_prove(model: PreTrainedModel) -> None:
     """Install the fastest route that is proven to keep documents apart.
 
-    A route that was already found in this process, for a model with the same `route_key`, is tried first. After an
-    error or an interruption, the model is left unpatched.
+    A route that was found before, for a model with the same `route_key`, is tried first. After an error or an
+    interruption, the model is left unpatched.
 
     Raises:
         ModelNotSupportedError: no route passes the proof, the model cannot be called with input_ids alone, or the
@@ -77,8 +78,7 @@ def find_and_prove(model: PreTrainedModel) -> None:
         width = exams[0].references[0].logits[0].shape[-1]
         sees_labels = model_sees_labels(exams[0].probe, width)
         route = _install_proven_route(model, before, exams)
-        for exam in (exams[0], exams[-1]):
-            refuse_loss_across_borders(exam.probe, width)
+        refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
         refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
         if sees_labels or refused is not None:
             remove(model)
@@ -93,20 +93,24 @@ def find_and_prove(model: PreTrainedModel) -> None:
 def _run_documents_alone(model: PreTrainedModel) -> list[Exam]:
     """Return the test batches of a proof: a single row, several rows, and a single row in training mode.
 
-    To save time, none of these exams is thorough, gradients are only computed for single rows, and the documents in
-    several rows contain pad tokens, if the model can be called on such documents.
+    To save time, none of these exams is thorough, and the documents in several rows contain pad tokens, if the model
+    can be called on such documents. Gradients are computed in training mode, or, if that is not possible, for a single
+    row in evaluation mode.
     """
     probe = Probe(model)
     tokens, other = probe.documents[-1], probe.others[-1]
     other[len(other) // 2] = tokens[len(tokens) // 2]  # the logits of this token show that a leak would be noticed
-    first = run_alone(probe, gradients=True)
+    first = run_alone(probe, gradients=False)
     try:
-        in_rows = run_alone(_probe_of_rows(model, pad_token_of(model), first.probe), gradients=False)
+        in_rows = run_alone(_probe_of_rows(model, pad_token_of(model), probe), gradients=False)
     except ModelNotSupportedError:
-        in_rows = run_alone(_probe_of_rows(model, None, first.probe), gradients=False)
+        in_rows = run_alone(_probe_of_rows(model, None, probe), gradients=False)
     training = Probe(model, lengths=_LENGTHS_IN_TRAINING, training=True)
-    training.rounding = first.probe.rounding
-    return [first, replace(in_rows, rows=len(_ROWS)), run_alone_in_training(training)]
+    training.rounding = probe.rounding
+    in_training = run_alone_in_training(training)
+    if in_training.unproven:
+        first = run_alone(probe, gradients=True)
+    return [first, replace(in_rows, rows=len(_ROWS)), in_training]
 
 
 def _probe_of_rows(model: PreTrainedModel, pad_token: int | None = None, like: Probe | None = None) -> Probe:
@@ -157,11 +161,8 @@ def _treats_pad_as_padding(in_rows: Exam, route: Route, before: _Attention) -> b
 
 def route_key(model: PreTrainedModel) -> Any:
     """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
-    other models with an equal key.
-
-    If the route passes the proof for another model, no search is made in that model. Since the proof does not repeat
-    all checks of the search, the key contains the names and classes of all modules.
-    """
+    other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
+    repeat all checks of the search, the key contains the names and classes of all modules."""
     attention = model.config._attn_implementation
     classes = tuple((name, type(module)) for name, module in model.named_modules())
     settings = tuple(sorted(_settings_of(config) for config in configurations(model)))
@@ -194,9 +195,8 @@ def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: lis
             return known_routes[key]
         except ModelNotSupportedError as error:
             failure = error
-            failures.append(
-                f"{'with varlen attention' if method.attention else 'with the attention of the model'}: {error}"
-            )
+            attention = "varlen attention" if method.attention else "the attention of the model"
+            failures.append(f"with {attention}: {error}")
     raise ModelNotSupportedError(
         f"{type(model).__name__}: patch_model cannot keep packed documents apart; " + "; ".join(dict.fromkeys(failures))
     )
@@ -206,7 +206,7 @@ def _search_and_prove(
     model: PreTrainedModel, method: Method, before: _Attention, exams: list[Exam], tried: tuple[str, ...]
 ) -> Route:
     """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
-    route, prove that the route keeps documents apart, and return the route.
+    route, prove that it keeps documents apart, and return it.
 
     In the first search, modules that are built alike are searched once. If the proof of the resulting route fails, all
     modules are searched.
@@ -222,8 +222,7 @@ def _search_and_prove(
         ModelNotSupportedError: the model cannot be called on a packed row, or the proof of the route fails. The model
             is left unpatched.
     """
-    route: Route | None = None
-    failure: ModelNotSupportedError | None = None
+    route, failure = None, None
     for thorough in (False, True):
         search = Search(model, exams[0].probe.row, thorough=thorough)
         try:
@@ -231,7 +230,7 @@ def _search_and_prove(
             if route is None or not have_equal_plans(found, route):
                 route = found
                 return _prove_for_several_rows(model, route, before, exams)
-        except (_LocalMaskError, _NeverCalledError):
+        except _LocalMaskError:
             raise
         except ModelNotSupportedError as error:
             failure = error
@@ -240,6 +239,8 @@ def _search_and_prove(
     assert failure is not None
     if route is None:
         raise failure
+    if route.method.attention != method.attention:
+        raise _NeverCalledError from failure
     reasons = [str(failure)]
     if route.by_segment:
         reasons.append(f"modules that ran by segment: {', '.join(f'{n} {kind}' for kind, n in route.modules.items())}")
@@ -250,7 +251,10 @@ def _search_and_prove(
 
 
 def _route_found_by(search: Search, method: Method, before: _Attention, probe: Probe, tried: tuple[str, ...]) -> Route:
-    """Run a search, and return the route that consists of `method` and of the modules that the search found."""
+    """Run a search, and return the route that consists of `method` and of the modules that the search found.
+
+    If the model never calls the attention function of `method`, the route has the first method without one instead.
+    """
     model = search.model
     install(model, Route(method, (), 1.0), before)
     try:
@@ -263,14 +267,15 @@ def _route_found_by(search: Search, method: Method, before: _Attention, probe: P
         raise ModelNotSupportedError(f"the model cannot be called on a packed row: {error}") from error
     finally:
         remove(model)
+    if method.attention and not observed.calls:
+        tried = (*tried, f"with varlen attention: {_NeverCalledError()}")
+        method = next(each for each in methods_for(model) if not each.attention)
     if plans:
         method = replace(method, inputs=replace(method.inputs, one_row=True))
     return Route(method, plans, packed_share(model, plans), tried)
 
 
 def _check_observed(method: Method, observed: Observed) -> None:
-    if method.attention and not observed.calls:
-        raise _NeverCalledError("the model never called the attention function that patch_model had set")
     lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
     if method.attention == NAME and lost:
         lost_masks = " and ".join(sorted(map(str, lost)))
@@ -295,17 +300,16 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Atten
 def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it.
 
-    If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`.
-
-    Raises:
-        ModelNotSupportedError: the proof failed. The model is left unpatched.
+    If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
+    proof fails, a ModelNotSupportedError is raised, and the model is left unpatched.
     """
     unproven = "; ".join(exam.unproven for exam in exams if exam.unproven)
     route = route if route.unproven == unproven else replace(route, unproven=unproven)
     install(model, route, before)
     try:
         for number, exam in enumerate(exams):
-            exams[number] = _pass(exam, route, before)
+            is_known = exam.rows > 1 and route.method.inputs.one_row  # rows run as one row, which another exam has
+            exams[number] = _pass(replace(exam, only_equality=is_known), route, before)
     except BaseException as error:
         if is_patched(model):
             remove(model)
@@ -322,8 +326,8 @@ def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list
 
 
 def _pass(exam: Exam, route: Route, before: _Attention) -> Exam:
-    """Prove with one exam that an installed route keeps documents apart. If the proof fails, but may pass with a
-    thorough exam without pad tokens, prove again. Return the exam that was passed."""
+    """Prove with one exam that an installed route keeps documents apart; if that fails, but may succeed with a thorough
+    exam without pad tokens, prove again. Return the exam that was passed."""
     try:
         with exam.probe.undisturbed():
             prove_isolation(exam)

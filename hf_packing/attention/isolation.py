@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.inspect_model import distinctive_lengths, inner_model
 from hf_packing.attention.probe import DocumentTokens, Probe
-from hf_packing.attention.proof import LARGEST_GRADIENT_LEAK, RANDOM, VARYING, through
+from hf_packing.attention.proof import RANDOM, VARYING
 from hf_packing.attention.route import Route, route_of
-from hf_packing.attention.tolerance import largest_gradient_leak, what_is_missing
+from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, largest_gradient_leak, through, what_is_missing
 from hf_packing.attention.varlen import kernel_of
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL

@@ -146,6 +146,7 @@ class Probe:
         self.training = training
         self.rounding: float | None = like.rounding if like else None
         self.intercepts_dropout = True
+        self._is_in_series = False
         self._has_experts = has_experts(model)
         self._modules: ModuleSnapshot | None = None
         self._weights: WeightSnapshot | None = like._weights if like else None
@@ -197,8 +198,14 @@ class Probe:
 
     def logits(self, **inputs: Any) -> Tensor:
         """Run a forward, restore the model, and return float32 or float64 logits [rows * tokens, vocabulary]."""
-        with self._restored():
-            return self._run(inputs)
+        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # not all are in the signature
+        given = {name: value for name, value in inputs.items() if name in read_by_patch or self.signature.takes(name)}
+        given, wanted = self._on_device(given), torch.is_grad_enabled()
+        with self._restored(), torch.set_grad_enabled(wanted or self.training):  # some models check this in training
+            if self.training:
+                seed_all(self._seed)
+            logits = logits_of(self.model, self.model(**given)).flatten(0, 1)
+        return logits if wanted else logits.detach()
 
     def loss(self, **inputs: Any) -> Tensor:
         """Run a forward with labels, restore the model, and return the loss that the model itself computes."""
@@ -210,23 +217,13 @@ class Probe:
     def _on_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
-    def _run(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Run a forward and return the logits, as `logits` does, but do not restore the model."""
-        read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # not all are in the signature
-        given = {name: value for name, value in inputs.items() if name in read_by_patch or self.signature.takes(name)}
-        given = self._on_device(given)
-        if not self.training:
-            return logits_of(self.model, self.model(**given)).flatten(0, 1)
-        seed_all(self._seed)
-        wanted = torch.is_grad_enabled()
-        with torch.enable_grad():  # as in training, since some models check whether gradients are enabled
-            logits = logits_of(self.model, self.model(**given)).flatten(0, 1)
-        return logits if wanted else logits.detach()
-
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Context manager: at the end of the block, undo all changes to the model's modules. New weights are undone
         just before the next forward, since a backward pass between the two forwards needs the changed weights."""
+        if self._is_in_series:
+            yield
+            return
         if self._modules is None or not self._modules.is_current:
             self._modules = ModuleSnapshot(*self.model.modules())
         is_first = self._weights is None
@@ -238,17 +235,24 @@ class Probe:
         finally:
             self._modules.restore()
 
+    @contextmanager
+    def in_series(self) -> Iterator[None]:
+        """Context manager: within the block, the model is not restored between forwards, but only at the end."""
+        with self._restored():
+            self._is_in_series = True
+            try:
+                yield
+            finally:
+                self._is_in_series = False
+
     def packed(self, documents: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
         """Run the documents packed in one batch, as tokens or as embeddings, and return the logits of each document."""
-        batch = self._batch(documents)
+        batch = {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
         places = _find_documents(documents, batch["input_ids"])
         if embedded:
             batch["inputs_embeds"] = self.model.get_input_embeddings()(batch.pop("input_ids").to(self.device))
         logits = self.logits(**batch, **options)
         return [logits[place] for place in places]
-
-    def _batch(self, documents: DocumentTokens) -> dict[str, Any]:
-        return {name: value for name, value in self.make_batch(documents).items() if name != "labels"}
 
     def alone(self, **options: Any) -> list[Tensor]:
         """Run each document in a separate batch, without position_ids or borders, and return each document's logits."""
@@ -270,7 +274,7 @@ class Probe:
             raise PackingError(f"model: expected finite logits, but {name} returns no finite logits for a document")
         leak, inside, scale = 0.0, float("nan"), spread(torch.cat(before))
         for changed, (tokens, other) in enumerate(zip(self.documents, self.others, strict=True)):
-            after = self.packed(self.with_other(changed), **options)
+            after = self.packed([*self.documents[:changed], other, *self.documents[changed + 1 :]], **options)
             changes = list(map(largest_difference, before, after))
             if not changes.pop(changed) > 0:
                 raise PackingError(
@@ -285,21 +289,17 @@ class Probe:
             )
         return leak, inside, scale
 
-    def with_other(self, changed: int) -> DocumentTokens:
-        """Return the documents, with the document at index `changed` replaced."""
-        return [self.others[i] if i == changed else tokens for i, tokens in enumerate(self.documents)]
-
     def memory(self, packed: list[Tensor] | None = None, **options: Any) -> list[str] | None:
         """Return None if a forward does not affect the logits of the next forward. Otherwise, return the names of the
         buffers that the first forward changes; the list is empty if it changes no buffer. `packed` contains the logits
         of the packed documents, if they are known."""
-        fresh, batch = packed or self.packed(self.documents, **options), self._batch(self.documents)
-        with self._restored():
-            self._run({**self._batch(self.others), **options})
+        fresh = packed or self.packed(self.documents, **options)
+        with self.in_series():
+            self.packed(self.others, **options)
             assert self._weights is not None
             written = {id(tensor) for tensor in self._weights.changed()}
-            later = self._run({**batch, **options})
-        if not self._vary(fresh, [later[place] for place in _find_documents(self.documents, batch["input_ids"])]):
+            later = self.packed(self.documents, **options)
+        if not self._vary(fresh, later):
             return None
         return [name for name, buffer in self.model.named_buffers() if id(buffer) in written]
 

@@ -15,15 +15,12 @@ from hf_packing.attention.patched_forward import attention_of, restore_attention
 from hf_packing.attention.probe import Probe, pack_in_one_row
 from hf_packing.attention.tolerance import (
     NoLanguageModelError,
-    largest_gradient_leak,
+    own_gradients,
+    through,
     what_is_missing,
 )
 from hf_packing.columns import IGNORED_LABEL
-from hf_packing.errors import ModelNotSupportedError
-
-LARGEST_GRADIENT_LEAK = 1e-6
-"""Largest allowed gradient of a document's logits with respect to another document, as a share of the largest gradient
-with respect to the document itself. Without a leak, the gradient is exactly 0 in any precision."""
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _GRADIENT_LENIENCE = 10
 """Factor from the tolerance for logits to the tolerance for gradients. Rounding also affects the backward pass."""
@@ -64,6 +61,8 @@ class Exam:
     """True if the model runs in the probe's mode, and returns the same logits for the same tokens."""
     rows: int = 1
     """The number of packed rows in a batch."""
+    only_equality: bool = False
+    """True if packed documents are only compared with documents alone, and no document is replaced."""
     is_thorough: bool = False
     """True if the documents were run with all attention functions, and the limits are no stricter than necessary."""
 
@@ -193,16 +192,14 @@ def prove_isolation(exam: Exam) -> None:
 
 def _prove(exam: Exam) -> None:
     probe = exam.probe
-    gradients: list[list[Tensor]] | None = None
-    if probe.training and exam.has_gradients:  # one forward is enough, since all forwards in training have gradients
-        packed, gradients = probe.packed_with_gradients()
-    else:
-        packed = probe.packed(probe.documents)
-    _prove_no_leak(exam, packed)
+    one_forward = probe.training and exam.has_gradients  # since all forwards in training have gradients
+    packed, gradients = probe.packed_with_gradients() if one_forward else (probe.packed(probe.documents), None)
+    if not exam.only_equality:
+        _prove_no_leak(exam, packed)
     expected = _prove_equal(exam, packed).gradients if exam.references else None
     if exam.references and expected is None:
         return
-    own = _prove_no_gradient_leak(gradients or probe.packed_with_gradients()[1])
+    own = own_gradients(gradients or probe.packed_with_gradients()[1])
     if expected is not None and (difference := probe.tolerance.unexplained(own, expected, _GRADIENT_LENIENCE)):
         raise ModelNotSupportedError(
             f"a document's gradients differ by {difference:.2g} between the packed row and the document alone"
@@ -211,6 +208,8 @@ def _prove(exam: Exam) -> None:
 
 def _prove_no_leak(exam: Exam, packed: list[Tensor]) -> None:
     probe = exam.probe
+    if probe.training and _is_isolated_in_series(probe, packed):
+        return
     leak, inside, scale = probe.largest_leak(packed)
     if not leak <= probe.tolerance.leak * scale:
         kind = ModelNotSupportedError if leak <= probe.tolerance.widest.leak * scale else BeyondRoundingError
@@ -224,9 +223,12 @@ def _prove_no_leak(exam: Exam, packed: list[Tensor]) -> None:
         )
 
 
-def through(buffers: list[str]) -> str:
-    """Return the end of an error message, which names up to three buffers; an empty string if `buffers` is empty."""
-    return f", through {', '.join(buffers[:3])}" if buffers else ""
+def _is_isolated_in_series(probe: Probe, packed: list[Tensor]) -> bool:
+    """Return whether neither a packed document nor an earlier batch affects the logits of the other documents."""
+    with suppress(PackingError), probe.in_series():
+        leak, _, scale = probe.largest_leak(packed)
+        return leak <= probe.tolerance.leak * scale
+    return False
 
 
 def _prove_equal(exam: Exam, packed: list[Tensor]) -> Reference:
@@ -242,38 +244,24 @@ def _prove_equal(exam: Exam, packed: list[Tensor]) -> Reference:
     return references[differences.index(0)]
 
 
-def _prove_no_gradient_leak(gradients: list[list[Tensor]]) -> list[Tensor]:
-    """Check that the gradients of packed documents, as `Probe.packed_with_gradients` returns them, do not leak. Return
-    each document's gradients with respect to its own embeddings."""
-    leak = largest_gradient_leak(gradients)
-    if not leak <= LARGEST_GRADIENT_LEAK:
-        raise ModelNotSupportedError(
-            "gradients of a packed document reach another document; the largest gradient at another document's tokens "
-            f"is {leak:.2g} times the largest gradient at the document's own tokens"
-        )
-    return [found[number] for number, found in enumerate(gradients)]
-
-
-_MIDDLE = 1
-"""Index of the middle one of three documents."""
-
 _REACHES = 1e-4
 """Largest allowed gradient of one document's loss with respect to another document, as a share of the largest gradient
-with respect to the document itself. Usual losses have no gradient with respect to another document."""
+with respect to the document itself. Usually, it is 0."""
 
 _SEES = 1e-4
 """A model sees the input token at a label's position if the gradient of the label's loss with respect to this token
 exceeds this share of the largest gradient with respect to any token. In a causal model, the share is 0."""
 
 
-def refuse_loss_across_borders(probe: Probe, width: int) -> None:
+def refuse_loss_across_borders(probe: Probe, in_training: Probe, width: int) -> None:
     """Raise an error if a model's own loss compares labels of one packed document with outputs of another document.
 
     A head that predicts the token after the next token has such a loss, since the collator masks only the first label
     of a document, and not the second label.
 
     Args:
-        probe: a probe of a patched model, with three documents.
+        probe: a probe of a patched model, with three documents, one of which gets labels.
+        in_training: a probe of the same model in training mode.
         width: number of logits for each token.
 
     Raises:
@@ -281,25 +269,30 @@ def refuse_loss_across_borders(probe: Probe, width: int) -> None:
     """
     if not probe.signature.takes("labels"):
         return
-    inside = set(probe.documents[_MIDDLE])
-    outside = {token for document in probe.documents for token in document} - inside
+    (first, middle, last), (other, _, another) = probe.documents, probe.others
+    own_loss: float | None = None
+    for each in (probe, in_training):
 
-    def loss(labels: list[int]) -> Tensor:
-        """Return the loss of a packed row in which only the middle document has labels, from its second token on."""
-        batch = pack_in_one_row(probe.documents)
-        start = len(probe.documents[0])
-        batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
-        batch["labels"][0, start + 1 : start + len(labels)] = torch.tensor(labels[1:]) % width
-        return probe.loss(**batch)
+        def loss(labels: list[int], before: list[int] = first, after: list[int] = last, each: Probe = each) -> Tensor:
+            """Return the loss of a packed row in which only the middle document has labels, from its second token."""
+            batch = pack_in_one_row([before, middle, after])
+            batch["labels"] = torch.full_like(batch["input_ids"], IGNORED_LABEL)
+            batch["labels"][0, len(first) + 1 : len(first) + len(middle)] = torch.tensor(labels[1:]) % width
+            return each.loss(**batch)
 
-    if (reached := _gradient_share(probe, loss, _MIDDLE, outside, inside, _REACHES)) > _REACHES:
-        raise ModelNotSupportedError(
-            f"{type(probe.model).__name__}: {probe.mode}the model's own loss compares labels of a packed document with "
-            "outputs of another document: for the loss on one document's labels, the largest gradient at another "
-            f"document's tokens is {reached:.2g} times the largest gradient at the document's own tokens. A head that "
-            "predicts the token after the next token, for example, has such a loss. Pass no labels, and compute the "
-            "loss of each document yourself"
-        )
+        with suppress(Exception), each.undisturbed(), torch.set_grad_enabled(each.training):
+            known, own_loss = own_loss, float(loss(middle))
+            if own_loss == known or own_loss == float(loss(middle, before=other, after=another)):
+                continue  # the same loss as in evaluation mode, or as with other documents
+        share = _gradient_share(each, loss, (middle, probe.others[1]), {*first, *last}, set(middle), _REACHES)
+        if share > _REACHES:
+            raise ModelNotSupportedError(
+                f"{type(probe.model).__name__}: {each.mode}the model's own loss compares labels of a packed document "
+                "with outputs of another document: for the loss on one document's labels, the largest gradient at "
+                f"another document's tokens is {share:.2g} times the largest gradient at the document's own tokens. A "
+                "head that predicts the token after the next token, for example, has such a loss. Pass no labels, and "
+                "compute the loss of each document yourself"
+            )
 
 
 def model_sees_labels(probe: Probe, width: int) -> bool:
@@ -324,26 +317,32 @@ def model_sees_labels(probe: Probe, width: int) -> bool:
         inputs = {"input_ids": torch.tensor([tokens]), "labels": given, "use_cache": False}
         return probe.loss(**{name: value for name, value in inputs.items() if probe.signature.takes(name)})
 
-    return _gradient_share(probe, loss, 0, {tokens[place]}, set(tokens), _SEES) > _SEES
+    return _gradient_share(probe, loss, (tokens, probe.others[0]), {tokens[place]}, set(tokens), _SEES) > _SEES
 
 
 def _gradient_share(
-    probe: Probe, loss: Callable[[list[int]], Tensor], document: int, at: set[int], among: set[int], limit: float
+    probe: Probe,
+    loss: Callable[[list[int]], Tensor],
+    labels: tuple[list[int], list[int]],
+    at: set[int],
+    among: set[int],
+    limit: float,
 ) -> float:
     """Return the largest gradient of a loss at the tokens `at`, divided by its largest gradient at the tokens `among`;
     0 if the model computes no loss or no gradients.
 
-    The function `loss` takes the labels of the document with this index, and returns the model's own loss. If the
-    result exceeds `limit`, auxiliary losses, such as those of routers, may be the reason. The result is then computed
-    for the difference to a loss with other labels, in which auxiliary losses cancel out.
+    The function `loss` takes labels, and returns the model's own loss. If its result for the first of two lists of
+    labels exceeds `limit`, auxiliary losses, such as those of routers, may be the reason. The result is then computed
+    for the difference to the loss with the other labels, in which auxiliary losses cancel out.
     """
     with suppress(Exception), probe.undisturbed(), record_embeddings(probe.model) as embedded:
 
         def share(score: Tensor) -> float:
-            gradient = gradient_by_token(score, embedded, max(map(max, probe.documents)), keep=True).abs()
+            gradient = gradient_by_token(score, embedded, max(at | among), keep=True).abs()
             return float(gradient[sorted(at)].max() / gradient[sorted(among)].max())
 
-        own = loss(probe.documents[document])
-        found = share(own)
-        return found if found <= limit else share(own - loss(probe.others[document]))
+        own, other = labels
+        first = loss(own)
+        found = share(first)
+        return found if found <= limit else share(first - loss(other))
     return 0.0

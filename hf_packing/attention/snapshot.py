@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, chain, pairwise
 from operator import is_, methodcaller
 from typing import Any
@@ -275,34 +275,25 @@ def without_randomness(model: PreTrainedModel, functions: bool = True) -> Iterat
         An object whose attribute `was_needed` tells whether a dropout function was intercepted.
     """
     dropout = NoDropout()
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(_zero_settings(module, ("p",) if isinstance(module, _DropoutNd) else ()))
-        for config in configurations(model):
-            stack.enter_context(_zero_settings(config))
-        if functions:
-            stack.enter_context(dropout)
-        yield dropout
+    before = [(owner, _random_settings(owner)) for owner in (*model.modules(), *configurations(model))]
+    try:
+        for owner, settings in before:
+            vars(owner).update(dict.fromkeys(settings, 0.0))
+        with dropout if functions else nullcontext():
+            yield dropout
+    finally:
+        for owner, settings in before:
+            vars(owner).update(settings)
 
 
-@contextmanager
-def _zero_settings(owner: Any, also: tuple[str, ...] = ()) -> Iterator[None]:
-    """Context manager: within the block, set attributes of an object to 0 if they are probabilities or noise scales.
-
-    Args:
-        owner: a module or a configuration.
-        also: names of further attributes to set to 0.
-    """
-    settings = {
+def _random_settings(owner: Any) -> dict[str, float]:
+    """Return the attributes of a module or a configuration that are probabilities or noise scales, except zeros."""
+    also = "p" if isinstance(owner, _DropoutNd) else None
+    return {
         name: value
         for name, value in vars(owner).items()
-        if type(value) is float and value and (name in also or any(part in name for part in _RANDOM_SETTINGS))
+        if type(value) is float and value and (name == also or any(part in name for part in _RANDOM_SETTINGS))
     }
-    vars(owner).update(dict.fromkeys(settings, 0.0))
-    try:
-        yield
-    finally:
-        vars(owner).update(settings)
 
 
 class NoDropout(TorchFunctionMode):

@@ -78,6 +78,11 @@ def largest_difference(left: Tensor, right: Tensor) -> float:
     return float((left - right)[both].abs().max()) if both.any() else 0.0
 
 
+LARGEST_GRADIENT_LEAK = 1e-6
+"""Largest allowed gradient of a document's logits with respect to another document, as a share of the largest gradient
+with respect to the document itself. Without a leak, the gradient is exactly 0 in any precision."""
+
+
 def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
     """Return the largest gradient of a document's logits with respect to another document's embeddings, divided by the
     largest gradient with respect to the document's own embeddings.
@@ -91,6 +96,29 @@ def largest_gradient_leak(gradients: list[list[Tensor]]) -> float:
         others = max(float(each.abs().max()) for other, each in enumerate(found) if other != number)
         leak = max(leak, others / own if own else float("inf") if others else 0.0)
     return leak
+
+
+def own_gradients(gradients: list[list[Tensor]]) -> list[Tensor]:
+    """Return each document's gradients with respect to its own embeddings.
+
+    Args:
+        gradients: the gradients of packed documents, as `Probe.packed_with_gradients` returns them.
+
+    Raises:
+        ModelNotSupportedError: gradients of a document reach another document.
+    """
+    leak = largest_gradient_leak(gradients)
+    if not leak <= LARGEST_GRADIENT_LEAK:
+        raise ModelNotSupportedError(
+            "gradients of a packed document reach another document; the largest gradient at another document's tokens "
+            f"is {leak:.2g} times the largest gradient at the document's own tokens"
+        )
+    return [found[number] for number, found in enumerate(gradients)]
+
+
+def through(buffers: list[str]) -> str:
+    """Return the end of an error message, which names up to three buffers; an empty string if `buffers` is empty."""
+    return f", through {', '.join(buffers[:3])}" if buffers else ""
 
 
 def spread(logits: Tensor) -> float:
