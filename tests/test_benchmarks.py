@@ -34,6 +34,10 @@ TOY = {
         "times as fast as TRL packing",
     ),
     "startup.py": (["--documents", "300", "--tokens", "512", "--rounds", "1"], "hf_packing: TokenBudget is"),
+    "patching.py": (
+        ["--models", "Llama", "268M", "70B", "--shrink", "20", "--tokens", "64", "--rounds", "1"],
+        'patch_model(prove="small")',
+    ),
     "first_batch.py": (
         ["--hidden", "64", "--layers", "1", "--vocabulary", "500", "--tokens", "512", "--rounds", "1"],
         "peak memory of the proof",

@@ -51,21 +51,20 @@ def patch_model(model: Model, *, prove: Prove = "model") -> Model:
     Models that combine attention with recurrent layers or convolutions usually use both methods. The borders between
     documents are read from the model's arguments cu_seq_lens_q, position_ids and seq_idx; any one of them is enough.
 
-    The proof packs three random documents in one row, then four other documents in one row, and then the same four
-    documents in two rows. In every batch, the proof replaces one document at a time. The patch is kept only if:
+    The proof packs three random documents in one row, three others in two rows, and, in training mode, two documents
+    in one row. It replaces one document at a time. The patch is kept only if:
 
     - no replacement changes the logits of another document,
     - no gradient of a document's logits reaches another document, and
     - every document has the same logits and gradients, up to rounding errors, as in a row of its own on the unpatched
       model.
 
-    The proof runs in evaluation mode, and is repeated in training mode with the three documents only. Dropout, noise
-    and layer dropping are switched off. If the proof cannot be completed in training mode, for example because the
-    model still draws random numbers, the model is patched, and `check_isolation(model).route.unproven` contains the
-    reason.
+    Gradients are computed in training mode, with dropout, noise and layer dropping switched off. If the proof cannot be
+    completed in training mode, for example because the model still draws random numbers, gradients are computed in
+    evaluation mode, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
 
-    The proof takes about a hundred forwards, usually of at most 46 tokens, and more forwards if modules run by segment.
-    The proof covers only the kernel for the model's current device and dtype, so move the model to the training device
+    The proof takes about thirty forwards, usually of at most 46 tokens, and more if a model needs several searches. It
+    covers only the kernel for the model's current device and dtype, so move the model to the training device
     and dtype first.
 
     Args:

@@ -281,8 +281,8 @@ def refuse_loss_across_borders(probe: Probe, in_training: Probe, width: int) -> 
             return each.loss(**batch)
 
         with suppress(Exception), each.undisturbed(), torch.set_grad_enabled(each.training):
-            known, own_loss = own_loss, float(loss(middle))
-            if own_loss == known or own_loss == float(loss(middle, before=other, after=another)):
+            known, own_loss = own_loss, float(loss(middle).detach())
+            if own_loss == known or own_loss == float(loss(middle, before=other, after=another).detach()):
                 continue  # the same loss as in evaluation mode, or as with other documents
         share = _gradient_share(each, loss, (middle, probe.others[1]), {*first, *last}, set(middle), _REACHES)
         if share > _REACHES:

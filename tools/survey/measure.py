@@ -252,7 +252,7 @@ def _documents_alone(model: PreTrainedModel, lengths: Sequence[int]) -> tuple[Te
         logits.append(logits_of(own, own(torch.tensor([tokens]), **options))[0])
         torch.autograd.backward(_loss(logits[-1], [tokens]))
         for name, parameter in own.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.numel():
                 gradients[name] = gradients.get(name, torch.zeros_like(parameter)) + parameter.grad
     return torch.cat(logits).detach(), gradients
 

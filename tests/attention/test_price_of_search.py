@@ -1,0 +1,112 @@
+"""What a deep model costs: layers that are built alike are searched once, and a wrong assumption is noticed."""
+
+import pytest
+import torch
+from torch import nn
+
+import hf_packing as hfp
+from hf_packing.attention.search import Search
+from hf_packing.attention.tiny_model import tiny_model
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """The names of the modules that are searched, one entry for each search of a module."""
+    names = []
+    classify = Search._classify
+
+    def counted(self, call, module):
+        names.append(call.name)
+        return classify(self, call, module)
+
+    monkeypatch.setattr(Search, "_classify", counted)
+    return names
+
+
+def forwards_to_patch(model):
+    """Patch a model, and return the number of forwards that this takes."""
+    count = 0
+
+    def add(*_):
+        nonlocal count
+        count += 1
+
+    hook = model.register_forward_pre_hook(add)
+    hfp.patch_model(model)
+    hook.remove()
+    return count
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba2"])
+def test_the_price_does_not_grow_with_depth(architecture, searched):
+    prices = []
+    for layers in (5, 9):
+        searched.clear()
+        forwards = forwards_to_patch(tiny_model(architecture, "causal", num_hidden_layers=layers))
+        prices.append((forwards, len(searched)))
+    (forwards, searches), (more_forwards, more_searches) = prices
+    assert searches == more_searches
+    assert abs(forwards - more_forwards) <= 1  # one more if the loss is rounded differently in training mode
+    assert 10 < forwards < 50
+    assert searches > 3
+
+
+class Scaled(nn.Module):
+    """An MLP that, in some layers only, also reads the token before."""
+
+    def __init__(self, mlp, share=0.0):
+        super().__init__()
+        self.mlp = mlp
+        self.share = share
+
+    def forward(self, hidden):
+        return self.mlp(hidden + self.share * hidden.roll(1, dims=1))
+
+
+READS_TOKEN_BEFORE = set()
+"""Ids of the modules that read the token before. No module shows that it is one of them."""
+
+
+class ScaledInSecret(Scaled):
+    def forward(self, hidden):
+        return self.mlp(hidden + (id(self) in READS_TOKEN_BEFORE) * hidden.roll(1, dims=1))
+
+
+def deep_llama(mlp):
+    model = tiny_model("llama", "causal", num_hidden_layers=5)
+    for layer in model.model.layers:
+        layer.mlp = mlp(layer.mlp)
+    return model
+
+
+def test_a_layer_with_another_setting_is_searched_itself(searched):
+    model = deep_llama(Scaled)
+    model.model.layers[3].mlp.share = 0.5
+    route = hfp.check_isolation(hfp.patch_model(model)).route
+    assert [plan.name for plan in route.by_segment] == ["model.layers.3.mlp"]
+    assert {"model.layers.0.mlp", "model.layers.3.mlp"} < set(searched)
+    assert "model.layers.2.mlp" not in searched
+
+
+def test_a_layer_that_only_seems_alike_is_found_by_the_second_search(searched):
+    model = deep_llama(ScaledInSecret)
+    READS_TOKEN_BEFORE.add(id(model.model.layers[3].mlp))
+    try:
+        route = hfp.check_isolation(hfp.patch_model(model)).route
+    finally:
+        READS_TOKEN_BEFORE.clear()
+    assert [plan.name for plan in route.by_segment] == ["model.layers.3.mlp"]
+    assert searched.count("model.layers.0.mlp") == 2  # once in each search
+    assert searched.count("model.layers.3.mlp") == 1
+
+
+def test_the_second_search_searches_every_layer():
+    model = deep_llama(ScaledInSecret)
+    READS_TOKEN_BEFORE.update(id(layer.mlp) for layer in model.model.layers[1:])
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    try:
+        route = hfp.check_isolation(hfp.patch_model(model)).route
+    finally:
+        READS_TOKEN_BEFORE.clear()
+    assert [plan.name for plan in route.by_segment] == [f"model.layers.{layer}.mlp" for layer in range(1, 5)]
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
