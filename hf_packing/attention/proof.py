@@ -280,8 +280,7 @@ def refuse_loss_across_borders(probe: Probe, in_training: Probe, width: int) -> 
             batch["labels"][0, len(first) + 1 : len(first) + len(middle)] = torch.tensor(labels[1:]) % width
             return each.loss(**batch)
 
-        recomputes = each.training and each.model.is_gradient_checkpointing  # which needs a graph
-        with suppress(Exception), each.undisturbed(), torch.set_grad_enabled(recomputes):
+        with suppress(Exception), each.undisturbed(), torch.set_grad_enabled(each.training):
             known, own_loss = own_loss, float(loss(middle).detach())
             if own_loss == known or own_loss == float(loss(middle, before=other, after=another).detach()):
                 continue  # the same loss as in evaluation mode, or as with other documents
