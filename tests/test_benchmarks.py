@@ -35,7 +35,7 @@ TOY = {
     ),
     "startup.py": (["--documents", "300", "--tokens", "512", "--rounds", "1"], "hf_packing: TokenBudget is"),
     "patching.py": (
-        ["--models", "Llama", "268M", "70B", "--shrink", "20", "--tokens", "64", "--rounds", "1"],
+        ["--models", "Llama", "268M", "70B", "--shrink", "20", "--tokens", "256", "--rounds", "1"],
         'patch_model(prove="small")',
     ),
     "first_batch.py": (
