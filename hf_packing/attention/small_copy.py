@@ -129,7 +129,7 @@ def extend_route(model: PreTrainedModel, route: Route, names: Collection[str]) -
     install(model, route, attention_of(model))
     try:
         probe = Probe(model)
-        search = Search(model, probe.row, only=names, thorough=True)
+        search = Search(model, probe.row, only=names)
         with probe.undisturbed():
             found = search.run(lambda **options: probe.packed(probe.documents, **options))
     except Exception as error:  # custom model code may raise anything
