@@ -4,7 +4,7 @@ The proof runs at the lengths, in the dtype and in the mode in which the model t
 also if they are sharded. It takes three calls of the model on at most one batch each:
 
 1. on the batch as it is,
-2. on the batch after replacing every second document. The outputs of the other documents must not change. All shapes
+2. on the batch after replacing half of the documents. The outputs of the other documents must not change. All shapes
    stay the same, so a dense model has to return exactly the same bits, also in half precision,
 3. on sampled documents alone, on the unpatched model. Their outputs must be equal up to rounding. The effect of
    rounding is measured in the same call, on copies of the documents whose embeddings have rounding errors.

@@ -38,6 +38,9 @@ from hf_packing.errors import ModelNotSupportedError, PackingError
 _SEED = 0
 """The random seed of every run. Runs on inputs of equal shapes then draw the same random numbers."""
 
+_FEW = 4
+"""Of fewer documents than this number, every second one is replaced."""
+
 _CALLS_ALONE = 3
 """Number of calls in which sampled documents run alone. All ranks make the same number of calls, since ranks that shard
 a model wait for each other in every call."""
@@ -138,11 +141,16 @@ class BatchRuns:
 
     @property
     def replaced(self) -> list[int]:
-        """The indices of the documents that `with_replaced` replaces: every second document, beginning with the first.
+        """The indices of the documents that `with_replaced` replaces: about half of the documents.
 
-        A leak to the next or the previous document is visible at the documents between them.
+        Among many documents, they are those whose index has an even number of binary digits 1: 0, 3, 5, 6, 9, 10, ...
+        For every distance, some of them are that far before a document that is kept, and some that far after one, so a
+        leak to any later or earlier document is visible. Of two or three documents, every second one is replaced.
         """
-        return list(range(0, len(self.lengths), 2)) if len(self.lengths) > 1 else []
+        number = len(self.lengths)
+        if number < _FEW:
+            return list(range(0, number, 2)) if number > 1 else []
+        return [index for index in range(number) if index.bit_count() % 2 == 0]
 
     @property
     def kept(self) -> Tensor:
@@ -179,7 +187,7 @@ class BatchRuns:
         return self._run_batch(self._inputs, gradients)
 
     def with_replaced(self) -> Run:
-        """Run the model on the batch after replacing all tokens of every second document. The shapes stay the same."""
+        """Run the model on the batch after replacing all tokens of half of the documents. The shapes stay the same."""
         input_ids: Tensor = self._inputs["input_ids"]
         known, index = torch.unique(input_ids.flatten(), return_inverse=True)
         if len(known) < 2:

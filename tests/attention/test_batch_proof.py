@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from leaky_models import LEAKS, leaky
+from leaky_models import LEAKS, Behind, leaky
 from patched_models import patched
 from tiers import fast_only
 from tiny_models import build, patched_tiny
@@ -153,10 +153,30 @@ def test_documents_of_one_token_id_are_replaced_too():
     assert prove_on_batch(patched(), batch_of([[5] * 9, [5] * 4, [5] * 30])).problem == ""
 
 
-def test_every_second_document_is_replaced():
+def test_every_second_of_a_few_documents_is_replaced():
     runs = BatchRuns(patched(), batch_with([5, 3, 4]), training=False)
     assert runs.replaced == [0, 2]
     assert runs.kept.tolist() == [5, 6, 7]
+
+
+def test_a_leak_at_any_distance_reaches_a_document_that_is_kept():
+    number = 64
+    replaced = BatchRuns(patched(), batch_with([1] * number), training=False).replaced
+    kept = set(range(number)) - set(replaced)
+    assert abs(len(replaced) - len(kept)) <= 2
+    for distance in range(1, number // 2):
+        assert any(index + distance in kept for index in replaced)
+        assert any(index - distance in kept for index in replaced)
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4, -2])
+def test_a_leak_below_rounding_from_another_document(distance):
+    """Each document of 8 tokens reads the document so many places before it, or after it."""
+    model = hfp.patch_model(build("Llama").to(torch.bfloat16))
+    layer = model.model.layers[1]
+    layer.mlp = Behind(layer.mlp, lambda hidden: hidden + 1e-2 * hidden.roll(8 * distance, dims=1))
+    proof = prove_on_batch(model, batch_with([8] * 12))
+    assert "replacing documents changed the outputs of other documents" in proof.problem
 
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=70)
