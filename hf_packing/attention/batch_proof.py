@@ -58,7 +58,7 @@ _GRADIENT_FACTOR = 10
 
 @dataclass(frozen=True)
 class BatchProof:
-    """What was proven on a training batch."""
+    """The result of a proof on a training batch."""
 
     tokens: int
     documents: int

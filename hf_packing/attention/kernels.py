@@ -49,7 +49,7 @@ _NAMES = {
 
 
 class Call(NamedTuple):
-    """What the choice of a kernel depends on. All attention calls with an equal `Call` run on the same kernel."""
+    """Everything that decides on the kernel. All attention calls with an equal `Call` run on the same kernel."""
 
     device: torch.device
     dtype: torch.dtype

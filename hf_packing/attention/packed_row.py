@@ -63,7 +63,7 @@ class PackedRow:
 
     @property
     def has_fixed_shape(self) -> bool:
-        """Whether the row is a batch of fixed shapes, which has a constant max_length or empty segments at the end."""
+        """True for a batch of fixed shapes, which has a constant max_length or empty segments at the end."""
         return self.bound is not None or len(self.lengths) < len(self.cu_seq_lens) - 1
 
     @cached_property

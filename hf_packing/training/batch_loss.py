@@ -80,7 +80,7 @@ def compute_loss(
 
 
 class _Weighted(NamedTuple):
-    """What `compute_loss` needs to know about a batch."""
+    """The part of a batch that `compute_loss` needs."""
 
     labels: Tensor
     weights: Tensor
