@@ -52,7 +52,8 @@ def patch_model(model: Model, *, prove: Prove = "model") -> Model:
     documents are read from the model's arguments cu_seq_lens_q, position_ids and seq_idx; any one of them is enough.
 
     The proof packs three random documents in one row, three others in two rows, and, in training mode, two documents
-    in one row. It replaces one document at a time. The patch is kept only if:
+    in one row. It replaces one document at a time, except in two rows that the patched model runs as a single row. The
+    patch is kept only if:
 
     - no replacement changes the logits of another document,
     - no gradient of a document's logits reaches another document, and
