@@ -126,7 +126,7 @@ def _download(package: Package, version: str, folder: Path) -> Path:
 
 def _pip(*arguments: str) -> str:
     command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
-    environment = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
+    environment = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE", "PIP_CONSTRAINT": os.devnull}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -135,7 +135,7 @@ def test_every_architecture(kind, fewest):
     whole, differences = set(), []
     for architecture in architectures(kind):
         try:
-            model = tiny_model(architecture, kind, torch.float64)
+            model = tiny_model(architecture, kind, torch.float64, experts_implementation="eager")
             ids = torch.arange(3, 26)[None]
             inputs = {"input_ids": ids} | ({"use_cache": False} if takes_argument(model, "use_cache") else {})
             expected = run_with_loss(model, inputs, ids, torch.ones(1, 23), keep_logits=True)[0]
@@ -151,12 +151,12 @@ def test_every_architecture(kind, fewest):
             continue
         loss.backward()
         differences.append(abs(float(loss.detach() / expected.detach()) - 1))
+        known = [each.abs().max() for each in gradients if each is not None and each.isfinite().all()]
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert (parameter.grad is None) == (gradient is None), architecture
             if gradient is not None and gradient.isfinite().all():  # Longformer's are not
-                assert float((parameter.grad - gradient).abs().max()) <= 1e-9 * float(gradient.abs().max()), (
-                    architecture
-                )
+                # some gradients, such as those of biases of keys, are 0 but for rounding
+                assert float((parameter.grad - gradient).abs().max()) <= 1e-9 * float(max(known)), architecture
     assert len(differences) >= fewest
     assert max(differences) <= 1e-6  # the logits of a few are in float32
     assert whole <= {"prophetnet"}
