@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_packing.attention.inspect_model import GATHERED, is_fsdp
 from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing, current_row, use_row
+from hf_packing.attention.padded_rows import current_rows
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import (
     Fill,
@@ -173,7 +174,7 @@ class SegmentedForward(ReplacedForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         row, plan = current_row.get(), self.plan
-        if not self.installed:
+        if not self.installed or (row is None and current_rows.get() is not None):  # in a padded batch
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(

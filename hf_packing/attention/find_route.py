@@ -3,17 +3,22 @@
 A route consists of an attention function, a format for the model's inputs, and the modules that run segment by segment.
 """
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import configurations, pad_token_of
-from hf_packing.attention.patched_forward import attention_of, install, remove, restore_attention
+from hf_packing.attention.inspect_model import Signature, has_vocabulary, pad_token_of
+from hf_packing.attention.patched_forward import (
+    install,
+    remove,
+    unpatched_on_error,
+)
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
 from hf_packing.attention.proof import (
     BeyondRoundingError,
@@ -26,9 +31,23 @@ from hf_packing.attention.proof import (
     run_alone,
     run_alone_in_training,
 )
-from hf_packing.attention.route import Method, Route, have_equal_plans, is_patched, methods_for, packed_share
+from hf_packing.attention.route import (
+    InputFormat,
+    LocalMaskError,
+    Method,
+    Route,
+    have_equal_plans,
+    is_patched,
+    known_routes,
+    methods_for,
+    packed_share,
+    route_key,
+)
 from hf_packing.attention.search import Search
-from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed, observe
+from hf_packing.attention.snapshot import Attention, attention_of
+from hf_packing.attention.tolerance import NotCallableError
+from hf_packing.attention.unpadding_proof import prove_unpadding
+from hf_packing.attention.varlen import NAME_WITH_LOCAL_MASKS, observe
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _ROWS = ((18,), (9, 9))
@@ -39,16 +58,6 @@ _LENGTHS_IN_TRAINING = (17, 17)
 """Lengths, in tokens, of the documents of the test batch in training mode. They are equal, since a route may run
 documents of equal length in one call of a module, which may mix the rows of the call in training mode only."""
 
-_Attention = list[tuple[PreTrainedConfig, Any]]
-"""The configurations of an unpatched model, with the names of their attention functions (see `attention_of`)."""
-
-known_routes: dict[Any, Route] = {}
-"""Routes that were already found and proven in this process. The keys are results of `route_key`."""
-
-
-class _LocalMaskError(ModelNotSupportedError):
-    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
-
 
 class _NeverCalledError(ModelNotSupportedError):
     """Raised if a model does not call the attention function that its configuration names."""
@@ -58,7 +67,7 @@ class _NeverCalledError(ModelNotSupportedError):
 
 
 class _SeveralRowsError(ModelNotSupportedError):
-    """Raised if the proof of a route succeeds for a single packed row, but fails for a batch of several rows."""
+    """Raised if the proof of a route only fails for a batch of several rows."""
 
 
 def find_and_prove(model: PreTrainedModel) -> None:
@@ -74,38 +83,62 @@ def find_and_prove(model: PreTrainedModel) -> None:
     """
     before = attention_of(model)
     try:
-        exams = _run_documents_alone(model)
-        width = exams[0].references[0].logits[0].shape[-1]
-        sees_labels = model_sees_labels(exams[0].probe, width)
-        route = _install_proven_route(model, before, exams)
-        refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
-        refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
-        if sees_labels or refused is not None:
-            remove(model)
-            install(model, replace(route, refused_token=refused, sees_labels=sees_labels), before)
-    except BaseException:
-        if is_patched(model):
-            remove(model)
-        restore_attention(before)
-        raise
+        with unpatched_on_error(model, before):
+            _prove_on_packed_rows(model, model, before)
+    except ModelNotSupportedError as error:
+        takes_labels = "labels" in Signature(model).names
+        is_backbone = model.base_model is model and model.base_model_prefix and not takes_labels
+        if has_vocabulary(model) or not (isinstance(error, NotCallableError) or is_backbone):
+            raise
+        _prove_around_backbone(model, before)
 
 
-def _run_documents_alone(model: PreTrainedModel) -> list[Exam]:
+def _prove_around_backbone(model: PreTrainedModel, before: Attention) -> None:
+    """Patch a model that takes padded batches only. Its backbone gets packed rows or else the rows of equal length."""
+    if model.base_model is not model:
+        with suppress(ModelNotSupportedError), unpatched_on_error(model, before):
+            _prove_on_packed_rows(model, model.base_model, before)
+            return
+    with unpatched_on_error(model, before):
+        inputs = InputFormat(positions=False, borders=False)
+        install(model, Route(Method(None, inputs), (), 0.0, takes_packed_rows=False), before)
+        prove_unpadding(model, by_length=True)
+
+
+def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, before: Attention) -> None:
+    """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
+    model has no vocabulary, try to prove that it takes padded batches, too."""
+    exams = _run_documents_alone(model, module)
+    width = exams[0].references[0].logits[0].shape[-1]
+    sees_labels = model_sees_labels(exams[0].probe, width)
+    route = _install_proven_route(model, before, exams)
+    refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
+    refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
+    if sees_labels or refused is not None or module is not model:
+        remove(model)
+        route = replace(route, refused_token=refused, sees_labels=sees_labels, takes_packed_rows=module is model)
+        install(model, route, before)
+    if not has_vocabulary(model):
+        with suppress(ModelNotSupportedError) if module is model else nullcontext():
+            prove_unpadding(model)
+
+
+def _run_documents_alone(model: PreTrainedModel, module: nn.Module) -> list[Exam]:
     """Return the test batches of a proof: a single row, several rows, and a single row in training mode.
 
     To save time, none of these exams is thorough, and the documents in several rows contain pad tokens, if the model
     can be called on such documents. Gradients are computed in training mode, or, if that is not possible, for a single
     row in evaluation mode.
     """
-    probe = Probe(model)
+    probe = Probe(model, module=module)
     tokens, other = probe.documents[-1], probe.others[-1]
     other[len(other) // 2] = tokens[len(tokens) // 2]  # the logits of this token show that a leak would be noticed
     first = run_alone(probe, gradients=False)
     try:
-        in_rows = run_alone(_probe_of_rows(model, pad_token_of(model), probe), gradients=False)
+        in_rows = run_alone(_probe_of_rows(probe, pad_token_of(model)), gradients=False)
     except ModelNotSupportedError:
-        in_rows = run_alone(_probe_of_rows(model, None, probe), gradients=False)
-    training = Probe(model, lengths=_LENGTHS_IN_TRAINING, training=True)
+        in_rows = run_alone(_probe_of_rows(probe), gradients=False)
+    training = Probe(model, lengths=_LENGTHS_IN_TRAINING, training=True, module=module)
     training.rounding = probe.rounding
     in_training = run_alone_in_training(training)
     if in_training.unproven:
@@ -113,9 +146,9 @@ def _run_documents_alone(model: PreTrainedModel) -> list[Exam]:
     return [first, replace(in_rows, rows=len(_ROWS)), in_training]
 
 
-def _probe_of_rows(model: PreTrainedModel, pad_token: int | None = None, like: Probe | None = None) -> Probe:
+def _probe_of_rows(like: Probe, pad_token: int | None = None) -> Probe:
     """Return a probe of several packed rows. If `pad_token` is given, every document contains it."""
-    probe = Probe(model, 1, [length for row in _ROWS for length in row], _pack_in_rows, like=like)
+    probe = Probe(like.model, 1, [*chain(*_ROWS)], _pack_in_rows, like=like, module=like.module)
     if pad_token is not None:
         for document in probe.documents:
             document[2] = document[-1] = pad_token
@@ -129,23 +162,16 @@ def _pack_in_rows(documents: DocumentTokens) -> dict[str, Any]:
     return {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
 
 
-def _treats_pad_as_padding(in_rows: Exam, route: Route, before: _Attention) -> bool:
-    """Return whether a patched model treats pad tokens in a document as padding.
-
-    If so, documents that contain pad tokens have different logits in packed rows and in a row of their own.
-
-    Args:
-        in_rows: the exam of several rows that the model has passed. If its documents contain pad tokens, the result is
-            known.
-        route: the route of the patched model.
-        before: the model's attention settings before it was patched.
-    """
+def _treats_pad_as_padding(in_rows: Exam, route: Route, before: Attention) -> bool:
+    """Return whether a patched model treats pad tokens in a document as padding. Documents that contain pad tokens then
+    have different logits in packed rows and in a row of their own. `in_rows` is the exam of several rows that the model
+    has passed. If its documents contain pad tokens, the result is known."""
     model, token = in_rows.probe.model, pad_token_of(in_rows.probe.model)
     if token is None or token in in_rows.probe.documents[0]:
         return False
     remove(model)
     try:
-        exam = run_alone(_probe_of_rows(model, token), gradients=False, thorough=True)
+        exam = run_alone(_probe_of_rows(in_rows.probe, token), gradients=False, thorough=True)
     except ModelNotSupportedError:  # the model refuses pad tokens itself
         exam = None
     install(model, route, before)
@@ -159,22 +185,7 @@ def _treats_pad_as_padding(in_rows: Exam, route: Route, before: _Attention) -> b
     return all(exam.probe.tolerance.unexplained(packed, reference.logits) > 0 for reference in exam.references)
 
 
-def route_key(model: PreTrainedModel) -> Any:
-    """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
-    other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
-    repeat all checks of the search, the key contains the names and classes of all modules."""
-    attention = model.config._attn_implementation
-    classes = tuple((name, type(module)) for name, module in model.named_modules())
-    settings = tuple(sorted(_settings_of(config) for config in configurations(model)))
-    return classes, settings, attention, model.dtype, model.device.type
-
-
-def _settings_of(config: PreTrainedConfig) -> str:
-    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
-    return repr(sorted(settings.items(), key=str))
-
-
-def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: list[Exam]) -> Route:
+def _install_proven_route(model: PreTrainedModel, before: Attention, exams: list[Exam]) -> Route:
     """Install the fastest route that is proven to keep documents apart, and return it.
 
     If an exam fails, it is replaced in `exams` by a thorough one.
@@ -185,8 +196,8 @@ def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: lis
             return _prove(model, known, before, exams)
     failure: ModelNotSupportedError | None = None
     failures: list[str] = []
-    for method in methods_for(model):
-        if method.attention == NAME_WITH_LOCAL_MASKS and not isinstance(failure, _LocalMaskError):
+    for method in methods_for(model, exams[0].probe.module):
+        if method.attention == NAME_WITH_LOCAL_MASKS and not isinstance(failure, LocalMaskError):
             continue
         if method.attention and isinstance(failure, _NeverCalledError):
             continue
@@ -203,7 +214,7 @@ def _install_proven_route(model: PreTrainedModel, before: _Attention, exams: lis
 
 
 def _search_and_prove(
-    model: PreTrainedModel, method: Method, before: _Attention, exams: list[Exam], tried: tuple[str, ...]
+    model: PreTrainedModel, method: Method, before: Attention, exams: list[Exam], tried: tuple[str, ...]
 ) -> Route:
     """Find the modules that have to run segment by segment if the model is called with `method`. Install the resulting
     route, prove that it keeps documents apart, and return it.
@@ -230,7 +241,7 @@ def _search_and_prove(
             if route is None or not have_equal_plans(found, route):
                 route = found
                 return _prove_for_several_rows(model, route, before, exams)
-        except _LocalMaskError:
+        except LocalMaskError:
             raise
         except ModelNotSupportedError as error:
             failure = error
@@ -250,7 +261,7 @@ def _search_and_prove(
     raise ModelNotSupportedError("; ".join(reasons)) from failure
 
 
-def _route_found_by(search: Search, method: Method, before: _Attention, probe: Probe, tried: tuple[str, ...]) -> Route:
+def _route_found_by(search: Search, method: Method, before: Attention, probe: Probe, tried: tuple[str, ...]) -> Route:
     """Run a search, and return the route that consists of `method` and of the modules that the search found.
 
     If the model never calls the attention function of `method`, the route has the first method without one instead.
@@ -259,7 +270,7 @@ def _route_found_by(search: Search, method: Method, before: _Attention, probe: P
     install(model, Route(method, (), 1.0), before)
     try:
         with probe.undisturbed(), observe() as observed:
-            check = partial(_check_observed, method, observed)
+            check = partial(method.check, observed)
             plans = tuple(search.run(lambda **options: probe.packed(probe.documents, **options), check))
     except ModelNotSupportedError:
         raise
@@ -269,23 +280,13 @@ def _route_found_by(search: Search, method: Method, before: _Attention, probe: P
         remove(model)
     if method.attention and not observed.calls:
         tried = (*tried, f"with varlen attention: {_NeverCalledError()}")
-        method = next(each for each in methods_for(model) if not each.attention)
+        method = next(each for each in methods_for(model, probe.module) if not each.attention)
     if plans:
         method = replace(method, inputs=replace(method.inputs, one_row=True))
     return Route(method, plans, packed_share(model, plans), tried)
 
 
-def _check_observed(method: Method, observed: Observed) -> None:
-    lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
-    if method.attention == NAME and lost:
-        lost_masks = " and ".join(sorted(map(str, lost)))
-        raise _LocalMaskError(
-            f"only the model's attention mask limits attention to {lost_masks}, and the attention function does not "
-            "get this limit"
-        )
-
-
-def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
+def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: Attention, exams: list[Exam]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it. If the proof fails only for a batch of
     several rows, try a second route, which lays the rows of a batch end to end in a single row."""
     try:
@@ -297,7 +298,7 @@ def _prove_for_several_rows(model: PreTrainedModel, route: Route, before: _Atten
         return _prove(model, replace(route, method=method), before, exams)
 
 
-def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list[Exam]) -> Route:
+def _prove(model: PreTrainedModel, route: Route, before: Attention, exams: list[Exam]) -> Route:
     """Install a route, prove that it keeps documents apart, and return it.
 
     If isolation cannot be fully proven in training mode, the returned route contains the reason in `unproven`. If the
@@ -325,7 +326,7 @@ def _prove(model: PreTrainedModel, route: Route, before: _Attention, exams: list
     return route
 
 
-def _pass(exam: Exam, route: Route, before: _Attention) -> Exam:
+def _pass(exam: Exam, route: Route, before: Attention) -> Exam:
     """Prove with one exam that an installed route keeps documents apart; if that fails, but may succeed with a thorough
     exam without pad tokens, prove again. Return the exam that was passed."""
     try:
@@ -339,7 +340,7 @@ def _pass(exam: Exam, route: Route, before: _Attention) -> Exam:
     model = exam.probe.model
     remove(model)
     if exam.rows > 1:
-        exam = replace(exam, probe=_probe_of_rows(model))
+        exam = replace(exam, probe=_probe_of_rows(exam.probe))
     elif isinstance(failure, BeyondRoundingError) and own_attention_agrees(exam):
         raise failure
     exam = repeat_thoroughly(exam)

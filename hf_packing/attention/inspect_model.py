@@ -199,6 +199,13 @@ def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
 
 
+def has_vocabulary(model: PreTrainedModel) -> bool:
+    """Return whether a model is a language model, with a head that predicts tokens."""
+    with suppress(NotImplementedError):
+        return model.get_output_embeddings() is not None
+    return False
+
+
 def pad_token_of(model: PreTrainedModel) -> int | None:
     token = getattr(model.config.get_text_config(), "pad_token_id", None)
     return token if isinstance(token, int) and token >= 0 else None
@@ -210,10 +217,11 @@ sizes of convolutions. The sum of a triple is a prime number, since axes of tens
 
 
 def distinctive_lengths(model: nn.Module) -> list[int]:
-    """Return three document lengths. Their sum differs from every axis size and every integer setting of the model."""
+    """Return three document lengths. Neither their sum nor the largest of them, if possible, is an axis size or an
+    integer setting of the model."""
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     sizes |= {value for value in vars(model.config).values() if isinstance(value, int)}
-    for lengths in _LENGTHS:
+    for lengths in sorted(_LENGTHS, key=lambda lengths: max(lengths) in sizes):
         if sum(lengths) not in sizes:
             return list(lengths)
     sums = ", ".join(str(sum(each)) for each in _LENGTHS)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_proof import prove_on_batch
-from hf_packing.attention.inspect_model import distinctive_lengths, inner_model
+from hf_packing.attention.inspect_model import distinctive_lengths, has_vocabulary, inner_model
 from hf_packing.attention.probe import DocumentTokens, Probe
 from hf_packing.attention.proof import RANDOM, VARYING
 from hf_packing.attention.route import Route, route_of
 from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, largest_gradient_leak, through, what_is_missing
+from hf_packing.attention.unpadding_proof import RowProbe
 from hf_packing.attention.varlen import kernel_of
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
@@ -82,14 +84,17 @@ def check_isolation(
     mode, the check is repeated in training mode, but with dropout, noise and layer dropping turned off. Afterwards, the
     training or evaluation mode of all modules, the model's buffers and the random state are restored.
 
+    A model that returns outputs for whole rows, such as a classifier, gets a padded batch with one document in each row
+    instead, and all of its outputs are compared.
+
     With `batch`, the check runs on the documents of this batch, at their lengths, in both modes. Every second document
     is replaced at once, and some documents are also compared with the same documents run alone, for a patched model
     without the patch. If documents affect each other, the reason names the module in which a difference begins. If the
     model is sharded, all ranks have to call `check_isolation` at the same time.
 
     Args:
-        model: a causal or masked language model of transformers, patched or not, on any device. The model may be
-            wrapped by PEFT, DDP or torch.compile.
+        model: a model of transformers with any head, patched or not, on any device. The model may be wrapped by PEFT,
+            DDP or torch.compile.
         collator: function that turns a list of packed rows, with the columns input_ids, labels, position_ids and
             seq_lengths, into a batch of tensors; PackingCollator by default.
         rows: number of packed rows in the batch.
@@ -101,10 +106,10 @@ def check_isolation(
         model uses.
 
     Raises:
-        PackingError: `model` is not a PreTrainedModel, or does not return logits for each token; the logits are not
-            finite, are nondeterministic, or do not depend on the tokens; `rows` is less than 1; the collator fails or
-            cuts documents; a patched model refuses the batch; or `batch` has a single document, or is given together
-            with a collator or `rows`.
+        PackingError: `model` is not a PreTrainedModel, or cannot be called with token ids; its logits are not finite,
+            are nondeterministic, or do not depend on the tokens; `rows` is less than 1; the collator fails or cuts
+            documents; a patched model refuses the batch; or `batch` has a single document, or is given together with a
+            collator or `rows`.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -124,13 +129,14 @@ def check_isolation(
     if rows < 1:
         raise PackingError(f"rows: expected an integer of at least 1, got {rows}")
     route = route_of(model)
-    probe = _probe(model, collator, rows, seed)
+    make_probe = partial(_probe, collator=collator, rows=rows) if _takes_packed_rows(model) else _row_probe
+    probe = make_probe(model, seed=seed)
     with probe.undisturbed(), suppress(Exception):  # without measured rounding, fixed limits apply
         probe.measure_rounding(probe.alone())
     report = _check_one_mode(probe, route)
     if not report.isolated:
         return report
-    rounding, probe = probe.rounding, _probe(model, collator, rows, seed, training=True)
+    rounding, probe = probe.rounding, make_probe(model, seed=seed, training=True)
     probe.rounding = rounding
     try:
         with probe.undisturbed():
@@ -148,6 +154,25 @@ def check_isolation(
         modes=("evaluation", "training") if training.isolated else ("training",),
         unproven=unproven,
     )
+
+
+def _takes_packed_rows(model: PreTrainedModel) -> bool:
+    """Return whether a model takes packed rows, since it returns logits or hidden states for each token."""
+    if (route := route_of(model)) is not None:
+        return route.takes_packed_rows
+    if has_vocabulary(model):
+        return True
+    probe = Probe(model)
+    with probe.undisturbed(), suppress(Exception):  # custom model code may raise anything
+        return len(probe.alone()) > 0
+    return False
+
+
+def _row_probe(model: PreTrainedModel, seed: int, training: bool = False) -> Probe:
+    """Return a probe that runs a model on a padded batch with one random document in each row."""
+    probe = RowProbe(model, training=training, seed=seed)
+    probe.measure_scales()
+    return probe
 
 
 def _check_batch(model: nn.Module, batch: Mapping[str, Any]) -> IsolationReport:

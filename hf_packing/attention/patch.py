@@ -13,17 +13,18 @@ from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.choose_kernel import use_hub_kernel
-from hf_packing.attention.find_route import find_and_prove, known_routes, route_key
+from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patched_forward import attention_of, install, remove
-from hf_packing.attention.route import Route, is_patched, route_of
+from hf_packing.attention.patched_forward import install, remove
+from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,
     extend_route,
     find_and_prove_for_long_documents,
     find_and_prove_on_small_copy,
 )
+from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 

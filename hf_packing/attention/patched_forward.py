@@ -5,31 +5,33 @@ A route is a way of keeping packed documents apart in a model (see `Route`).
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers
-from hf_packing.attention.inspect_model import Signature, configurations, unwrapped
+from hf_packing.attention.inspect_model import Signature, unwrapped
+from hf_packing.attention.keep_row import KeepRow
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
-from hf_packing.attention.packed_row import PackedRow, current_row, read_row, use_row
-from hf_packing.attention.route import PATCH, Route, fold_into_rows
+from hf_packing.attention.packed_row import PackedRow, current_row, read_row
+from hf_packing.attention.padded_rows import current_rows
+from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, fold_into_rows, is_patched
+from hf_packing.attention.snapshot import Attention, attention_of, restore_attention, use_attention
+from hf_packing.attention.unpadding import PADDING_OR_CACHE, StockGenerate, UnpaddedForward, install_unpadding
 from hf_packing.attention.varlen import register
 from hf_packing.columns import CU_SEQ_LENS
 from hf_packing.errors import PackingError
 
+_PLACES = (*BORDER_ARGUMENTS, "position_ids")
+
 _running: ContextVar[tuple[int, ...]] = ContextVar("_running", default=())
 """The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
 models, but only the outermost forward reads the packed row."""
-
-_ATTENTION = "_attn_implementation_internal"
-"""The attribute in which a configuration stores the name of its attention function. The patch restores this attribute
-directly. The method `set_attn_implementation` would reject the value None, which some inner configurations have, and
-would reject an attention function whose package is not installed."""
 
 _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
@@ -41,7 +43,7 @@ for load balancing. The model computes this loss outside of its inner model, fro
 """
 
 
-class PatchedForward(ReplacedForward):
+class PatchedForward(UnpaddedForward):
     """A callable object that replaces the forward of a patched model.
 
     A call reads the borders between packed documents from the arguments, stores them in `current_row` while the forward
@@ -51,31 +53,45 @@ class PatchedForward(ReplacedForward):
         module: the module whose forward is replaced: the patched model itself, or an inner model that other libraries,
             such as PEFT, call directly.
         model: the patched model.
-        route: the route of the patched model.
         segmented: the replacements for the forwards of the modules that run segment by segment.
     """
 
-    def __init__(
-        self, module: nn.Module, model: PreTrainedModel, route: Route, segmented: list[SegmentedForward]
-    ) -> None:
+    def __init__(self, module: nn.Module, model: PreTrainedModel, segmented: list[SegmentedForward]) -> None:
         super().__init__(module)
         self.model = model
-        self.route = route
         self.segmented = segmented
         self.signature = Signature(module)
         self.masks_routers = len(_entry_modules(model)) > 1 and hasattr(model.config.get_text_config(), _ROUTER_SETTING)
         # Trainer reads this attribute to find out which columns a model takes
         self.__signature__ = inspect.signature(module.forward)
 
+    @property
+    def patch(self) -> "Patch":
+        patch: Patch = getattr(self.model, PATCH)
+        return patch
+
+    @property
+    def route(self) -> Route:  # type: ignore[override]
+        return self.patch.route
+
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # torch.compile compiles what this method calls, so the method calls no more than it must
         if not self.installed:
             return self.forward(*args, **kwargs)
-        if id(self.model) in _running.get():
-            return self.run_inside(args, kwargs)
-        inputs, row, laid = self._read(args, kwargs)
-        patch: Patch = getattr(self.model, PATCH)
+        is_inside, is_padded = id(self.model) in _running.get(), current_rows.get() is not None
+        if is_inside and not (is_padded and self.is_backbone):
+            return self.forward(*args, **kwargs) if is_padded else self.run_inside(args, kwargs)
+        inputs = self._by_name(args, kwargs)
+        if is_inside or self._is_unusual(inputs):
+            return self.run_unusual(inputs)
+        return self.run_packed(inputs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def run_packed(self, inputs: dict[str, Any], row: PackedRow | None = None) -> Any:
+        """Run the forward on packed rows, and return the output. If `row` is None, the borders are in the inputs."""
+        inputs, row, laid = self._read(inputs, row)
+        patch = self.patch
         was_running, patch.is_running = patch.is_running, True
         running, current = _running.set((*_running.get(), id(self.model))), current_row.set(laid)
         try:
@@ -86,6 +102,25 @@ class PatchedForward(ReplacedForward):
             patch.is_running = was_running
         return self._finish(output, row) if row.padding or laid is not row else output
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager: within the block, the model's forward is running."""
+        token = _running.set((*_running.get(), id(self.model)))
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return self.signature.by_name(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _is_unusual(self, inputs: dict[str, Any]) -> bool:
+        """Return whether a call is not one with packed rows and without a cache."""
+        takes_packed_rows = self.route.takes_packed_rows or self.module is not self.model
+        return not takes_packed_rows or any(inputs.get(name) is not None for name in PADDING_OR_CACHE)
+
     def run_inside(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the forward of an inner model, which does not get the mask that `_read` makes for routers."""
         if self.masks_routers and (mask := kwargs.get("attention_mask")) is not None:
@@ -94,23 +129,28 @@ class PatchedForward(ReplacedForward):
         return self.forward(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _read(self, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow, PackedRow]:
+    def _read(self, inputs: dict[str, Any], row: PackedRow | None) -> tuple[dict[str, Any], PackedRow, PackedRow]:
         """Check the patch and the arguments of a call. Return the keyword arguments for the model's own forward, the
         borders of the packed rows, and the borders of the rows as the model gets them, which may be laid end to end."""
-        self._check_patch()
+        self.check_patch()
         training = self.module.training
         if training:
             _keep_row_when_checkpointing(self.model, self.route.method.inputs.borders and not self.route.by_segment)
-        inputs, row = read_row(self.signature.by_name(args, kwargs), training)
+        is_unpadded = row is not None
+        if row is None:
+            inputs, row = read_row(inputs, training)
         refused, ids = self.route.refused_token, inputs.get("input_ids")
         if refused is not None and ids is not None and bool((ids == refused).any()):
             raise PackingError(
                 f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
                 "even inside a document; remove the pad tokens from the documents before packing"
             )
-        if training and self.route.sees_labels:
+        if training and self.route.sees_labels and not is_unpadded:
             refuse_copied_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
         inputs = self.route.method.inputs.build(self.signature, inputs, row)
+        if is_unpadded and self.route.takes_packed_rows:  # the route was proven with the arguments that the model takes
+            takes = self.patch.signature.takes
+            inputs = {name: each for name, each in inputs.items() if name not in _PLACES or takes(name)}
         if row.has_fixed_shape and self.masks_routers and self.module is self.model:
             inputs["attention_mask"] = row.mask  # the loss of routers leaves out tokens whose mask is 0
         if not row.has_fixed_shape:
@@ -128,7 +168,7 @@ class PatchedForward(ReplacedForward):
             )
         return fold_into_rows(output, row) if row.rows > 1 else output
 
-    def _check_patch(self) -> None:
+    def check_patch(self) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work.
 
         This is so if another attention function was set, or if a module that runs by segment was replaced, or contains
@@ -140,8 +180,7 @@ class PatchedForward(ReplacedForward):
                 f"attention: expected {expected!r} on a patched model, got {found!r}, which was set after the model "
                 "was patched; call unpatch_model before you set another attention function"
             )
-        patch: Patch = getattr(self.model, PATCH)
-        for config, attention in patch.attention_during if expected else ():
+        for config, attention in self.patch.attention_during if expected else ():
             if (found := config._attn_implementation) != attention:
                 raise PackingError(
                     f"attention: expected {attention!r} in the {type(config).__name__} of a patched model, got "
@@ -178,22 +217,39 @@ class Patch:
     """The patch of a model: the route, the state to restore when the patch is removed, and a check of labels."""
 
     route: Route
-    attention_before: list[tuple[PreTrainedConfig, Any]]
+    attention_before: Attention
     """Pairs of a configuration and the name of its attention function before the patch, for all configurations."""
-    attention_during: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
+    signature: Signature
+    """The arguments that the model's own forward takes."""
+    attention_during: Attention = field(default_factory=list)
     """Pairs of a configuration and the name of its attention function under the patch; empty if the patch sets none."""
     replaced: list[ReplacedForward] = field(default_factory=list)
     """The replacements that the patch has installed for the forwards of modules, the latest first."""
     label_check: LabelCheck = field(default_factory=LabelCheck)
     is_running: bool = False
     """True while the model's forward runs. Code traced by torch.compile can read this, but not `_running`."""
+    prove_unpadding: ClassVar[Callable[[PreTrainedModel], None]]
+    """A function that proves that a model can run padded batches, and then calls `install_unpadding`."""
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
         forward.install()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context manager: within the block, the model runs as without the patch."""
+        installed = [forward for forward in self.replaced if forward.installed]
+        for forward in installed:
+            forward.installed = False
+        try:
+            with use_attention(self.attention_before):
+                yield
+        finally:
+            for forward in installed:
+                forward.installed = True
 
-def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedConfig, Any]]) -> None:
+
+def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
     """Install a route in a model.
 
     The function sets the model's attention function, and replaces the forwards of the model, of its inner models, and
@@ -204,7 +260,7 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
         route: the route to install.
         before: the attention settings that `remove` will restore, as returned by `attention_of`.
     """
-    patch = Patch(route, before)
+    patch = Patch(route, before, Signature(model))
     setattr(model, PATCH, patch)
     try:
         if route.method.attention:
@@ -216,7 +272,11 @@ def install(model: PreTrainedModel, route: Route, before: list[tuple[PreTrainedC
             patch.replace(forward)
         for module in _entry_modules(model):  # last, since an inner model may also run by segment
             kind = PatchedForward if module is model else InnerForward
-            patch.replace(kind(module, model, route, segmented))
+            patch.replace(kind(module, model, segmented))
+        if model.can_generate():
+            model.generate = StockGenerate(model)
+        if route.unpadding is not None:
+            install_unpadding(model, route.unpadding)
     except BaseException:
         remove(model)
         raise
@@ -227,12 +287,25 @@ def remove(model: PreTrainedModel) -> Route:
     patch: Patch = getattr(model, PATCH)
     for forward in patch.replaced:
         forward.remove()
+    vars(model).pop("generate", None)
     for module, name, checkpoint in _checkpointing_functions(model):
         if isinstance(checkpoint, KeepRow):
             setattr(module, name, checkpoint.checkpoint)
     restore_attention(patch.attention_before)
     delattr(model, PATCH)
     return patch.route
+
+
+@contextmanager
+def unpatched_on_error(model: PreTrainedModel, before: Attention) -> Iterator[None]:
+    """Context manager: after an error or an interruption in the block, the model is left unpatched."""
+    try:
+        yield
+    except BaseException:
+        if is_patched(model):
+            remove(model)
+        restore_attention(before)
+        raise
 
 
 def _mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
@@ -250,48 +323,6 @@ def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
     is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
     modules = [model, model.base_model, *([decoder] if is_model else [])]
     return list({id(module): module for module in modules}.values())
-
-
-def attention_of(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
-    """Return pairs of a configuration and the name of its attention function, for all configurations in a model."""
-    return [(config, getattr(config, _ATTENTION, None)) for config in configurations(model)]
-
-
-def restore_attention(before: list[tuple[PreTrainedConfig, Any]]) -> None:
-    for config, attention in before:
-        setattr(config, _ATTENTION, attention)
-
-
-class KeepRow:
-    """A wrapper for an activation-checkpointing function. The backward pass runs the checkpointed layers a second time,
-    after the model's forward has ended. In this second run, the packed row of the forward is again the current row.
-
-    Args:
-        checkpoint: the function to wrap.
-        gives_borders: whether all layers get the borders of the row as arguments. If so, compiled layers do not need
-            the current row.
-    """
-
-    def __init__(self, checkpoint: Callable[..., Any], gives_borders: bool) -> None:
-        self.checkpoint = checkpoint
-        self.gives_borders = gives_borders
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.gives_borders and torch.compiler.is_compiling():
-            return self.checkpoint(function, *args, **kwargs)
-        return self.checkpoint(_OnRow(function, current_row.get()), *args, **kwargs)
-
-
-class _OnRow:
-    """A wrapper for a function. During every call of the function, `row` is the current packed row."""
-
-    def __init__(self, function: Callable[..., Any], row: PackedRow | None) -> None:
-        self.function = function
-        self.row = row
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with use_row(self.row):
-            return self.function(*args, **kwargs)
 
 
 def _keep_row_when_checkpointing(model: nn.Module, gives_borders: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import (
@@ -48,14 +48,12 @@ DocumentTokens = list[list[int]]
 """The token ids of every document."""
 
 _random_state_lock = threading.RLock()
-"""Lock that a thread holds while it changes the random state, which all threads share."""
+"""Lock that a thread holds while it changes the random state."""
 
 
 def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> tuple[DocumentTokens, DocumentTokens]:
-    """Return random documents, and a replacement for every document.
-
-    Different documents share no token except the mask token. A document and its replacement have different tokens at
-    every position, except where both have the mask token.
+    """Return random documents, and a replacement for every document. Different documents share no token, and a document
+    and its replacement have different tokens at every position, except for the mask token.
 
     Args:
         model: the model whose vocabulary is used.
@@ -65,10 +63,10 @@ def random_documents(model: PreTrainedModel, lengths: list[int], seed: int) -> t
     Raises:
         PackingError: the vocabulary is too small.
     """
-    embedding = embedding_of(model)
-    known_size = getattr(model.config.get_text_config(), "vocab_size", len(embedding.weight))
+    embedding, config = embedding_of(model), model.config.get_text_config()
+    known_size = getattr(config, "vocab_size", len(embedding.weight))
     vocabulary = min(known_size, getattr(embedding, "num_embeddings", known_size))  # the weight may have prompt rows
-    settings = vars(model.config) | vars(model.config.get_text_config())
+    settings = vars(model.config) | vars(config)
     special = {value for name, value in settings.items() if name.endswith("_token_id") and isinstance(value, int)}
     known = np.array([token for token in range(1, vocabulary) if token not in special])
     if len(known) < 2 * len(lengths):
@@ -126,6 +124,7 @@ class Probe:
         make_batch: function that turns documents into the model's inputs; by default, `pack_in_one_row`.
         training: whether the model runs in training mode, with dropout, noise and layer dropping switched off.
         like: a probe that has already run the model in the same mode. The new probe uses its measurements.
+        module: the module to run, either the model itself, which is the default, or its backbone.
     """
 
     def __init__(
@@ -136,13 +135,14 @@ class Probe:
         make_batch: Callable[[DocumentTokens], Mapping[str, Any]] | None = None,
         training: bool = False,
         like: "Probe | None" = None,
+        module: nn.Module | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.module = model, module or model
         self.make_batch = make_batch or pack_in_one_row
         self.device = input_device(model)
         self.lengths = list(lengths or distinctive_lengths(model))
         self.documents, self.others = random_documents(model, self.lengths, seed)
-        self.signature = Signature(model)
+        self.signature = Signature(self.module)
         self.training = training
         self.rounding: float | None = like.rounding if like else None
         self.intercepts_dropout = True
@@ -152,7 +152,6 @@ class Probe:
         self._weights: WeightSnapshot | None = like._weights if like else None
         self._matmuls: MatmulDtype = like._matmuls if like else MatmulDtype()
         self._seed = 0
-        """The random seed of each run, so that runs on inputs of equal shapes draw the same random numbers."""
 
     @property
     def row(self) -> PackedRow:
@@ -160,7 +159,7 @@ class Probe:
 
     @property
     def mode(self) -> str:
-        """The start of an error message: "in training mode, ", or an empty string in evaluation mode."""
+        """The start of an error message."""
         return "in training mode, " if self.training else ""
 
     @property
@@ -170,7 +169,7 @@ class Probe:
 
     def measure_rounding(self, alone: list[Tensor], only_longest: bool = False, **options: Any) -> None:
         """Set `rounding` to the measured effect of rounding. `alone` contains the logits of documents run alone. With
-        `only_longest`, only the longest document is run again, which may find a smaller effect."""
+        `only_longest`, only the longest document is run again."""
         if not self.tolerance.is_measured:
             return
         longest = self.lengths.index(max(self.lengths))
@@ -200,27 +199,30 @@ class Probe:
         """Run a forward, restore the model, and return float32 or float64 logits [rows * tokens, vocabulary]."""
         read_by_patch = READ_ARGUMENTS if is_patched(self.model) else ()  # not all are in the signature
         given = {name: value for name, value in inputs.items() if name in read_by_patch or self.signature.takes(name)}
-        given, wanted = self._on_device(given), torch.is_grad_enabled()
+        given, wanted = self.on_device(given), torch.is_grad_enabled()
         with self._restored(), torch.set_grad_enabled(wanted or self.training):  # some models check this in training
             if self.training:
                 seed_all(self._seed)
-            logits = logits_of(self.model, self.model(**given)).flatten(0, 1)
+            logits = self.read(self.module(**given))
         return logits if wanted else logits.detach()
+
+    def read(self, output: Any) -> Tensor:
+        """Return the logits in a model's output, or the hidden states in a backbone's output, [rows * tokens, size]."""
+        return logits_of(self.module, output).flatten(0, 1)
 
     def loss(self, **inputs: Any) -> Tensor:
         """Run a forward with labels, restore the model, and return the loss that the model itself computes."""
         with self._restored():
             seed_all(self._seed)
-            loss: Tensor = self.model(**self._on_device(inputs)).loss
+            loss: Tensor = self.module(**self.on_device(inputs)).loss
         return loss
 
-    def _on_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def on_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Context manager: at the end of the block, undo all changes to the model's modules. New weights are undone
-        just before the next forward, since a backward pass between the two forwards needs the changed weights."""
+        """Context manager: undo all changes to modules after the block, and of weights before the next forward."""
         if self._is_in_series:
             yield
             return
@@ -255,7 +257,7 @@ class Probe:
         return [logits[place] for place in places]
 
     def alone(self, **options: Any) -> list[Tensor]:
-        """Run each document in a separate batch, without position_ids or borders, and return each document's logits."""
+        """Run each document alone, without position_ids or borders, and return each document's logits."""
         return [self.logits(input_ids=torch.tensor([tokens]), **options) for tokens in self.documents]
 
     def largest_leak(self, packed: list[Tensor] | None = None, **options: Any) -> tuple[float, float, float]:
@@ -263,11 +265,11 @@ class Probe:
         contains the logits of the packed documents, if they are known.
 
         Returns:
-            The largest change of a logit in a document that was not replaced; the same for tokens of the replaced
-            document that its replacement has, too, or nan if there are none; and the standard deviation of all logits.
+            The largest change of a logit in a document that was not replaced; the same for tokens that the replaced
+            document keeps, or nan if there are none; and the standard deviation of all logits.
 
         Raises:
-            PackingError: a document has no finite logits; or logits vary between runs, or do not depend on the tokens.
+            PackingError: a document has no finite logits; or logits vary, or do not depend on the tokens.
         """
         before, name = packed or self.packed(self.documents, **options), type(self.model).__name__
         if not all(comparable(each).any() for each in before):
@@ -281,7 +283,8 @@ class Probe:
                     f"model: expected logits that depend on input_ids, but {name} returns the same for other tokens"
                 )
             leak = max(leak, *changes)
-            if kept := [place for place, token in enumerate(tokens) if token == other[place]]:
+            kept = [place for place, token in enumerate(tokens) if token == other[place]]
+            if kept and len(before[changed]) == len(tokens):
                 inside = max(largest_difference(before[changed][kept], after[changed][kept]), inside)
         if not leak <= self.tolerance.leak * scale and self._vary(before, self.packed(self.documents, **options)):
             raise PackingError(
@@ -290,9 +293,8 @@ class Probe:
         return leak, inside, scale
 
     def memory(self, packed: list[Tensor] | None = None, **options: Any) -> list[str] | None:
-        """Return None if a forward does not affect the logits of the next forward. Otherwise, return the names of the
-        buffers that the first forward changes; the list is empty if it changes no buffer. `packed` contains the logits
-        of the packed documents, if they are known."""
+        """Return None if a forward does not affect the logits of the next one; otherwise, the names of the buffers that
+        it changes. `packed` contains the logits of the packed documents, if they are known."""
         fresh = packed or self.packed(self.documents, **options)
         with self.in_series():
             self.packed(self.others, **options)
@@ -304,7 +306,7 @@ class Probe:
         return [name for name, buffer in self.model.named_buffers() if id(buffer) in written]
 
     def is_random(self, run: Callable[[], list[Tensor]]) -> bool | None:
-        """Return whether the logits returned by `run` depend on the seed; None if they vary even for the same seed."""
+        """Return whether the logits of `run` depend on the seed; None if they vary even for the same seed."""
         seed_all(self._seed)
         before = random_state(self.device)
         logits = run()
@@ -321,16 +323,15 @@ class Probe:
         return not max(map(largest_difference, logits, again)) <= self.tolerance.leak * spread(torch.cat(logits))
 
     def packed_with_gradients(self, **options: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Run the documents packed in one batch, and return the logits of each document, and gradients. Entry [i][j]
-        contains the gradients of document i's logits with respect to document j's embeddings."""
+        """Run the documents packed in one batch, and return their logits and gradients. Entry [i][j] of the gradients
+        is for document i's logits with respect to document j's embeddings."""
         with record_embeddings(self.model) as embedded:
             logits = self.packed(self.documents, **options)
             found = [self._gradients(each, number, embedded, keep=True) for number, each in enumerate(logits)]
         return [each.detach() for each in logits], found
 
     def alone_with_gradients(self, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Run each document alone, and return the logits of each document, and their gradients with respect to the
-        document's embeddings."""
+        """Run each document alone, and return the documents' logits and gradients with respect to their embeddings."""
         logits, own = [], []
         with record_embeddings(self.model) as embedded:
             for number, tokens in enumerate(self.documents):

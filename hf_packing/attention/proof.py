@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hf_packing.attention.inspect_model import gradient_by_token, record_embeddings
-from hf_packing.attention.patched_forward import attention_of, restore_attention
 from hf_packing.attention.probe import Probe, pack_in_one_row
+from hf_packing.attention.snapshot import attention_of, restore_attention
 from hf_packing.attention.tolerance import (
     NoLanguageModelError,
+    NotCallableError,
     own_gradients,
     through,
     what_is_missing,
@@ -98,7 +99,7 @@ def run_alone(probe: Probe, gradients: bool, thorough: bool = False) -> Exam:
     if isinstance(error, NoLanguageModelError):
         raise error
     missing = what_is_missing(model)
-    raise ModelNotSupportedError(f"{name}: the model cannot be called with input_ids alone: {error}{missing}")
+    raise NotCallableError(f"{name}: the model cannot be called with input_ids alone: {error}{missing}")
 
 
 def _run_alone_with(attention: str, probe: Probe, gradients: bool, thorough: bool) -> Reference | Exception:

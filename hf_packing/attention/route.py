@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
-from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.inspect_model import Signature, configurations
 from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.padded_rows import Unpadding
 from hf_packing.attention.token_axes import map_leaves
-from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
+from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.columns import IGNORED_LABEL
-from hf_packing.errors import PackingError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
@@ -143,6 +144,10 @@ def fold_into_rows(value: Any, row: PackedRow) -> Any:
     return map_leaves(value, fold)
 
 
+class LocalMaskError(ModelNotSupportedError):
+    """Raised if only the mask, and not the attention function, limits attention to a window or a chunk."""
+
+
 @dataclass(frozen=True)
 class Method:
     """An attention function and an input format. A route consists of a method and the modules that run by segment.
@@ -155,6 +160,16 @@ class Method:
 
     attention: str | None
     inputs: InputFormat
+
+    def check(self, observed: Observed) -> None:
+        """Raise LocalMaskError if the attention function lacks a window or chunks that a model's forward used."""
+        lost = [mask for mask in observed.local_masks if mask.window not in observed.windows]
+        if self.attention == NAME and lost:
+            lost_masks = " and ".join(sorted(map(str, lost)))
+            raise LocalMaskError(
+                f"only the model's attention mask limits attention to {lost_masks}, and the attention function does "
+                "not get this limit"
+            )
 
 
 METHODS = (
@@ -172,12 +187,13 @@ documents and fail on long documents. An example is a model that attends only to
 all tokens of a short document."""
 
 
-def methods_for(model: PreTrainedModel) -> Iterator[Method]:
+def methods_for(model: PreTrainedModel, module: nn.Module) -> Iterator[Method]:
     """Yield the methods that can be tried on this model, without duplicates, from the fastest to the slowest. A method
-    consists of an attention function and an input format."""
-    signature = Signature(model)
+    consists of an attention function and an input format. `module` is the model itself or its backbone, which gets
+    the packed rows."""
+    signature = Signature(module)
     takes_borders = signature.takes("cu_seq_lens_q")
-    takes_positions = any("position_ids" in Signature(each).names for each in (model, model.base_model))
+    takes_positions = any("position_ids" in Signature(each).names for each in (module, model.base_model))
     tried = set()
     for method in METHODS:
         if method.attention and not model._can_set_attn_implementation():
@@ -211,6 +227,11 @@ class Route:
     """True if the model sees the input token at each label's position, as masked language models do."""
     unproven: str = ""
     """The reason why this route was not fully proven in training mode; an empty string if the route was proven."""
+    unpadding: Unpadding | None = None
+    """The way in which the model runs padded batches; None as long as this is not proven."""
+    takes_packed_rows: bool = True
+    """False if only the backbone takes packed rows. The model itself, such as a classifier of documents, then takes
+    padded batches only."""
 
     @property
     def name(self) -> str:
@@ -281,3 +302,22 @@ def sees_labels(model: PreTrainedModel) -> bool:
     """
     route = route_of(model)
     return route is not None and route.sees_labels
+
+
+known_routes: dict[Any, Route] = {}
+"""Routes that were already found and proven in this process. The keys are results of `route_key`."""
+
+
+def route_key(model: PreTrainedModel) -> Any:
+    """Return a key made of everything that a route depends on. A route that was found for one model is also tried for
+    other models with an equal key, and if the proof succeeds, no search is made in them. Since the proof does not
+    repeat all checks of the search, the key contains the names and classes of all modules."""
+    attention = model.config._attn_implementation
+    classes = tuple((name, type(module)) for name, module in model.named_modules())
+    settings = tuple(sorted(_settings_of(config) for config in configurations(model)))
+    return classes, settings, attention, model.dtype, model.device.type
+
+
+def _settings_of(config: PreTrainedConfig) -> str:
+    settings = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+    return repr(sorted(settings.items(), key=str))

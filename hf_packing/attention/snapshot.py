@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.inspect_model import configurations
 
@@ -29,6 +29,15 @@ _NOT_RESTORED = ("forward", "training")
 """Names of module attributes that `restored` leaves alone, since code within the block may set them on purpose."""
 
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+Attention = list[tuple[PreTrainedConfig, Any]]
+"""Pairs of a configuration and the name of its attention function."""
+
+_ATTENTION = "_attn_implementation_internal"
+"""The attribute in which a configuration stores the name of its attention function. The patch restores this attribute
+directly. The method `set_attn_implementation` would reject the value None, which some inner configurations have, and
+would reject an attention function whose package is not installed."""
 
 
 class ModuleSnapshot:
@@ -316,3 +325,24 @@ class NoDropout(TorchFunctionMode):
             else:
                 kwargs = {**kwargs, "dropout_p": 0.0}
         return function(*args, **kwargs)
+
+
+def attention_of(model: PreTrainedModel) -> Attention:
+    """Return pairs of a configuration and the name of its attention function, for all configurations in a model."""
+    return [(config, getattr(config, _ATTENTION, None)) for config in configurations(model)]
+
+
+def restore_attention(before: Attention) -> None:
+    for config, attention in before:
+        setattr(config, _ATTENTION, attention)
+
+
+@contextmanager
+def use_attention(settings: Attention) -> Iterator[None]:
+    """Context manager: within the block, configurations name the attention functions in `settings`."""
+    before = [(config, getattr(config, _ATTENTION, None)) for config, _ in settings]
+    restore_attention(settings)
+    try:
+        yield
+    finally:
+        restore_attention(before)

@@ -1,7 +1,7 @@
 """Temporary changes to a model while a training batch is proven: no patch, few logits, embeddings that are leaves."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import embedding_of
-from hf_packing.attention.patched_forward import attention_of, restore_attention
 from hf_packing.attention.route import PATCH
+from hf_packing.attention.snapshot import attention_of, use_attention
 from hf_packing.attention.tolerance import computation_dtype
 
 _VOCABULARY_SAMPLE = 64
@@ -25,20 +25,11 @@ def unpatched(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
 
     Backward passes may use other threads than the block, so the patch itself is switched off and on again.
     """
-    before, patch = attention_of(model), getattr(model, PATCH, None)
-    replaced = [] if patch is None else [forward for forward in patch.replaced if forward.installed]
-    for forward in replaced:
-        forward.installed = False
-    if patch is not None:
-        restore_attention(patch.attention_before)
-    try:
+    patch = getattr(model, PATCH, None)
+    with nullcontext() if patch is None else patch.suspended(), use_attention(attention_of(model)):
         if attention is not None:
             model.set_attn_implementation(attention)
         yield
-    finally:
-        restore_attention(before)
-        for forward in replaced:
-            forward.installed = True
 
 
 @contextmanager

@@ -19,17 +19,25 @@ _KEPT_PARAMETERS = ("a_log", "dt_bias", "time_decay", "slope", "norm")
 the parameter's module relies on them."""
 
 
+_AUTO_CLASSES = {
+    "causal": ("CAUSAL_LM", modeling_auto.AutoModelForCausalLM),
+    "masked": ("MASKED_LM", modeling_auto.AutoModelForMaskedLM),
+    "sequence classification": ("SEQUENCE_CLASSIFICATION", modeling_auto.AutoModelForSequenceClassification),
+    "token classification": ("TOKEN_CLASSIFICATION", modeling_auto.AutoModelForTokenClassification),
+    "question answering": ("QUESTION_ANSWERING", modeling_auto.AutoModelForQuestionAnswering),
+    "multiple choice": ("MULTIPLE_CHOICE", modeling_auto.AutoModelForMultipleChoice),
+}
+"""Maps each kind of model to a part of the name of its table in transformers, and to its auto class."""
+
+
 def architectures(kind: str) -> list[str]:
-    """Return the names of all model types, such as "llama", for which transformers has this kind of language model.
+    """Return the names of all model types, such as "llama", for which transformers has this kind of model.
 
     Args:
-        kind: "causal" or "masked".
+        kind: "causal", "masked", "sequence classification", "token classification", "question answering" or
+            "multiple choice".
     """
-    mapping = {
-        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    }
-    return sorted(mapping[kind])
+    return sorted(getattr(modeling_auto, f"MODEL_FOR_{_AUTO_CLASSES[kind][0]}_MAPPING_NAMES"))
 
 
 def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -39,7 +47,7 @@ def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, *
 
     Args:
         model_type: a model type of transformers, such as "llama".
-        kind: kind of the language-model head, "causal" or "masked".
+        kind: kind of the model's head, as in `architectures`.
         dtype: dtype of the parameters.
         **changes: settings for the configuration, which take precedence over the small settings.
 
@@ -47,15 +55,15 @@ def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, *
         ValueError: the model has more than 10,000,000 parameters even with small settings.
     """
     config = tiny_config(model_type, kind, **changes)
-    heads = {"causal": modeling_auto.AutoModelForCausalLM, "masked": modeling_auto.AutoModelForMaskedLM}
+    auto_class = _AUTO_CLASSES[kind][1]
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in heads[kind].from_config(config).parameters())
+        size = sum(parameter.numel() for parameter in auto_class.from_config(config).parameters())
     if size > _MAX_PARAMETERS:
         raise ValueError(
             f"{model_type} has {size:,} parameters even with small settings, expected at most {_MAX_PARAMETERS:,}"
         )
     torch.manual_seed(0)
-    model: PreTrainedModel = heads[kind].from_config(config)
+    model: PreTrainedModel = auto_class.from_config(config)
     randomize(model)
     return model.to(dtype).eval()
 

@@ -15,12 +15,17 @@ from hf_packing.attention.token_axes import LARGEST_FINITE
 from hf_packing.errors import ModelNotSupportedError
 
 
-class NoLanguageModelError(ModelNotSupportedError):
+class NotCallableError(ModelNotSupportedError):
+    """Error for a model that cannot be called with token ids alone, or does not return logits for each token."""
+
+
+class NoLanguageModelError(NotCallableError):
     """Error for a model that does not return logits for each token."""
 
     SUPPORTED = (
         "causal and masked language models are supported, as loaded by AutoModelForCausalLM or AutoModelForMaskedLM; "
-        "train other models, such as classifiers and reward models, on padded batches without hf_packing"
+        "train other models, such as classifiers and reward models, on padded batches: after patch_model(model), their "
+        "backbones run without the padding"
     )
     """Text for the end of an error message, which says which models are supported."""
 
@@ -40,8 +45,9 @@ def what_is_missing(model: PreTrainedModel) -> str:
     return ""
 
 
-def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
-    """Return the logits in a model's output, [rows, tokens, vocabulary], as float32 or float64.
+def logits_of(model: nn.Module, output: Any) -> Tensor:
+    """Return the logits in a model's output, [rows, tokens, vocabulary], as float32 or float64. If the model is a
+    backbone, return its last hidden states, [rows, tokens, hidden size].
 
     Raises:
         NoLanguageModelError: the output has no logits of this shape.
@@ -49,6 +55,8 @@ def logits_of(model: PreTrainedModel, output: Any) -> Tensor:
     logits = getattr(output, "logits", None)
     if logits is None:
         logits = getattr(output, "prediction_logits", None)
+    if logits is None:
+        logits = getattr(output, "last_hidden_state", None)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
         name = type(model).__name__
@@ -168,6 +176,8 @@ class Tolerance:
     has_experts: bool
     rounding: float | None = None
     """The effect of rounding on the logits, as returned by `measure_rounding`; None if it was not measured."""
+    unit: float | None = None
+    """The standard deviation of the logits; None to compute it from the logits of each document."""
 
     @property
     def is_measured(self) -> bool:
@@ -226,7 +236,7 @@ class Tolerance:
         )
 
     def _unexplained_in_one(self, packed: Tensor, alone: Tensor, lenience: float) -> float:
-        largest, unit = largest_difference(packed, alone), spread(alone)
+        largest, unit = largest_difference(packed, alone), self.unit or spread(alone)
         if not math.isfinite(largest):
             return largest
         if self.is_measured:
@@ -242,6 +252,7 @@ def measure_rounding(
     logits: Callable[[Tensor], Tensor],
     documents: Sequence[Sequence[int]],
     alone: Sequence[Tensor],
+    unit: Callable[[Tensor], float] = spread,
 ) -> float | None:
     """Measure the effect of rounding on the logits of a model.
 
@@ -252,9 +263,10 @@ def measure_rounding(
     Args:
         model: a model of transformers.
         logits: function that maps token ids [rows, tokens], with one document in each row, to logits
-            [rows * tokens, vocabulary].
+            [rows * tokens, vocabulary], or to other outputs of each row, one row after another.
         documents: token ids of each document.
         alone: logits of each document run alone, [tokens, vocabulary].
+        unit: function that returns the standard deviation of logits.
 
     Returns:
         The largest difference between the new logits and `alone`, in standard deviations of the logits; None if the
@@ -264,8 +276,8 @@ def measure_rounding(
     try:
         with _perturbed_embeddings(model):
             for tokens, expected in zip(documents, alone, strict=True):
-                copies = torch.split(logits(torch.tensor([list(tokens)] * 2)), len(tokens))
-                found = max(found, *(largest_difference(copy, expected) / spread(expected) for copy in copies))
+                copies = logits(torch.tensor([list(tokens)] * 2)).chunk(2)
+                found = max(found, *(largest_difference(copy, expected) / unit(expected) for copy in copies))
     except Exception:  # custom model code may raise anything
         return None
     return found if math.isfinite(found) else None

@@ -295,5 +295,5 @@ def test_logits_to_keep_of_several_rows():
 
 def test_a_mask_of_another_length():
     model = patched_tiny("llama", "causal")
-    with pytest.raises(hfp.PackingError, match="attention_mask: expected None or a mask of ones"):
+    with pytest.raises(hfp.PackingError, match=r"attention_mask: expected .* shape \[1, 3\] .* shape \[1, 9\]"):
         model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 9))

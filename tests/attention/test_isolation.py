@@ -11,6 +11,7 @@ import hf_packing as hfp
 from hf_packing.attention import inspect_model, patched_forward, probe, varlen
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.packed_row import PackedRow, read_row
+from hf_packing.attention.tiny_model import tiny_model
 
 
 @pytest.mark.parametrize("name", sorted(set(SUPPORTED) - {"GptOss"}))
@@ -65,9 +66,27 @@ def test_a_model_that_cannot_be_called_so():
     assert "the model cannot be called on a packed row" in report.reason
 
 
-def test_a_model_without_logits():
-    with pytest.raises(hfp.PackingError, match="model: expected logits of shape .* LlamaModel returns no logits"):
-        hfp.check_isolation(build("Llama").model)
+def test_a_backbone_is_checked_by_its_hidden_states():
+    backbone = build("Llama").model
+    assert not hfp.check_isolation(backbone).isolated
+    assert hfp.check_isolation(hfp.patch_model(backbone)).isolated
+
+
+def test_a_classifier_is_checked_on_a_padded_batch():
+    """Stock rows do not affect each other, unless the model mixes the rows of a batch."""
+
+    class Mixing(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden + 0.01 * hidden.mean(0)
+
+    model = tiny_model("bert", "sequence classification")
+    assert hfp.check_isolation(model).isolated
+    model.classifier = torch.nn.Sequential(Mixing(), model.classifier)
+    report = hfp.check_isolation(model)
+    assert not report.isolated
+    assert "changing one document changed the logits of another document" in report.reason
+    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported"):
+        hfp.patch_model(model)
 
 
 def test_nothing_is_proven_where_nothing_could_leak():

@@ -88,12 +88,6 @@ def test_unpadded_batches_of_plain_documents():
         assert torch.allclose(hfp.patch_model(model)(rows).logits, stock, atol=1e-5)
 
 
-def test_padding_is_refused():
-    model = patched("Llama")
-    with pytest.raises(hfp.PackingError, match="attention_mask: expected None or a mask of ones"):
-        model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]))
-
-
 def test_bad_borders_are_refused():
     model = patched("Llama")
     for borders in ([0, 2], [0, 2, 1, 3], [1, 3]):

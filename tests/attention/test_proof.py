@@ -8,9 +8,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched, varlen
-from hf_packing.attention.patched_forward import attention_of
 from hf_packing.attention.probe import Probe
 from hf_packing.attention.search import Search
+from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tiny_model import tiny_model
 
 

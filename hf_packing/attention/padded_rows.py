@@ -1,0 +1,248 @@
+"""Take the tokens out of a padded batch, lay them end to end, and put the outputs back where the tokens were."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hf_packing.attention.packed_row import PackedRow, Sharing, borders_from_positions
+from hf_packing.attention.token_axes import Path, map_leaves
+from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX
+from hf_packing.errors import PackingError
+
+Side = Literal["right", "left", "both"]
+"""Where the padding of a batch is: after the tokens of every row, before the tokens of every row, or elsewhere, such as
+before the tokens of one row and after the tokens of another row."""
+
+SIDES: tuple[Side, ...] = ("right", "left", "both")
+
+
+@dataclass(frozen=True)
+class Unpadding:
+    """The way in which a patched model runs padded batches. The backbone gets the tokens without padding as a packed
+    row, and its outputs are put back where the tokens were. All other modules run on the padded batch.
+
+    Args:
+        backbone: name of the backbone; an empty string for the model itself.
+        readers: names of the modules that get every document in a row of its own, with the rule for running several
+            documents in one call.
+        rows_after: name of a module in the backbone; what follows it gets every document in a row of its own.
+        by_length: whether the backbone, which takes no packed rows, runs on the rows of equal length together.
+        refused: where padding may not be, with the reason.
+    """
+
+    backbone: str
+    readers: tuple[tuple[str, Sharing], ...] = ()
+    rows_after: str | None = None
+    by_length: bool = False
+    refused: tuple[tuple[Side, str], ...] = ()
+
+
+_BORDERS = (*CU_SEQ_LENS, SEQ_IDX)
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedRows:
+    """The places of the tokens in a padded batch. Every row has the tokens of one document, or no tokens.
+
+    Args:
+        kept: True for every token that is not padding, bool [rows, tokens].
+        lengths: number of tokens in each row that are not padding.
+        side: where the padding is.
+        has_positions: whether the caller of the model has passed position_ids.
+    """
+
+    kept: Tensor
+    lengths: tuple[int, ...]
+    side: Side = "right"
+    has_positions: bool = False
+
+    @cached_property
+    def row(self) -> PackedRow:
+        """The borders of the documents in the packed row that `lay_end_to_end` makes."""
+        return PackedRow.from_lengths([length for length in self.lengths if length], self.kept.device)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """The index of each token in the flattened batch, int64 [tokens]."""
+        return self.kept.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def _rows_with_tokens(self) -> list[int]:
+        return list(compress(range(len(self.lengths)), self.lengths))
+
+    def lay_end_to_end(self, value: Any) -> Any:
+        """Return nested arguments, with every tensor of shape [rows, tokens, ...] replaced by a tensor of shape
+        [1, tokens without padding, ...]. Position ids of shape [axes, rows, tokens] are changed in the same way."""
+        shape, places = self.kept.shape, self._places
+
+        def lay(path: Path, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if has_axes_first(path, leaf, shape):
+                return leaf.flatten(1)[:, places][:, None]
+            return leaf.flatten(0, 1)[places][None] if leaf.shape[:2] == shape else leaf
+
+        return map_leaves(value, lay)
+
+    def put_back(self, value: Any) -> Any:
+        """Return the outputs of a packed row in the shapes that they have for the padded batch, with zeros in padding.
+
+        The result has [rows, tokens, ...] instead of [1, tokens without padding, ...], [rows * tokens, ...] instead of
+        [tokens without padding, ...], and [rows, ...] instead of [documents, ...].
+        """
+        row = self.row
+
+        def put(_: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+                return leaf
+            may_have_tokens = leaf.ndim > 2 or len(row.lengths) > 1  # else it may be a pooled state of the same size
+            if may_have_tokens and leaf.shape[:2] == (1, row.tokens):
+                return self._spread(leaf[0])
+            if leaf.ndim > 2 and leaf.shape[:2] == (len(row.lengths), row.longest):  # RowsInBackbone has made rows
+                return self._spread(leaf[_real_tokens(row)])
+            if len(leaf) == len(row.lengths):
+                return self.with_empty_rows(leaf)
+            return self._spread(leaf).flatten(0, 1) if len(leaf) == row.tokens else leaf
+
+        return map_leaves(value, put)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Return values [tokens without padding, ...] as [rows, tokens, ...], with zeros in padding."""
+        spread = values.new_zeros(self.kept.numel(), *values.shape[1:]).index_copy(0, self._places, values)
+        return spread.view(*self.kept.shape, *values.shape[1:])
+
+    def with_empty_rows(self, values: Tensor) -> Tensor:
+        """Return values [documents, ...] as [rows, ...], with zeros for rows without tokens."""
+        if len(values) == len(self.lengths):
+            return values
+        places = torch.tensor(self._rows_with_tokens, device=values.device)
+        return values.new_zeros(len(self.lengths), *values.shape[1:]).index_copy(0, places, values)
+
+
+def has_axes_first(path: Path, leaf: Tensor, shape: torch.Size) -> bool:
+    """Return whether an argument has position_ids of shape [axes, rows, tokens], as models that see images have."""
+    return path[-1:] == ("position_ids",) and leaf.ndim == 3 and leaf.shape[1:] == shape
+
+
+def _real_tokens(row: PackedRow) -> Tensor:
+    """Return which tokens of a batch with one segment per row, padded on the right, are not padding."""
+    lengths = torch.tensor(row.lengths, device=row.cu_seq_lens.device)
+    return torch.arange(row.longest, device=lengths.device) < lengths[:, None]
+
+
+current_rows: ContextVar[PaddedRows | None] = ContextVar("current_rows", default=None)
+"""The padded batch that a patched model's forward is processing outside of its backbone; None if no such forward is
+running."""
+
+
+@contextmanager
+def use_rows(rows: PaddedRows | None) -> Iterator[None]:
+    """Context manager: within the block, the value of `current_rows` is `rows`."""
+    token = current_rows.set(rows)
+    try:
+        yield
+    finally:
+        current_rows.reset(token)
+
+
+def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
+    """Read the places of the tokens from the attention_mask in a model's inputs.
+
+    Args:
+        inputs: keyword arguments of a model's forward.
+
+    Returns:
+        None if the inputs are packed rows: if there is no attention_mask, or if there are borders between documents and
+        attention_mask is all ones.
+
+    Raises:
+        PackingError: attention_mask is not a mask of ones and zeros for the tokens of each row; it hides all tokens of
+            the batch, or tokens between other tokens; or the position_ids do not rise by 1 from token to token.
+    """
+    mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is None:
+        return None
+    shape = _shape_of_tokens(inputs)
+    if not isinstance(mask, Tensor) or mask.shape != shape or mask.is_floating_point():
+        shown = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise PackingError(
+            f"attention_mask: expected integers of shape {list(shape)} on a patched model, 1 for tokens and 0 for "
+            f"padding, got {shown}; call unpatch_model to use other masks"
+        )
+    kept = mask.flatten(0, -2) != 0
+    places = torch.arange(kept.shape[1], device=kept.device)
+    first = torch.where(kept, places, kept.shape[1]).amin(1)
+    after = torch.where(kept, places + 1, 0).amax(1)
+    other = (mask != mask.ne(0)).any().long().expand(len(kept))
+    *found, others = torch.stack([kept.sum(1), first, after, other]).tolist()
+    lengths: list[int] = found[0]
+    if any(others):
+        raise PackingError(
+            "attention_mask: expected only 1 for tokens and 0 for padding on a patched model, got other values; pass "
+            "the borders between packed documents as position_ids or seq_idx"
+        )
+    has_borders = any(inputs.get(name) is not None for name in (*_BORDERS, "position_ids"))
+    if has_borders and min(lengths) == kept.shape[1]:
+        return None
+    if not any(lengths):
+        raise PackingError("attention_mask: expected at least one token in a batch, got a mask of zeros")
+    for number, (length, start, end) in enumerate(zip(*found, strict=True)):
+        if length and end - start != length:
+            raise PackingError(
+                f"attention_mask: expected no padding between the tokens of a row, but row {number} has {length} "
+                f"tokens between {start} and {end}; move its padding to one side"
+            )
+    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None)
+    given = next((name for name in _BORDERS if inputs.get(name) is not None), None)
+    if given is not None:
+        raise PackingError(f"{given}: expected no borders beside an attention_mask with padding; pass only one of them")
+    if position_ids is not None:
+        _check_positions(position_ids, rows)
+    return rows
+
+
+def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:
+    """Return the places of the tokens in a batch without padding and borders, in which every row is a document."""
+    *others, tokens = _shape_of_tokens(inputs)
+    rows = math.prod(others)
+    device = next(each.device for each in inputs.values() if isinstance(each, Tensor))
+    return PaddedRows(torch.ones(rows, tokens, dtype=torch.bool, device=device), (tokens,) * rows)
+
+
+def _shape_of_tokens(inputs: Mapping[str, Any]) -> torch.Size:
+    ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
+    if isinstance(ids, Tensor):
+        return ids.shape
+    if isinstance(embeddings, Tensor):
+        return embeddings.shape[:-1]
+    raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
+
+
+def _side(found: list[list[int]], tokens: int) -> Side:
+    """Return where the padding of a batch is, from the number of tokens in each row, the index of the first of them and
+    the index after the last one."""
+    occupied = [(start, end) for length, start, end in zip(*found, strict=True) if length]
+    if all(start == 0 for start, _ in occupied):
+        return "right"
+    return "left" if all(end == tokens for _, end in occupied) else "both"
+
+
+def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
+    """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
+    if position_ids.ndim != 2:
+        return
+    laid = rows.lay_end_to_end(position_ids.expand(rows.kept.shape))
+    borders = set(borders_from_positions(laid).tolist())
+    if len(borders - set(rows.row.cu_seq_lens.tolist())) > 0:
+        raise PackingError(
+            "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
+            "padding, got positions that restart; pass packed rows without padding, and without an attention_mask"
+        )

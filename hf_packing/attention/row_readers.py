@@ -1,0 +1,160 @@
+"""Run modules that turn all tokens of a document into one output, such as poolers, once for every document.
+
+Such a module is a row reader: it gets hidden states of shape [rows, tokens, ...], and returns a tensor without an axis
+of tokens. In a packed row, it has to get each document in a row of its own. In a padded batch, it may read a place in
+the row, such as the first or the last one, where there is padding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_packing.attention.by_segment import ReplacedForward
+from hf_packing.attention.packed_row import PackedRow, Sharing, current_row
+from hf_packing.attention.padded_rows import PaddedRows, current_rows
+from hf_packing.attention.token_axes import map_leaves, tensors_in
+
+
+class RowReader(ReplacedForward):
+    """A replacement for the forward of a row reader. The replacement gives every document to the module in a row of its
+    own, which begins with the document's first token.
+
+    Args:
+        module: a module that returns a tensor without an axis of tokens.
+        sharing: the rule for running several documents in one call.
+    """
+
+    def __init__(self, module: nn.Module, sharing: Sharing) -> None:
+        super().__init__(module)
+        self.sharing = sharing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        row, rows = current_row.get(), current_rows.get()
+        inputs = args, kwargs
+        if row is None and rows is not None:
+            row, inputs = rows.row, rows.lay_end_to_end(inputs)
+        if not self.installed or row is None or not _has_tokens(inputs, (1, row.tokens)):
+            return self.forward(*args, **kwargs)
+        output = self._run(row, inputs)
+        return output if rows is None else map_leaves(output, lambda _, leaf: _with_empty_rows(leaf, rows))
+
+    def _run(self, row: PackedRow, inputs: Any) -> Any:
+        parts: list[Any] = [None] * len(row.lengths)
+        output: Any = None
+        for call in row.calls(self.sharing):
+            args, kwargs = into_rows(inputs, row, call.slices)
+            output = self.forward(*args, **kwargs)
+            for number, segment in enumerate(call.segments):
+                parts[segment] = [tensor[number] for tensor in tensors_in(output)]
+        joined = map(torch.stack, zip(*parts, strict=True))
+        return map_leaves(output, lambda _, leaf: next(joined) if isinstance(leaf, Tensor) else leaf)
+
+
+class RowsInBackbone(ReplacedForward):
+    """A replacement for the forward of the last module of a backbone that returns a value for every token. What follows
+    in the backbone gets every document in a row of its own, padded on the right.
+
+    Some backbones pool without a module: ALBERT, for example, passes `sequence_output[:, 0]` to a linear layer.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output, row = self.forward(*args, **kwargs), current_row.get()
+        return output if row is None or not self.installed else into_rows(output, row, row.slices)
+
+
+def into_rows(value: Any, row: PackedRow, slices: list[tuple[int, int]]) -> Any:
+    """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
+    each slice in a row of its own, padded on the right with zeros."""
+    longest = max(end - start for start, end in slices)
+
+    def cut(_: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.shape[:2] != (1, row.tokens):
+            return leaf
+        parts = [leaf[0, start:end] for start, end in slices]
+        if len({len(part) for part in parts}) == 1:
+            return torch.stack(parts)
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) if longest else leaf
+
+    return map_leaves(value, cut)
+
+
+def _has_tokens(value: Any, shape: tuple[int, int]) -> bool:
+    return any(tensor.ndim > 2 and tensor.shape[:2] == shape for tensor in tensors_in(value))
+
+
+def _with_empty_rows(leaf: Any, rows: PaddedRows) -> Any:
+    return rows.with_empty_rows(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def find_row_readers(model: PreTrainedModel, forward: Callable[[], Any]) -> list[str]:
+    """Return the names of a model's row readers, without row readers inside other row readers.
+
+    Args:
+        model: a patched model.
+        forward: function that runs the model on a padded batch.
+    """
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            row, rows = current_row.get(), current_rows.get()
+            if row is not None:
+                shape = 1, row.tokens
+            elif rows is not None:
+                shape = tuple(rows.kept.shape)  # type: ignore[assignment]
+            else:
+                return
+            given = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
+            returned = tensors_in(output)
+            loses_tokens = returned and not any(shape[1] in each.shape for each in returned)
+            if _has_tokens(given, shape) and loses_tokens and all(each.shape[:1] == shape[:1] for each in returned):
+                found.append(name)
+
+        return after
+
+    hooks = [
+        module.register_forward_hook(look(name), with_kwargs=True) for name, module in model.named_modules() if name
+    ]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{outer}.") for outer in found)]
+
+
+def find_last_of_tokens(
+    model: nn.Module, backbone: nn.Module, forward: Callable[[], Any], row: PackedRow
+) -> str | None:
+    """Return the name of the last inner module of a backbone that returns a value for every token, if the backbone
+    itself then computes something from all tokens of a packed row; otherwise, return None.
+
+    Args:
+        model: a patched model.
+        backbone: the backbone of the model.
+        forward: function that runs the backbone on a packed row, and returns its output.
+        row: the borders of this row.
+    """
+    last: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            if any(each.ndim == 3 and each.shape[:2] == (1, row.tokens) for each in tensors_in(output)):
+                last.append(name)
+
+        return after
+
+    children = set(backbone.children())
+    named = [(name, module) for name, module in model.named_modules() if module in children]
+    hooks = [module.register_forward_hook(look(name)) for name, module in named]
+    try:
+        output = forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = [each for each in tensors_in(output) if each.ndim > 1 and row.tokens not in each.shape]
+    pooled = [each for each in found if len(each) != len(row.lengths)]
+    return last[-1] if pooled and last else None

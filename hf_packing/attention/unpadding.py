@@ -1,0 +1,291 @@
+"""Run a patched model on padded batches, whose backbone gets the tokens without padding, and with caches.
+
+All other modules of the model, such as its head, run on the padded batch, and so does the model's loss.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_packing.attention.by_segment import ReplacedForward
+from hf_packing.attention.inspect_model import Signature, has_local_weights
+from hf_packing.attention.label_check import refuse_copied_labels
+from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.padded_rows import (
+    PaddedRows,
+    Unpadding,
+    current_rows,
+    has_axes_first,
+    read_padded_rows,
+    rows_without_padding,
+    use_rows,
+)
+from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, READ_ARGUMENTS, Route
+from hf_packing.attention.row_readers import RowReader, RowsInBackbone
+from hf_packing.attention.snapshot import use_attention
+from hf_packing.attention.token_axes import Path, leaves, map_leaves
+from hf_packing.errors import ModelNotSupportedError, PackingError
+
+_CACHES = ("past_key_values", "cache_params", "mems", "state", "past_buckets_states")
+"""Names of the arguments in which models of transformers take caches."""
+
+PADDING_OR_CACHE = ("attention_mask", "use_cache", *_CACHES)
+"""Names of arguments that are missing in a call with packed rows and without a cache."""
+
+
+_WHERE = {"right": "after", "left": "before", "both": "on both sides of"}
+
+
+def needs_cache(inputs: Mapping[str, Any], training: bool) -> bool:
+    """Return whether a call generates text, so that it runs as without the patch: whether it has a cache, or asks for
+    one explicitly in evaluation mode, and has no borders between packed documents."""
+    if any(inputs.get(name) is not None for name in BORDER_ARGUMENTS):
+        return False
+    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None and not _is_filled(inputs):
+        return False
+    return any(inputs.get(name) is not None for name in _CACHES) or (bool(inputs.get("use_cache")) and not training)
+
+
+def _is_filled(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a call has a cache that contains tokens."""
+    given = [inputs[name] for name in _CACHES if inputs.get(name) is not None]
+    return any(not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0 for cache in given)
+
+
+class UnpaddedForward(ReplacedForward):
+    """The part of a patched model's forward that runs calls other than those with packed rows and without a cache."""
+
+    model: PreTrainedModel
+    """The patched model."""
+    patch: Any
+    route: Route
+    signature: Signature
+    is_backbone = False
+    """True if the module gets the tokens of padded batches without padding."""
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def run_unusual(self, inputs: dict[str, Any]) -> Any:
+        """Run the forward on a padded batch, with a cache, or on packed rows with a mask of ones."""
+        rows = current_rows.get()
+        if rows is None:
+            if needs_cache(inputs, self.module.training):
+                with self.patch.suspended():
+                    return self.forward(**inputs)
+            rows = self._read_rows(inputs)
+        if rows is None:
+            return self.run_packed(inputs)
+        if not self.is_backbone:
+            with self.running(), use_attention(self.patch.attention_before), use_rows(rows):
+                return self.forward(**self._taken(inputs))
+        inputs = inputs_of_backbone(self.module, inputs, rows)
+        assert self.route.unpadding is not None
+        if self.route.unpadding.by_length:
+            _refuse_sharded(self.model)
+            with self.patch.suspended(), use_rows(None):
+                return run_by_length(self.forward, self._taken(inputs), rows)
+        with use_attention(self.patch.attention_during), use_rows(None):
+            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.row))
+
+    def run_packed(self, inputs: dict[str, Any], row: PackedRow | None = None) -> Any:
+        """Run the forward on packed rows, and return the output. If `row` is None, the borders are in the inputs."""
+        raise NotImplementedError
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context manager: within the block, the model's forward is running."""
+        raise NotImplementedError
+
+    def check_patch(self) -> None:
+        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work."""
+        raise NotImplementedError
+
+    def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        takes = self.signature.takes
+        return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or takes(name)}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _read_rows(self, inputs: dict[str, Any]) -> PaddedRows | None:
+        """Return the places of the tokens in a padded batch, or None for packed rows. Prove before that the model
+        supports padded batches."""
+        self.check_patch()
+        if (rows := read_padded_rows(inputs)) is None:
+            if self.route.takes_packed_rows or self.module is not self.model:
+                return None
+            if any(inputs.get(name) is not None for name in (*BORDER_ARGUMENTS, "position_ids")):
+                raise PackingError(
+                    "model: expected a padded batch with an attention_mask, got packed rows; "
+                    f"{type(self.model).__name__} returns outputs for whole rows, not for the documents in a row. Its "
+                    "backbone gets the tokens of a padded batch without padding"
+                )
+            rows = rows_without_padding(inputs)
+        if self.route.unpadding is None:
+            self.patch.prove_unpadding(self.model)
+        _check_rows(self.model, rows, inputs, self.route)
+        return rows
+
+
+def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: Route) -> None:
+    """Raise an error if the padding of a batch is where the model reads it, or if the labels repeat the input.
+
+    Raises:
+        ModelNotSupportedError: it was not proven that the model ignores padding in these places.
+        PackingError: the model is trained to copy its input (see `refuse_copied_labels`).
+    """
+    assert route.unpadding is not None
+    if reason := dict(route.unpadding.refused).get(rows.side):
+        raise ModelNotSupportedError(
+            f"{type(model).__name__}: padding {_WHERE[rows.side]} the tokens is not supported, since {reason}"
+        )
+    ids, labels = inputs.get("input_ids"), inputs.get("labels")
+    if not route.sees_labels or not model.training or ids is None or not isinstance(labels, Tensor):
+        return
+    if labels.shape == ids.shape == rows.kept.shape:
+        ids, labels = rows.lay_end_to_end([ids, labels])
+        refuse_copied_labels(model, ids, labels, rows.row.cu_seq_lens)
+
+
+def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: PaddedRows) -> dict[str, Any]:
+    """Return the arguments of a backbone's forward for a padded batch, without caches and without attention_mask.
+
+    Position ids that only the model itself has made are left out, since they may count padding.
+
+    Raises:
+        PackingError: the backbone does not get the tokens of the padded batch; or encoder_hidden_states are given.
+    """
+    tokens = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor) or tokens.shape[:2] != rows.kept.shape:
+        found = list(tokens.shape[:2]) if isinstance(tokens, Tensor) else "no tokens"
+        raise PackingError(
+            f"attention_mask: expected a mask for all tokens of {type(backbone).__name__}, got a mask of shape "
+            f"{list(rows.kept.shape)} for {found}"
+        )
+    if inputs.get("encoder_hidden_states") is not None:
+        raise PackingError("encoder_hidden_states: expected None on a patched model, got encoder states")
+    left_out = {"attention_mask", "use_cache", *_CACHES}
+    positions = inputs.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == 2:
+        if rows.has_positions:
+            inputs = {**inputs, "position_ids": positions.expand(rows.kept.shape)}
+        else:
+            left_out.add("position_ids")
+    return {name: value for name, value in inputs.items() if name not in left_out}
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Raise ModelNotSupportedError if the weights of a model whose backbone runs by length are sharded. Processes would
+    call the backbone a different number of times, and wait for each other forever."""
+    if not has_local_weights(model):
+        raise ModelNotSupportedError(
+            f"{type(model).__name__}: expected all weights on every process, but they are sharded; the backbone of "
+            "this model runs once for each length of document, so processes would wait for each other forever"
+        )
+
+
+def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: PaddedRows) -> Any:
+    """Call a forward once for all rows with the same number of tokens, without padding, and return its output for the
+    padded batch, with zeros in padding.
+
+    Args:
+        forward: forward of a module that takes no packed rows.
+        inputs: the arguments, for a padded batch.
+        rows: the places of the tokens in the batch.
+    """
+    shape, lengths = rows.kept.shape, rows.lengths
+    found: dict[Path, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    output: Any = None
+    for length in sorted(set(lengths) - {0}):
+        numbers = torch.tensor([number for number, other in enumerate(lengths) if other == length])
+        numbers = numbers.to(rows.kept.device)
+        places = rows.kept[numbers].nonzero()[:, 1].view(len(numbers), length)
+        at = numbers[:, None], places
+
+        def cut(path: Path, leaf: Any, at: tuple[Tensor, Tensor] = at) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if has_axes_first(path, leaf, shape):
+                return leaf[:, at[0], at[1]]
+            return leaf[at] if leaf.shape[:2] == shape else leaf
+
+        output = _without_caches(forward(**map_leaves(dict(inputs), cut)))
+        for path, leaf in leaves(output):
+            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(numbers):
+                found.setdefault(path, []).append((numbers, places, leaf))
+            elif isinstance(leaf, Tensor) and leaf.is_floating_point():
+                raise ModelNotSupportedError(
+                    f"its backbone computes a tensor of shape {list(leaf.shape)} from all rows of a batch, and would "
+                    "run on the rows of each length separately"
+                )
+    whole = {path: _join_groups(parts, shape) for path, parts in found.items()}
+    return map_leaves(output, lambda path, leaf: whole.get(path, leaf))
+
+
+def _without_caches(output: Any) -> Any:
+    if not isinstance(output, ModelOutput):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name not in _CACHES})
+
+
+def _join_groups(parts: list[tuple[Tensor, Tensor, Tensor]], shape: torch.Size) -> Tensor:
+    """Join the outputs of groups of rows, and return an output for all rows, with zeros in padding.
+
+    Args:
+        parts: for each group, the numbers of its rows, the places of their tokens, and its output.
+        shape: numbers of rows and of tokens in the padded batch.
+    """
+    first = parts[0][2]
+    may_have_tokens = (
+        first.ndim > 2 or len(parts) > 1
+    )  # a single number of tokens may also be the size of a pooled state
+    if may_have_tokens and all(leaf.shape[1:2] == places.shape[1:] for _, places, leaf in parts):
+        whole = first.new_zeros(*shape, *first.shape[2:])
+        for numbers, places, leaf in parts:
+            whole = whole.index_put((numbers[:, None], places), leaf)
+        return whole
+    if first.ndim > 2:  # an axis of tokens that were pooled, as in Funnel, whose first one stays the first
+        longest = max(leaf.shape[1] for _, _, leaf in parts)
+        after = [0, 0] * (first.ndim - 2)
+        parts = [(rows, at, F.pad(leaf, [*after, 0, longest - leaf.shape[1]])) for rows, at, leaf in parts]
+    whole = first.new_zeros(shape[0], *parts[0][2].shape[1:])
+    for numbers, _, leaf in parts:
+        whole = whole.index_copy(0, numbers, leaf)
+    return whole
+
+
+def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> None:
+    """Set the way in which a patched model runs padded batches, instead of the way that was set before."""
+    patch: Any = getattr(model, PATCH)
+    for forward in [each for each in patch.replaced if isinstance(each, (RowReader, RowsInBackbone))]:
+        patch.replaced.remove(forward)
+        forward.remove()
+    patch.route = replace(patch.route, unpadding=unpadding)
+    for forward in patch.replaced:
+        if isinstance(forward, UnpaddedForward):
+            forward.is_backbone = unpadding is not None and forward.module is model.get_submodule(unpadding.backbone)
+    if unpadding is None:
+        return
+    for name, sharing in unpadding.readers:
+        patch.replace(RowReader(model.get_submodule(name), sharing))
+    if unpadding.rows_after is not None:
+        patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after)))
+
+
+@dataclass(eq=False)
+class StockGenerate:
+    """A replacement for the method `generate` of a patched model. While it runs, the model runs as without the patch.
+
+    Args:
+        model: the patched model.
+    """
+
+    model: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.model, PATCH).suspended():
+            return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]

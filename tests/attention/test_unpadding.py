@@ -1,0 +1,408 @@
+"""Models with any head on padded batches: every row has the outputs and gradients that it has alone."""
+
+import copy
+import pickle
+
+import peft
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patched_models import patched, patched_tiny
+from tiers import fast_only
+from tiny_models import build
+
+import hf_packing as hfp
+from hf_packing.attention.padded_rows import read_padded_rows
+from hf_packing.attention.route import route_of
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.unpadding import run_by_length
+
+LENGTHS = (5, 19, 2, 19, 11)
+SIDES = ("right", "left", "both")
+SEQUENCE, TOKEN, QUESTION, CHOICE = (
+    *("sequence classification", "token classification"),
+    *("question answering", "multiple choice"),
+)
+HEADS = [
+    *((name, SEQUENCE) for name in ("bert", "albert", "roberta", "deberta-v2", "llama", "qwen3", "gpt2")),
+    *((name, TOKEN) for name in ("bert", "albert", "modernbert", "qwen3", "gpt2")),
+    *((name, QUESTION) for name in ("bert", "roberta", "modernbert", "llama")),
+    *((name, CHOICE) for name in ("bert", "albert", "deberta-v2")),
+    *((name, "masked") for name in ("bert", "roberta", "deberta-v2")),
+    *((name, "causal") for name in ("llama", "qwen3", "gpt2", "mamba")),
+]
+FAST = (("bert", SEQUENCE), ("albert", SEQUENCE), ("llama", SEQUENCE), ("bert", QUESTION), ("gpt2", "causal"))
+CLOSE = {"llama": 1e-5, "qwen3": 1e-5, "modernbert": 1e-5, "mamba": 1e-5}
+"""Models with parts in float32, such as rotary angles; the others agree to 1e-12."""
+
+
+def documents(seed=0, lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
+
+
+def padded(rows, side, extra=3, pad=0):
+    """A padded batch, with the places of the tokens in each row; `extra` columns are padding in all rows."""
+    longest = max(map(len, rows)) + extra
+    ids, places = torch.full((len(rows), longest), pad), []
+    mask = torch.zeros_like(ids)
+    for number, tokens in enumerate(rows):
+        start = {"right": 0, "left": longest - len(tokens), "both": (longest - len(tokens)) // 2}[side]
+        places.append(slice(start, start + len(tokens)))
+        ids[number, places[-1]], mask[number, places[-1]] = torch.tensor(tokens, dtype=torch.long), 1
+    return {"input_ids": ids, "attention_mask": mask}, places
+
+
+def outputs_of(model, batch, places, kind):
+    """All logits and hidden states of each row, without padding."""
+    if kind == CHOICE:
+        batch = {name: value[:, None] for name, value in batch.items()}
+    found = {name: value for name, value in model(**batch).items() if isinstance(value, torch.Tensor)}
+    tokens = batch["input_ids"].shape[-1]
+    return [
+        [value[number][place] if value.shape[1:2] == (tokens,) else value[number] for value in found.values()]
+        for number, place in enumerate(places)
+    ]
+
+
+def alone(model, rows, kind):
+    found = []
+    for tokens in rows:
+        batch, places = padded([tokens], "right", extra=0)
+        found += outputs_of(model, batch, places, kind)
+    return found
+
+
+def gradients_of(model, outputs):
+    generator = torch.Generator().manual_seed(1)
+    model.zero_grad()
+    score = sum(
+        (each * torch.randn(each.shape, generator=generator, dtype=torch.float64)).sum()
+        for row in outputs
+        for each in row
+    )
+    score.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_rows(stock, model, kind, sides=SIDES, close=1e-12):
+    rows = documents()
+    expected = alone(stock, rows, kind)
+    gradients = gradients_of(stock, expected)
+    scale = max(float(each.abs().max()) for each in gradients.values())
+    for side in sides:
+        found = outputs_of(model, *padded(rows, side), kind)
+        for one, other in zip(found, expected, strict=True):
+            for left, right in zip(one, other, strict=True):
+                assert left.shape == right.shape
+                assert float((left - right).detach().abs().max()) <= close
+        own = gradients_of(model, found)
+        assert max(float((own[name] - each).abs().max()) for name, each in gradients.items()) <= close * scale
+
+
+@pytest.mark.parametrize(("name", "kind"), fast_only(HEADS, *FAST))
+def test_rows_are_what_they_are_alone(name, kind):
+    stock = tiny_model(name, kind, torch.float64)
+    model = patched_tiny(name, kind, torch.float64)
+    refused = dict(route_of(model).unpadding.refused) if route_of(model).unpadding else {}
+    sides = [side for side in SIDES if side not in refused]
+    assert "right" in sides
+    for module in (*stock.modules(), *model.modules()):
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    check_rows(stock.train(), model.train(), kind, sides, CLOSE.get(name, 1e-12))
+
+
+@pytest.mark.parametrize("name", fast_only(["bert", "albert", "roberta", "deberta-v2", "llama", "xlnet"], "albert"))
+def test_backbones_without_a_head(name):
+    torch.manual_seed(0)
+    stock = copy.deepcopy(tiny_model(name, SEQUENCE, torch.float64).base_model)
+    check_rows(stock, hfp.patch_model(copy.deepcopy(stock)), SEQUENCE, close=CLOSE.get(name, 1e-12))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    fast_only(
+        [("xlnet", SEQUENCE), ("funnel", SEQUENCE), ("bart", SEQUENCE), ("fnet", CHOICE), ("t5", TOKEN)],
+        ("xlnet", SEQUENCE),
+        ("funnel", SEQUENCE),
+    ),
+)
+def test_backbones_that_take_no_packed_rows_run_by_length(name, kind):
+    """Stock padding is wrong in some of them."""
+    settings = {"decoder_start_token_id": 0} if name == "t5" else {}
+    stock = tiny_model(name, kind, torch.float64, **settings)
+    rows = [[*tokens[:-1], 2] for tokens in documents(lengths=(7, 20, 12, 7))]  # BART reads the end token
+    model = hfp.patch_model(copy.deepcopy(stock))
+    expected = alone(stock, rows, kind)
+    for one, other in zip(outputs_of(model, *padded(rows, "right"), kind), expected, strict=True):
+        assert all(torch.allclose(left, right, atol=1e-12) for left, right in zip(one, other, strict=True))
+
+
+def test_padding_that_a_head_reads_is_refused():
+    """DistilBERT's classifier reads the first place of a row, also where it is padding."""
+    stock = tiny_model("distilbert", SEQUENCE, torch.float64)
+    model = hfp.patch_model(copy.deepcopy(stock))
+    batch, _ = padded(documents(), "left")
+    rows = alone(stock, documents(), SEQUENCE)
+    assert not torch.allclose(stock(**batch).logits, torch.stack([each for (each,) in rows]), atol=1e-2)
+    with pytest.raises(hfp.ModelNotSupportedError, match="padding before the tokens is not supported, since"):
+        model(**batch)
+    check_rows(stock, model, SEQUENCE, ("right",))
+
+
+def test_a_head_that_mixes_rows_is_refused():
+    model = tiny_model("bert", SEQUENCE)
+    model.classifier.register_forward_hook(lambda _, __, output: output + 0.01 * output.mean(0))
+    with pytest.raises(hfp.ModelNotSupportedError, match="padded batches are not supported: changing one"):
+        hfp.patch_model(model)
+    assert route_of(model) is None
+    assert "forward" not in vars(model.bert.pooler)
+
+
+def test_rows_without_tokens_are_zeros():
+    for name, kind in (("bert", SEQUENCE), ("albert", SEQUENCE), ("llama", "causal")):
+        model = patched_tiny(name, kind)
+        rows = [documents()[0], [], documents()[1]]
+        batch, places = padded(rows, "right")
+        outputs = outputs_of(model, batch, places, kind)
+        without = outputs_of(model, *padded([rows[0], rows[2]], "right"), kind)
+        assert all(
+            torch.allclose(one[0], other[0], atol=1e-5) for one, other in zip(outputs[::2], without, strict=True)
+        )
+        found = model(**batch, output_hidden_states=True)
+        assert found.logits.isfinite().all()
+        assert not found.hidden_states[-1][1].any()
+    with pytest.raises(hfp.PackingError, match="attention_mask: expected at least one token in a batch"):
+        model(torch.ones(2, 3, dtype=torch.long), attention_mask=torch.zeros(2, 3, dtype=torch.long))
+
+
+MASKS = {
+    "attention_mask: expected no padding between the tokens of a row, but row 1 has 2 tokens between 0 and 3": (
+        torch.tensor([[1, 1, 1], [1, 0, 1]])
+    ),
+    r"attention_mask: expected integers of shape \[2, 3\] .* got torch.float32 of shape \[2, 3\]": torch.ones(2, 3),
+    r"attention_mask: expected integers of shape \[2, 3\] .* got torch.int64 of shape \[2, 1, 3, 3\]": (
+        torch.ones(2, 1, 3, 3, dtype=torch.long)
+    ),
+    r"attention_mask: expected integers of shape \[2, 3\] .* got dict": {"full_attention": None},
+    "attention_mask: expected only 1 for tokens and 0 for padding": torch.tensor([[1, 1, 2], [1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize("words", MASKS)
+@pytest.mark.parametrize(("name", "kind"), [("llama", "causal"), ("bert", SEQUENCE)])
+def test_other_masks_are_refused(name, kind, words):
+    with pytest.raises(hfp.PackingError, match=words):
+        patched_tiny(name, kind)(torch.ones(2, 3, dtype=torch.long) * 9, attention_mask=MASKS[words])
+
+
+def test_borders_beside_padding_are_refused():
+    model, ids = patched_tiny("llama", "causal"), torch.full((1, 4), 9)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    with pytest.raises(hfp.PackingError, match="position_ids: expected positions that rise by 1 .* that restart"):
+        model(ids, attention_mask=mask, position_ids=torch.tensor([[0, 1, 0, 0]]))
+    with pytest.raises(hfp.PackingError, match="cu_seq_lens_q: expected no borders beside an attention_mask"):
+        model(ids, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 2, 4]))
+
+
+def test_packed_rows_for_a_classifier_of_rows_are_refused():
+    model = patched_tiny("bert", SEQUENCE)
+    batch = hfp.PackingCollator()([{"input_ids": tokens} for tokens in documents()])
+    batch.pop("labels")
+    with pytest.raises(hfp.PackingError, match="expected a padded batch with an attention_mask, got packed rows"):
+        model(**batch)
+    ids = torch.tensor([documents()[1], documents()[3]])
+    stock = tiny_model("bert", SEQUENCE)
+    assert torch.allclose(model(ids).logits, stock(ids).logits, atol=1e-5)  # without a mask, every row is a document
+
+
+def test_positions_of_the_caller_are_kept():
+    """GPT-2 has an embedding for each position."""
+    stock, model = tiny_model("gpt2", "causal"), patched_tiny("gpt2", "causal")
+    batch, _ = padded(documents(), "right")
+    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]) + 7
+    expected, found = (each(**batch, position_ids=positions, use_cache=False).logits for each in (stock, model))
+    kept = batch["attention_mask"].bool()
+    assert torch.allclose(found[kept], expected[kept], atol=1e-5)
+    assert not torch.allclose(found[kept], model(**batch).logits[kept], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_losses_and_gradients_of_a_language_model(name):
+    """The model's own loss, of labels in a padded batch; and the loss of routers, which sees no padding."""
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5} if name == "Mixtral" else {}
+    stock = build(name, torch.float64, **routers)
+    model = hfp.patch_model(copy.deepcopy(stock)).train()
+    batch, _ = padded(documents(), "right")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    losses = []
+    for each in (stock.train(), model):
+        losses.append(each(**batch).loss)
+        losses[-1].backward()
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=1e-7)
+    for one, other in zip(stock.parameters(), model.parameters(), strict=True):
+        if one.grad is not None:
+            assert torch.allclose(other.grad, one.grad, atol=1e-7)
+
+
+def test_labels_that_repeat_the_input_are_refused_in_padded_batches():
+    model = patched_tiny("bert", "masked").train()
+    batch, _ = padded(documents(), "right")
+    with pytest.raises(hfp.PackingError, match="labels: "):
+        model(**batch, labels=batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_lora_and_checkpointing(use_reentrant):
+    stock = tiny_model("llama", SEQUENCE, torch.float64, num_labels=1).train()
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(stock, config)
+    model = hfp.patch_model(copy.deepcopy(stock))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    check_rows(stock, model, SEQUENCE, close=1e-5)
+    with model.disable_adapter(), stock.disable_adapter():
+        check = [each(**padded(documents(), "right")[0]).logits for each in (stock, model)]
+    assert torch.allclose(*check, atol=1e-5)
+
+
+FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "mistral", "mixtral", "gpt_neox", "mamba", "jamba", "qwen3_next")
+WAYS = ({}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}, {"do_sample": True})
+
+
+@pytest.mark.parametrize("name", fast_only(FAMILIES, "llama", "mamba"))
+def test_generated_tokens_are_those_of_the_stock_model(name):
+    stock, model = tiny_model(name, "causal"), patched_tiny(name, "causal")
+    batch, _ = padded(documents(), "left", extra=0)
+    for way in WAYS:
+        found = []
+        for each in (stock, model):
+            torch.manual_seed(0)
+            found.append(each.generate(**batch, max_new_tokens=6, min_new_tokens=6, **way))
+        assert torch.equal(*found), way
+    assert hfp.check_isolation(model).isolated
+    stock.config.use_cache = model.config.use_cache = True
+    one, other = (each(**batch, use_cache=True) for each in (stock, model))  # as a loop that generates text begins
+    assert torch.equal(one.logits, other.logits)
+    if (cache := other.get("past_key_values")) is not None:
+        more = torch.full((len(LENGTHS), 1), 9)
+        mask = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1)
+        next_one = stock(more, attention_mask=mask, past_key_values=one.past_key_values).logits
+        assert torch.equal(next_one, model(more, attention_mask=mask, past_key_values=cache).logits)
+    assert model.train()(**batch).get("past_key_values") is None
+
+
+def test_names_weights_and_methods_are_the_users(tmp_path):
+    stock, model = tiny_model("bert", SEQUENCE), tiny_model("bert", SEQUENCE)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    hfp.patch_model(model)
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in stock.named_modules()]
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    batch, _ = padded(documents(), "right")
+    expected = model(**batch).logits
+    assert torch.allclose(hfp.patch_model(loaded.eval())(**batch).logits, expected, atol=1e-6)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(**batch).logits, expected)
+    with hfp.unpatch_model(model):
+        assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert torch.equal(model(**batch).logits, expected)
+
+
+def test_padded_batches_of_a_language_model_are_proven_once(monkeypatch):
+    from hf_packing.attention import unpadding_proof
+    from hf_packing.attention.patched_forward import Patch
+
+    model, calls = patched("Llama"), []
+    own = unpadding_proof.prove_unpadding
+    monkeypatch.setattr(Patch, "prove_unpadding", staticmethod(lambda each: (calls.append(each), own(each))))
+    batch, _ = padded(documents(), "left")
+    for _ in range(2):
+        model(**batch)
+    assert calls == [model]
+
+
+def test_memory_kept_for_the_backward_pass():
+    """Padding is kept in one tensor, not in one for each layer."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    def kept(model):
+        tensors = {}
+
+        def note(tensor):
+            tensors[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            output = model(**padded(documents(lengths=(120, 20, 30, 10)), "right")[0])
+        weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        assert output.logits.requires_grad
+        return sum(size for place, size in tensors.items() if place not in weights)
+
+    stock = tiny_model("llama", SEQUENCE, num_hidden_layers=6).train()
+    assert kept(hfp.patch_model(copy.deepcopy(stock))) <= 0.5 * kept(stock)
+
+
+@st.composite
+def masks(draw):
+    rows, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    mask = torch.zeros(rows, tokens, dtype=torch.long)
+    for row in mask:
+        length = draw(st.integers(0, tokens))
+        start = draw(st.integers(0, tokens - length))
+        row[start : start + length] = 1
+    return mask
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks())
+def test_tokens_are_taken_out_and_put_back(mask):
+    ids = torch.arange(mask.numel()).view(mask.shape)
+    if not mask.any():
+        with pytest.raises(hfp.PackingError, match="at least one token"):
+            read_padded_rows({"input_ids": ids, "attention_mask": mask})
+        return
+    rows = read_padded_rows({"input_ids": ids, "attention_mask": mask})
+    values = torch.randn(*mask.shape, 3)
+    inputs = {"ids": ids, "values": [values, 7], "position_ids": torch.stack([ids, ids + 1, ids + 2])}
+    laid = rows.lay_end_to_end(inputs)
+    expected = [each for row, keep in zip(ids, mask, strict=True) for each in row[keep == 1].tolist()]
+    assert laid["ids"].tolist() == [expected]
+    assert laid["position_ids"].tolist() == [[expected], [[n + 1 for n in expected]], [[n + 2 for n in expected]]]
+    assert laid["values"][1] == 7
+    assert sum(rows.row.lengths) == len(expected) == rows.row.tokens
+    back = rows.put_back({"hidden": laid["values"][0], "none": 1})
+    assert torch.equal(back["hidden"], values * mask[..., None])
+    sides = {"right": bool((mask.diff(dim=1) <= 0).all()), "left": bool((mask.diff(dim=1) >= 0).all())}
+    assert sides.get(rows.side, True)
+    assert rows.side != "both" or not any(sides.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks().filter(lambda mask: bool(mask.any())))
+def test_rows_of_equal_length_run_together(mask):
+    """Against a loop over rows."""
+    values = torch.randn(*mask.shape, 10)  # wider than any row
+    rows, calls = read_padded_rows({"inputs_embeds": values, "attention_mask": mask}), []
+
+    def forward(given, other):
+        calls.append(tuple(given.shape[:2]))
+        assert other == 7
+        return {"tokens": given.cumsum(1), "rows": given.sum(1), "same": other}
+
+    found = run_by_length(forward, {"given": values, "other": 7}, rows)
+    tokens, sums = torch.zeros_like(values), torch.zeros(len(mask), 10)
+    for number, keep in enumerate(mask == 1):
+        tokens[number, keep] = values[number, keep].cumsum(0)
+        sums[number] = values[number, keep].sum(0)
+    assert torch.allclose(found["tokens"], tokens, atol=1e-6)
+    assert torch.allclose(found["rows"], sums, atol=1e-6)
+    assert found["same"] == 7
+    assert len({length for _, length in calls}) == len(calls)
+    assert sum(rows for rows, _ in calls) == int(mask.any(1).sum())
