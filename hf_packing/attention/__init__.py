@@ -1,7 +1,7 @@
 """Keep packed documents apart inside a model, and verify by running the model that no document affects another one.
 
 The rest of the package imports only from this file, never from the other files in this folder. The list below explains
-the eleven ideas behind the code. The names in parentheses are the files that implement the idea.
+the twelve ideas behind the code. The names in parentheses are the files that implement the idea.
 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
@@ -31,7 +31,12 @@ the eleven ideas behind the code. The names in parentheses are the files that im
 10. `patch_model` installs the fastest route that passes the proof, or raises an error with the reason (find_route,
    patch). For a model whose weights are not in memory, the proof can run on a small copy of the model (small_copy, with
    tiny sizes from tiny_model).
-11. Some models, such as masked language models, see the input token at the position where they predict a label. In
+11. A padded batch has documents as rows, and padding beside them. A patched model runs as usual on such a batch, except
+    for its backbone, the part without the head: the backbone gets the tokens without padding, as one packed row, and
+    its outputs are put back where the tokens were (padded_rows, unpadding). Modules that compute one output from all
+    tokens of a document, such as poolers, get every document in a row of its own (row_readers). A proof runs the whole
+    model, with padding on each side (unpadding_proof).
+12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
     to copy them (label_check).
 
@@ -53,10 +58,11 @@ from hf_packing.attention.patch import (
     unpatched_on_error,
 )
 from hf_packing.attention.probe import random_documents
-from hf_packing.attention.route import is_patched, sees_labels
+from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
+from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import kernel_of
 
 __all__ = [
@@ -76,8 +82,10 @@ __all__ = [
     "patch_model",
     "patched",
     "prove_on_batch",
+    "prove_unpadding",
     "random_documents",
     "refuse_copied_labels",
+    "route_of",
     "sees_labels",
     "small_copy_of",
     "takes_argument",

@@ -44,6 +44,13 @@ class Unpadding:
     by_length: bool = False
     refused: tuple[tuple[Side, str], ...] = ()
 
+    def describe(self) -> str:
+        """Return a description in one line."""
+        how = "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
+        refused = {side for side, _ in self.refused}
+        sides = " or ".join(side for side in SIDES[:2] if side not in refused)
+        return f"{how}, without the padding, which may be on the {sides}"
+
 
 _BORDERS = (*CU_SEQ_LENS, SEQ_IDX)
 

@@ -159,8 +159,7 @@ class Probe:
 
     @property
     def mode(self) -> str:
-        """The start of an error message."""
-        return "in training mode, " if self.training else ""
+        return "in training mode, " if self.training else ""  # the start of an error message
 
     @property
     def tolerance(self) -> Tolerance:

@@ -248,11 +248,12 @@ class Route:
         """Return a description of the route in a few lines.
 
         The description contains the name of the route, the share of the parameters in modules that run on a whole
-        packed row, and the modules that run by segment. If the proof was not completed in training mode, the
-        description also contains the reason.
+        packed row, the modules that run by segment, and, once it is proven, how the model runs padded batches. If the
+        proof was not completed in training mode, the description also contains the reason.
         """
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
         lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
+        lines += [f"padded batch: {self.unpadding.describe()}"] if self.unpadding else []
         return "\n".join(lines + ([f"training mode not proven: {self.unproven}"] if self.unproven else []))
 
     def __repr__(self) -> str:

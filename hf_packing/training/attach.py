@@ -6,10 +6,10 @@ the loss. If all of this succeeds, `attach` replaces the trainer's class by a su
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
+from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, check_batching
@@ -45,20 +45,34 @@ from hf_packing.training.ranks import (
     on_all_ranks,
 )
 from hf_packing.training.run_with_loss import run_with_loss
-from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
+from hf_packing.training.trainer_loss import as_it_was_on_error, summed_log_probs, weighted_log_probs
+from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
 
 
+@overload
+def attach(trainer: Any, batching: None, *, prove: ProveInTraining = ...) -> UnpaddedModels: ...
+@overload
 def attach(
     trainer: Any,
     batching: Batching,
     *,
-    loss: Loss = "token",
+    loss: Loss | None = ...,
+    match_documents_per_step: int | None = ...,
+    prove: ProveInTraining = ...,
+    tokens: int | None = ...,
+    max_segments: int | None = ...,
+) -> EpochSummary: ...
+def attach(
+    trainer: Any,
+    batching: Batching | None,
+    *,
+    loss: Loss | None = None,
     match_documents_per_step: int | None = None,
     prove: ProveInTraining = "first batch",
     tokens: int | None = None,
     max_segments: int | None = None,
-) -> EpochSummary:
-    """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches.
+) -> EpochSummary | UnpaddedModels:
+    """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
     Call `attach` once, before `train()`, on all ranks at the same time. `attach` patches the model on its current
     device, so that documents in a batch do not attend to each other. The argument `batching` then decides which rows
@@ -70,11 +84,15 @@ def attach(
     into one flat row, and the predictions have the same flat shape. If you change a dataset or an argument later, the
     next train(), evaluate() or predict() uses the new value or raises an error.
 
+    With `batching=None`, any trainer of any model keeps its own batches, loss and metrics, and only their padding is no
+    longer computed: its model and, if it has one, its reference model are patched and proven on padded batches.
+
     Args:
-        trainer: a Trainer, an SFTTrainer of TRL, or an instance of a subclass that does not make its own batches.
-        batching: a TokenBudget or a BucketBatches.
-        loss: "token" for the mean over all trainable tokens of an optimizer step; "sequence" to average first within
-            each document of the step, then over documents.
+        trainer: a Trainer, an SFTTrainer of TRL, or an instance of a subclass that does not make its own batches; any
+            trainer if `batching` is None, such as TRL's DPOTrainer, RewardTrainer, GRPOTrainer or KTOTrainer.
+        batching: a TokenBudget or a BucketBatches; None to keep the trainer's own batches.
+        loss: "token", the default, for the mean over all trainable tokens of an optimizer step; "sequence" to average
+            first within each document of the step, then over documents.
         match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the
             number of a run without packing to get as many steps per epoch. With None, the batching decides.
         prove: "first batch" to prove isolation on the first batch, before the first optimizer step; the route of a
@@ -84,7 +102,8 @@ def attach(
         max_segments: number of segments in every batch. The batching gets max_documents=max_segments - 1.
 
     Returns:
-        EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them.
+        EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them. If
+        `batching` is None, UnpaddedModels: how each model runs padded batches.
 
     Raises:
         PackingError: the trainer, an argument or a dataset is not supported; data or arguments differ between ranks
@@ -105,17 +124,13 @@ def attach(
         >>> hfp.attach(trainer, hfp.TokenBudget(5)).num_micro_batches
         2
     """
-    check_and_plan = partial(
-        _check_and_plan,
-        trainer,
-        batching,
-        loss=loss,
-        documents_per_step=match_documents_per_step,
-        prove=prove,
-        shapes=(tokens, max_segments),
-    )
-    planned = on_all_ranks(check_and_plan)
-    with _as_it_was_on_error(trainer):
+    if batching is None:
+        unused = {"loss": loss, "match_documents_per_step": match_documents_per_step}
+        return unpad_models(trainer, prove, unused | {"tokens": tokens, "max_segments": max_segments})
+    check_and_plan = partial(_check_and_plan, trainer, batching, loss=loss or "token", prove=prove)
+    shapes, documents = (tokens, max_segments), match_documents_per_step
+    planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))
+    with as_it_was_on_error(trainer):
         on_all_ranks(partial(_isolate_and_settle, trainer, planned.batches))
     _install(trainer, planned)
     return planned.summary
@@ -322,18 +337,6 @@ def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFro
     for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
     batches.check_divided(trainer)
-
-
-@contextmanager
-def _as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
-    """Context manager: if the block raises an error, unpatch the trainer's model and restore the trainer's settings."""
-    accepts_items = trainer.model_accepts_loss_kwargs
-    try:
-        with unpatched_on_error(trainer.model):
-            yield
-    except Exception:
-        trainer.model_accepts_loss_kwargs = accepts_items
-        raise
 
 
 def _install(trainer: Trainer, planned: _Planned) -> None:

@@ -18,7 +18,14 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from hf_packing.attention import has_local_weights, inner_model, input_device, random_documents, takes_argument
+from hf_packing.attention import (
+    has_local_weights,
+    inner_model,
+    input_device,
+    random_documents,
+    takes_argument,
+    unpatched_on_error,
+)
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import (
@@ -255,3 +262,15 @@ def _seeing_outputs(model: nn.Module, see: Callable[[Any], None]) -> Iterator[No
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
+    """Context manager: if the block raises an error, unpatch the trainer's model and restore the trainer's settings."""
+    accepts_items = trainer.model_accepts_loss_kwargs
+    try:
+        with unpatched_on_error(trainer.model):
+            yield
+    except Exception:
+        trainer.model_accepts_loss_kwargs = accepts_items
+        raise

@@ -1,0 +1,102 @@
+"""Patch the models of a trainer that makes its own batches, so that the padding of these batches is not computed."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_packing.attention import (
+    ProveInTraining,
+    has_local_weights,
+    inner_model,
+    patch_for_training,
+    prove_unpadding,
+    route_of,
+    unpatched_on_error,
+)
+from hf_packing.errors import PackingError
+from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+
+_MODELS = ("model", "ref_model", "teacher_model", "reward_model", "reward_models", "reward_funcs", "value_model")
+"""Names of attributes in which trainers store models, or lists of models and other functions."""
+
+
+@dataclass(frozen=True)
+class UnpaddedModels:
+    """The models of a trainer that run without padding. `attach` returns this object if no batching is given."""
+
+    models: dict[str, str]
+    """A description of each patched model, by the name of the trainer's attribute."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {text}" for name, text in self.models.items())
+
+
+def unpad_models(trainer: Any, prove: ProveInTraining, options: dict[str, Any]) -> UnpaddedModels:
+    """Patch the models of a trainer, and prove that they take padded batches. The trainer's batches, its loss and its
+    metrics stay as they are.
+
+    Args:
+        trainer: a Trainer, or an instance of any subclass, such as a GRPOTrainer or a DPOTrainer of TRL.
+        prove: as described in `patch_model`; "first batch" stands for "model" here.
+        options: the other arguments of `attach`, by name, which only a batching can use.
+
+    Raises:
+        PackingError: the trainer has no model; an option is given; two models share a configuration; or the weights of
+            a model are not in memory.
+        ModelNotSupportedError: it cannot be proven that a model takes padded batches. All models are left unpatched.
+    """
+    if given := [name for name, value in options.items() if value is not None]:
+        raise PackingError(
+            f"{given[0]}: expected no such argument if batching is None, since the trainer then makes its own batches; "
+            f"got {options[given[0]]!r}"
+        )
+    if prove not in get_args(ProveInTraining):
+        raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
+    found = _models_of(trainer)
+    on_all_ranks(partial(_patch_on_this_rank, trainer, found, prove))
+    return UnpaddedModels({name: _describe(inner_model(model)) for name, model in found.items()})
+
+
+def _patch_on_this_rank(
+    trainer: Any, models: dict[str, nn.Module], prove: ProveInTraining, planned_from: PlannedFrom
+) -> None:
+    planned_from.note_settings(prove=prove, models=list(models))
+    _patch_and_prove(trainer, list(models.items()), prove)
+
+
+def _patch_and_prove(trainer: Any, models: list[tuple[str, nn.Module]], prove: ProveInTraining) -> None:
+    if not models:
+        return
+    (name, model), *others = models
+    with unpatched_on_error(model):
+        try:
+            patch_for_training(model, trainer.accelerator, "small" if prove == "small" else "model")
+            if has_local_weights(model):
+                with trainer.accelerator.autocast():
+                    prove_unpadding(inner_model(model))
+        except PackingError as error:
+            raise type(error)(f"trainer.{name}: {error}") from error
+        _patch_and_prove(trainer, others, prove)
+
+
+def _models_of(trainer: Any) -> dict[str, nn.Module]:
+    """Return the models of a trainer by name, without duplicates."""
+    found: dict[str, nn.Module] = {}
+    for name in _MODELS:
+        value = getattr(trainer, name, None)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for number, each in enumerate(values):
+            if isinstance(each, nn.Module) and not any(each is other for other in found.values()):
+                found[name if each is value else f"{name}[{number}]"] = each
+    if "model" not in found:
+        raise PackingError(f"trainer: expected a Trainer with a model, got {type(trainer).__name__} without one")
+    return found
+
+
+def _describe(model: PreTrainedModel) -> str:
+    route = route_of(model)
+    unpadding = route.unpadding if route else None
+    return f"{type(model).__name__}, {unpadding.describe() if unpadding else 'not proven on padded batches yet'}"
