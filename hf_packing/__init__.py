@@ -35,6 +35,7 @@ _HOME_OF = {
     "PatternTable": "planning.pattern_table",
     "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
+    "UnpaddedModels": "training.unpad_models",
     "attach": "training.attach",
     "check_isolation": "attention",
     "compare": "strategies.compare",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from hf_packing.training.batch_loss import compute_loss
     from hf_packing.training.loader import PackedLoader
     from hf_packing.training.loop import evaluation_loss, prepare_dataloader
+    from hf_packing.training.unpad_models import UnpaddedModels
 
 __all__ = [
     "BestFit",
@@ -104,6 +106,7 @@ __all__ = [
     "PatternTable",
     "ShortestPackFirst",
     "TokenBudget",
+    "UnpaddedModels",
     "attach",
     "check_isolation",
     "compare",

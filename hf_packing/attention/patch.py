@@ -50,7 +50,9 @@ def patch_model(model: Model, *, prove: Prove = "model") -> Model:
       found by experiment.
 
     Models that combine attention with recurrent layers or convolutions usually use both methods. The borders between
-    documents are read from the model's arguments cu_seq_lens_q, position_ids and seq_idx; any one of them is enough.
+    documents are read from any of the arguments cu_seq_lens_q, position_ids and seq_idx. With an attention_mask
+    instead, every row is one document, and the backbone, which is the model without its head, runs without the padding.
+    Models that return outputs for whole rows take only such batches. Calls with a cache run as without the patch.
 
     The proof packs three random documents in one row, three others in two rows, and, in training mode, two documents
     in one row. It replaces one document at a time, except in two rows that the patched model runs as a single row. The
@@ -65,13 +67,13 @@ def patch_model(model: Model, *, prove: Prove = "model") -> Model:
     completed in training mode, for example because the model still draws random numbers, gradients are computed in
     evaluation mode, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
 
-    The proof takes about thirty forwards, usually of at most 46 tokens, and more if a model needs several searches. It
-    covers only the kernel for the model's current device and dtype, so move the model to the training device
-    and dtype first.
+    Padded batches are proven in the same way, with padding on each side: for a language model, when its first padded
+    batch comes; for other models, now. The proof takes about thirty forwards of few tokens, and more if a model needs
+    several searches. It covers only the kernel for the model's current device and dtype, so move the model there first.
 
     Args:
-        model: a causal or masked language model of transformers, on any device, in any dtype. The model may be wrapped
-            by PEFT, and is changed in place.
+        model: a model of transformers with any head, on any device, in any dtype. The model may be wrapped by PEFT, and
+            is changed in place.
         prove: "model" to run the proof on the model itself; "small" to run it on a small copy of the model with the
             same number of layers, and to issue a warning. Pass "small" if the weights are on the meta device or sharded
             over processes, and call `check_isolation(model, batch=...)` before training. `attach` does this itself.

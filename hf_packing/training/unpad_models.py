@@ -25,7 +25,17 @@ _MODELS = ("model", "ref_model", "teacher_model", "reward_model", "reward_models
 
 @dataclass(frozen=True)
 class UnpaddedModels:
-    """The models of a trainer that run without padding. `attach` returns this object if no batching is given."""
+    """The models of a trainer that run without padding. `attach` returns this object if no batching is given.
+
+    Example:
+        >>> import hf_packing as hfp, tempfile, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=99, **sizes))
+        >>> arguments = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
+        >>> print(hfp.attach(transformers.Trainer(model, arguments), None))
+        model: BertForSequenceClassification, its tokens run as one packed row, without the padding, which may be on the \
+right or left
+    """
 
     models: dict[str, str]
     """A description of each patched model, by the name of the trainer's attribute."""

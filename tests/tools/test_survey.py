@@ -11,6 +11,7 @@ from tiers import fast_only
 
 from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS
+from tools.survey.heads import HEADS, MeasuredHead, head_jobs, measure_head, measure_heads
 from tools.survey.measure import EXACT, KINDS, Measured, all_jobs, feedings, make_documents, measure, measure_all
 from tools.survey.page import TITLES, page
 
@@ -39,12 +40,23 @@ def read(text: str) -> Rows:
     rows: Rows = {}
     section = ""
     for line in text.splitlines():
-        if line.startswith("## "):
+        if line.startswith("## "):  # tables of other heads are read by `read_heads`
             section = line.removeprefix("## ")
-        elif line.startswith("| ") and not line.startswith(("| ---", "| architecture |")):
+        elif (
+            section.endswith("language models")
+            and line.startswith("| ")
+            and not line.startswith(("| ---", "| architecture |"))
+        ):
             name, *cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
             rows[section, name] = cells
     return rows
+
+
+def read_heads(text: str) -> dict[str, list[str]]:
+    """The cells of the table of heads by architecture."""
+    table = text.partition("\n## Heads\n")[2].partition("\n## ")[0]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()[4:] if line]
+    return {name: [cell.strip() for cell in cells] for name, *cells in rows}
 
 
 def masked(reason: str) -> str:
@@ -207,3 +219,49 @@ def test_a_figure_that_is_missing_is_not_exact():
 def test_documents_are_longer_than_what_models_look_at():
     assert max(map(len, make_documents(0, (5, 19)))) > max(THRESHOLDS.values())
     assert len(list(feedings(make_documents(0, (5, 6, 3, 8)), labels=True))) == 7
+
+
+SAMPLE_OF_HEADS = [
+    *((HEADS[0], name) for name in ("albert", "distilbert", "fnet", "llama", "xlnet", "canine")),
+    *((HEADS[1], name) for name in ("gpt2", "funnel", "qwen3_moe")),
+    *((HEADS[2], name) for name in ("bert", "splinter", "modernbert")),
+    *((HEADS[3], name) for name in ("roformer", "convbert", "big_bird")),
+]
+
+
+def assert_head_agrees(measured: MeasuredHead) -> None:
+    assert measured.status != "WRONG", measured
+    if IS_CURRENT:
+        cell = read_heads(page([], "", [measured]))[measured.name][HEADS.index(measured.head)]
+        assert read_heads(PAGE)[measured.name][HEADS.index(measured.head)] == cell
+
+
+@pytest.mark.parametrize(("head", "name"), fast_only(SAMPLE_OF_HEADS, (HEADS[0], "albert"), (HEADS[0], "distilbert")))
+def test_a_sample_of_heads(head, name):
+    assert_head_agrees(measure_head(head, name))
+
+
+@pytest.mark.survey
+def test_all_heads():
+    for measured in measure_heads(head_jobs(), os.cpu_count() or 1):
+        assert_head_agrees(measured)
+
+
+@pytest.mark.skipif(not IS_CURRENT, reason="the page is of another version of transformers")
+def test_the_page_has_every_head_and_none_is_wrong():
+    rows = read_heads(PAGE)
+    cells = [rows.get(name, [""] * 4)[HEADS.index(head)] for head, name in head_jobs()]
+    assert {cell.partition(",")[0] for cell in cells} == {"exact", "refused", "cannot run alone", ""}
+    for number, (head, fewest) in enumerate(zip(HEADS, (112, 93, 68, 27), strict=True)):
+        exact = sum(row[number].startswith("exact") for row in rows.values())
+        assert exact >= fewest, head
+        assert f"{exact} of {exact + sum(row[number] == 'refused' for row in rows.values())} for {head}" in PAGE
+
+
+def test_a_wrong_head_is_shown():
+    wrong = MeasuredHead(HEADS[0], "one", "WRONG", "varlen", right=0.3)
+    only_right = MeasuredHead(HEADS[1], "one", "exact", "varlen", right=0.0, stock_right=0.4)
+    text = page([], "", [wrong, only_right])
+    assert read_heads(text)["one"] == ["WRONG", "exact, right only", "", ""]
+    assert "0 of 1 for sequence classification, 1 of 1 for token classification" in text
+    assert "| one | token classification | 4e-01 |" in text

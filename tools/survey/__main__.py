@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from tools.survey.heads import head_jobs, measure_heads
 from tools.survey.measure import all_jobs, measure_all
 from tools.survey.page import COMMAND, page
 
@@ -18,11 +19,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="model types to measure; default: all")
     arguments = parser.parse_args()
     jobs = [job for job in all_jobs() if not arguments.only or job[1] in arguments.only]
-    results = measure_all(jobs, arguments.processes)
+    heads = [job for job in head_jobs() if not arguments.only or job[1] in arguments.only]
+    results, of_heads = measure_all(jobs, arguments.processes), measure_heads(heads, arguments.processes)
     versions = f"transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(page(results, versions))
-    print(f"{sum(each.exact for each in results)} of {len(results)} results are exact; wrote {arguments.output}")
+    arguments.output.write_text(page(results, versions, of_heads))
+    exact = sum(each.exact for each in results) + sum(each.status == "exact" for each in of_heads)
+    print(f"{exact} of {len(results) + len(of_heads)} results are exact; wrote {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ from those of each row alone, before and after patching."""
 
 import copy
 import inspect
+import multiprocessing
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,13 +11,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_packing.attention.patch import patch_model
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.errors import ModelNotSupportedError
-from tools.survey.measure import make_documents
+from tools.survey.measure import make_documents, silence
 
 HEADS = ("sequence classification", "token classification", "question answering", "multiple choice")
 
@@ -49,6 +51,8 @@ class MeasuredHead:
     name: str
     status: Literal["exact", "refused", "WRONG", "cannot run alone", "not built"] = "exact"
     route: str = ""
+    by_length: bool = False
+    """True if the backbone takes no packed rows, and runs on the rows of equal length together."""
     right: float = float("nan")
     """Largest difference of an output or a gradient between a batch with padding on the right and documents alone."""
     left: float = float("nan")
@@ -57,6 +61,17 @@ class MeasuredHead:
     """As `right`, for the outputs of the unpatched model; nan if the model cannot be called."""
     stock_left: float = float("nan")
     reason: str = ""
+
+
+def measure_heads(jobs: list[tuple[str, str]], processes: int) -> list[MeasuredHead]:
+    """Measure heads of architectures in several processes; return the results in the order of the jobs."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, silence, maxtasksperchild=16) as pool:
+        return list(tqdm(pool.imap(_measure_job, jobs), total=len(jobs), unit=" heads"))
+
+
+def _measure_job(job: tuple[str, str]) -> MeasuredHead:
+    return measure_head(*job)
 
 
 def head_jobs() -> list[tuple[str, str]]:
@@ -107,7 +122,7 @@ def _measure_patched(
         return replace(found, status="refused", reason=f"patch_model failed, {type(error).__name__}: {error}")
     route = route_of(model)
     assert route is not None
-    found = replace(found, route=route.name)
+    found = replace(found, route=route.name, by_length=bool(route.unpadding and route.unpadding.by_length))
     for side in ("right", "left"):
         try:
             outputs = _padded(model, documents, found.head, side)

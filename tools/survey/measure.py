@@ -105,7 +105,7 @@ def all_jobs() -> list[tuple[str, str]]:
 def measure_all(jobs: list[tuple[str, str]], processes: int) -> list[Measured]:
     """Measure architectures in several processes; return the results in the order of the jobs."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, _silence, maxtasksperchild=16) as pool:
+    with context.Pool(processes, silence, maxtasksperchild=16) as pool:
         return list(tqdm(pool.imap(_measure_job, jobs), total=len(jobs), unit=" architectures"))
 
 
@@ -113,7 +113,7 @@ def _measure_job(job: tuple[str, str]) -> Measured:
     return measure(*job)
 
 
-def _silence() -> None:
+def silence() -> None:
     """Silence warnings of models about their own defaults."""
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)

@@ -2,20 +2,26 @@
 
 import re
 from collections.abc import Sequence
+from math import isfinite, isnan
 from statistics import median
 
+from tools.survey.heads import EXACT as EXACT_ROWS
+from tools.survey.heads import HEADS, MeasuredHead
 from tools.survey.measure import EXACT, Measured
 
 COMMAND = "python -m tools.survey"
 
 TITLES = {"causal": "Causal language models", "masked": "Masked language models"}
 
+STOCK_IS_WRONG = 1e-3
+"""A larger difference between an unpatched model's outputs for a padded row and for the row alone is no rounding."""
+
 _HEAD = ("architecture", "unpatched", "route", "run by segment", "packed", "logits", "gradients", "why no faster route")
 
 
-def page(results: Sequence[Measured], versions: str) -> str:
+def page(results: Sequence[Measured], versions: str, heads: Sequence[MeasuredHead] = ()) -> str:
     """Return the full text of docs/SUPPORTED_MODELS.md."""
-    lines = ["# Supported models", "", *_summary(results, versions)]
+    lines = ["# Supported models", "", *_summary(results, versions), *(_other_heads(heads) if heads else [])]
     for kind, title in TITLES.items():
         own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
         lines += _table(title, _HEAD, [_cells(each) for each in own if each.route])
@@ -58,6 +64,55 @@ def _summary(results: Sequence[Measured], versions: str) -> list[str]:
     which = f"all but {', '.join(unproven)}" if unproven else "all"
     lines += [f"Models that were also verified in training mode, with dropout off: {which}."]
     return [*lines, f"Before patching, {isolated} of {sum(built.values())} models isolate documents in training."]
+
+
+def _other_heads(results: Sequence[MeasuredHead]) -> list[str]:
+    """Return the lines about models with other heads than a language model's, on padded batches."""
+    counts = []
+    for head in HEADS:
+        own = [each for each in results if each.head == head and each.status not in ("not built", "cannot run alone")]
+        counts.append(f"{sum(each.status == 'exact' for each in own)} of {len(own)} for {head}")
+    names = sorted({each.name for each in results if each.status != "not built"})
+    known = {(each.head, each.name): each for each in results}
+    rows = [[name, *(_cell_of_head(known.get((head, name))) for head in HEADS)] for name in names]
+    refused = [[each.name, each.head, _one_line(each.reason, 300)] for each in results if each.status == "refused"]
+    exact = [each for each in results if each.status == "exact"]
+    wrong = [
+        [each.name, each.head, f"{each.stock_right:.0e}" if isfinite(each.stock_right) else "not finite, or an error"]
+        for each in exact
+        if not each.stock_right <= STOCK_IS_WRONG
+    ]
+    on_the_left = sum(not each.stock_left <= STOCK_IS_WRONG for each in exact)
+    return [
+        "",
+        "## Other heads, on padded batches",
+        "",
+        "A patched model takes a padded batch, and its backbone runs without the padding. Here, float64 models get",
+        "rows of 2 to 22 tokens, padded on the right and on the left. Exact means that the outputs and gradients of",
+        f"every row differ by at most {EXACT_ROWS:g} from those of the row alone. Of the models that can run alone,",
+        f"these are exact: {', '.join(counts)}.",
+        '"Right only": the head reads the first place of a row, so padding on the left is refused. "By length": the',
+        "backbone takes no packed rows, and runs on the rows of equal length together.",
+        "",
+        f"Before patching, padding on the left changes the outputs of {on_the_left} of these {len(exact)} models by",
+        f"more than {STOCK_IS_WRONG:g}, and padding on the right those of {len(wrong)}, which a table lists.",
+        *_table("Heads", ("architecture", *HEADS), rows),
+        *_table("Refused heads", ("architecture", "head", "reason"), refused),
+        *_table(
+            "Unpatched models whose outputs depend on padding on the right",
+            ("architecture", "head", "largest difference"),
+            wrong,
+        ),
+    ]
+
+
+def _cell_of_head(each: MeasuredHead | None) -> str:
+    if each is None:
+        return ""
+    if each.status != "exact":
+        return "" if each.status == "not built" else each.status
+    notes = [*(["right only"] if isnan(each.left) else []), *(["by length"] if each.by_length else [])]
+    return ", ".join(["exact", *notes])
 
 
 def _exceptions(taken: Sequence[Measured]) -> str:
