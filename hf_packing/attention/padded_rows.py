@@ -49,7 +49,7 @@ class Unpadding:
         how = "rows of equal length run together" if self.by_length else "its tokens run as one packed row"
         refused = {side for side, _ in self.refused}
         sides = " or ".join(side for side in SIDES[:2] if side not in refused)
-        return f"{how}, without the padding, which may be on the {sides}"
+        return f"{how}; padding on the {sides} is taken out"
 
 
 _BORDERS = (*CU_SEQ_LENS, SEQ_IDX)
@@ -64,12 +64,14 @@ class PaddedRows:
         lengths: number of tokens in each row that are not padding.
         side: where the padding is.
         has_positions: whether the caller of the model has passed position_ids.
+        has_media: whether the caller has passed other floats than embeddings and labels, such as pictures.
     """
 
     kept: Tensor
     lengths: tuple[int, ...]
     side: Side = "right"
     has_positions: bool = False
+    has_media: bool = False
 
     @cached_property
     def row(self) -> PackedRow:
@@ -207,13 +209,20 @@ def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
                 f"attention_mask: expected no padding between the tokens of a row, but row {number} has {length} "
                 f"tokens between {start} and {end}; move its padding to one side"
             )
-    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None)
+    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None, _has_media(inputs))
     given = next((name for name in _BORDERS if inputs.get(name) is not None), None)
     if given is not None:
         raise PackingError(f"{given}: expected no borders beside an attention_mask with padding; pass only one of them")
     if position_ids is not None:
         _check_positions(position_ids, rows)
     return rows
+
+
+def _has_media(inputs: Mapping[str, Any]) -> bool:
+    known = ("inputs_embeds", "labels")
+    return any(
+        isinstance(value, Tensor) and value.is_floating_point() and name not in known for name, value in inputs.items()
+    )
 
 
 def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:

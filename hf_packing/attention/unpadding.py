@@ -157,6 +157,7 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
 
     Raises:
         PackingError: the backbone does not get the tokens of the padded batch; or encoder_hidden_states are given.
+        ModelNotSupportedError: the model makes masks of its own for pictures.
     """
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
@@ -165,6 +166,13 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
         raise PackingError(
             f"attention_mask: expected a mask for all tokens of {type(backbone).__name__}, got a mask of shape "
             f"{list(rows.kept.shape)} for {found}"
+        )
+    mask = inputs.get("attention_mask")
+    if rows.has_media and mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        raise ModelNotSupportedError(
+            f"{type(backbone).__name__}: padded batches with pictures or sound are not supported for this model, "
+            "since it makes attention masks of its own for them, which a batch without padding does not have; call "
+            "unpatch_model"
         )
     if inputs.get("encoder_hidden_states") is not None:
         raise PackingError("encoder_hidden_states: expected None on a patched model, got encoder states")

@@ -47,6 +47,11 @@ def prove_unpadding(model: PreTrainedModel, by_length: bool = False) -> None:
             f"{type(model).__name__}: padded batches were not proven while the weights were in memory; call "
             "patch_model, and the model on a padded batch, before the model is sharded"
         )
+    with torch.inference_mode(False):
+        _find_and_prove(model, by_length)
+
+
+def _find_and_prove(model: PreTrainedModel, by_length: bool) -> None:
     exams = _run_rows_alone(model)
     found: list[Unpadding] = []
     reasons: list[str] = []

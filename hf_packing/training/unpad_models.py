@@ -32,9 +32,8 @@ class UnpaddedModels:
         >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
         >>> model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=99, **sizes))
         >>> arguments = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none")
-        >>> print(hfp.attach(transformers.Trainer(model, arguments), None))
-        model: BertForSequenceClassification, its tokens run as one packed row, without the padding, which may be on the \
-right or left
+        >>> hfp.attach(transformers.Trainer(model, arguments), None).models["model"]
+        'BertForSequenceClassification, its tokens run as one packed row; padding on the right or left is taken out'
     """
 
     models: dict[str, str]

@@ -55,7 +55,7 @@ def read(text: str) -> Rows:
 def read_heads(text: str) -> dict[str, list[str]]:
     """The cells of the table of heads by architecture."""
     table = text.partition("\n## Heads\n")[2].partition("\n## ")[0]
-    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()[4:] if line]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()[3:] if line]
     return {name: [cell.strip() for cell in cells] for name, *cells in rows}
 
 
