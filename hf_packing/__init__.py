@@ -33,6 +33,7 @@ _HOME_OF = {
     "PackingPlan": "planning.plan",
     "PackingReport": "report.report",
     "PatternTable": "planning.pattern_table",
+    "Scores": "training.score",
     "ShortestPackFirst": "strategies.greedy",
     "TokenBudget": "sampling.token_budget",
     "UnpaddedModels": "training.unpad_models",
@@ -48,6 +49,7 @@ _HOME_OF = {
     "plan_counts": "strategies.base",
     "plan_packing": "strategies.base",
     "prepare_dataloader": "training.loop",
+    "score": "training.score",
     "unpack": "data.pack",
     "unpatch_model": "attention",
 }
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from hf_packing.training.batch_loss import compute_loss
     from hf_packing.training.loader import PackedLoader
     from hf_packing.training.loop import evaluation_loss, prepare_dataloader
+    from hf_packing.training.score import Scores, score
     from hf_packing.training.unpad_models import UnpaddedModels
 
 __all__ = [
@@ -104,6 +107,7 @@ __all__ = [
     "PackingPlan",
     "PackingReport",
     "PatternTable",
+    "Scores",
     "ShortestPackFirst",
     "TokenBudget",
     "UnpaddedModels",
@@ -119,6 +123,7 @@ __all__ = [
     "plan_counts",
     "plan_packing",
     "prepare_dataloader",
+    "score",
     "unpack",
     "unpatch_model",
 ]

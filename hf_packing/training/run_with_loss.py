@@ -53,7 +53,7 @@ def run_with_loss(
     vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
     # chunks may gather weights once more: with FSDP2, all ranks have to do the same, however long their rows are
     fits = labels.numel() * vocabulary <= CHUNK_LOGITS and not isinstance(inner, FSDPModule)
-    if keep_logits or fits or not _can_chunk(model, inner):
+    if keep_logits or fits or not can_chunk(model, inner):
         outputs = model(**inputs)
         return weighted_loss(outputs.logits, labels, weights, shift), outputs
     head = ChunkedHead(inner, labels, weights, shift, max(1, CHUNK_LOGITS // vocabulary))
@@ -76,7 +76,7 @@ _REPORTED: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDi
 """The last message about each model."""
 
 
-def _can_chunk(model: nn.Module, inner: PreTrainedModel) -> bool:
+def can_chunk(model: nn.Module, inner: PreTrainedModel) -> bool:
     """Return whether the loss of a model can be computed in chunks, and report the reason if it cannot."""
     reason = _reason_against(model, inner)
     if reason:

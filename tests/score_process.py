@@ -1,0 +1,40 @@
+"""One of the processes of test_score: scores documents, and writes what it got.
+
+torchrun --nproc-per-node 2 score_process.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from patched_models import patched_tiny
+
+import hf_packing as hfp
+
+LENGTHS = (5, 30, 0, 1, 12, 44, 2, 19, 7)
+
+
+def documents():
+    rng = np.random.default_rng(0)
+    return [rng.integers(8, 120, length).tolist() for length in LENGTHS]
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    scores = hfp.score(patched_tiny("llama", "causal", torch.float64), documents(), max_tokens=50, hidden="mean")
+    np.savez(
+        folder / f"scores-{accelerator.process_index}.npz",
+        log_likelihood=scores.log_likelihood,
+        num_tokens=scores.num_tokens,
+        greedy=scores.greedy,
+        hidden=scores.hidden,
+    )
+    one = hfp.score(patched_tiny("llama", "causal", torch.float64), documents()[:1])  # fewer rows than processes
+    assert one.num_tokens.tolist() == [LENGTHS[0] - 1]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
