@@ -5,6 +5,8 @@
 | attach.py | `attach`, which plans batches and patches the model; `PackedTrainer`, the trainer's class after attach |
 | loop.py | `prepare_dataloader` and `evaluation_loss` for your own training loop |
 | batch_loss.py | `compute_loss`, the loss of a batch in your own training loop |
+| unpad_models.py | `attach` without a batching: patches the models of a trainer that makes its own padded batches |
+| score.py, log_probs.py | `score`; the log-probability of each label, in chunks of tokens |
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
 | losses.py | the loss of an optimizer step as a weighted sum over tokens; a test of how a model computes its own loss |
