@@ -93,7 +93,7 @@ class Rank:
             "overflow": (hfp.TokenBudget(64, overflow="drop" if last else "error"), {}),
             "tokens": (hfp.TokenBudget(64), {"tokens": 64 + 8 * last, "max_segments": 9}),
             "max_segments": (hfp.TokenBudget(64, max_documents=7), {"tokens": 64, "max_segments": 8 + last}),
-            "no batching": (None if last else hfp.TokenBudget(64), {}),
+            "no batching": (64 if last else hfp.TokenBudget(64), {}),
             "loss": (hfp.TokenBudget(64), {"loss": "sequence" if last else "token"}),
             "no loss": (hfp.TokenBudget(64), {"loss": "mean" if last else "token"}),
         }

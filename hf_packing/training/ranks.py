@@ -145,6 +145,7 @@ class _Report:
 
 def _refuse_differences(reports: list[_Report]) -> None:
     complete = all(report.error is None for report in reports)
+    _refuse_different_settings(reports, complete=False)
     first = reports[0].planned_from
     for rank, report in enumerate(reports[1:], start=1):
         other = report.planned_from
@@ -160,6 +161,11 @@ def _refuse_differences(reports: list[_Report]) -> None:
                     "without .shard(), split_dataset_by_node() or shuffle(seed=rank), since hf_packing divides the "
                     "rows among the ranks"
                 )
+    _refuse_different_settings(reports, complete)
+
+
+def _refuse_different_settings(reports: list[_Report], complete: bool) -> None:
+    first = reports[0].planned_from
     for rank, report in enumerate(reports[1:], start=1):
         other = report.planned_from
         for name in _names_to_compare(first.settings, other.settings, complete):

@@ -13,8 +13,8 @@ import torch
 from accelerate import PartialState
 from accelerate.state import is_initialized
 from accelerate.utils import gather_object
+from datasets.utils import tqdm
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from hf_packing.attention import inner_model, input_device, patched, sees_labels
 from hf_packing.collate import PackingCollator, read_integers

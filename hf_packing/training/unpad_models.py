@@ -1,5 +1,7 @@
 """Patch the models of a trainer that makes its own batches, so that the padding of these batches is not computed."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -65,30 +67,32 @@ def unpad_models(trainer: Any, prove: ProveInTraining, options: dict[str, Any]) 
     if prove not in get_args(ProveInTraining):
         raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
     found = _models_of(trainer)
-    on_all_ranks(partial(_patch_on_this_rank, trainer, found, prove))
+    with ExitStack() as as_before:
+        for model in found.values():
+            as_before.enter_context(unpatched_on_error(model))
+        on_all_ranks(partial(_patch_and_prove, trainer, found, prove))
     return UnpaddedModels({name: _describe(inner_model(model)) for name, model in found.items()})
 
 
-def _patch_on_this_rank(
+def _patch_and_prove(
     trainer: Any, models: dict[str, nn.Module], prove: ProveInTraining, planned_from: PlannedFrom
 ) -> None:
-    planned_from.note_settings(prove=prove, models=list(models))
-    _patch_and_prove(trainer, list(models.items()), prove)
-
-
-def _patch_and_prove(trainer: Any, models: list[tuple[str, nn.Module]], prove: ProveInTraining) -> None:
-    if not models:
-        return
-    (name, model), *others = models
-    with unpatched_on_error(model):
-        try:
+    planned_from.note_settings(batching=None, prove=prove, models=list(models))
+    for name, model in models.items():
+        with _named(f"trainer.{name}"):
             patch_for_training(model, trainer.accelerator, "small" if prove == "small" else "model")
             if has_local_weights(model):
                 with trainer.accelerator.autocast():
                     prove_unpadding(inner_model(model))
-        except PackingError as error:
-            raise type(error)(f"trainer.{name}: {error}") from error
-        _patch_and_prove(trainer, others, prove)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Context manager: errors in the block begin with a name."""
+    try:
+        yield
+    except PackingError as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _models_of(trainer: Any) -> dict[str, nn.Module]:

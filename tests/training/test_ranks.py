@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,10 @@ from patched_models import patched
 from processes import launch
 from ranks_process import DATA, SAME, Rank, loop
 from tiny_models import build
+from trainers import trainer_of
 
 import hf_packing as hfp
+from hf_packing.attention import is_patched
 from hf_packing.errors import PackingError
 from hf_packing.training import ranks as training_ranks
 
@@ -104,6 +107,15 @@ def test_different_batchings_of_a_loop(monkeypatch, case):
     calls = [lambda each=each: loop(DATA, each[0] or 64, **each[1]) for each in given]
     for of_rank in on_ranks(monkeypatch, calls):
         check(of_rank, SETTINGS[case])
+
+
+def test_a_rank_that_attaches_without_a_batching(monkeypatch, tmp_path):
+    trainers = [trainer_of(tmp_path, model=build("Llama")) for _ in range(2)]
+    batchings = [hfp.TokenBudget(64), None]
+    calls = [partial(hfp.attach, *each) for each in zip(trainers, batchings, strict=True)]
+    for of_rank in on_ranks(monkeypatch, calls):
+        check(of_rank, r"batching: expected the same value on all ranks; rank 0 has TokenBudget.*, rank 1 has None")
+    assert not any(is_patched(trainer.model) for trainer in trainers)
 
 
 def test_different_accumulations_and_models_of_a_loop(monkeypatch):

@@ -41,9 +41,7 @@ def check(scores, expected, close=1e-6):
     assert scores.log_likelihood.dtype == np.float64
 
 
-@pytest.mark.parametrize(
-    "name", fast_only(["gpt2", "llama", "gemma2", "bloom", "mamba"], "gpt2", "gemma2")
-)
+@pytest.mark.parametrize("name", fast_only(["gpt2", "llama", "gemma2", "bloom", "mamba"], "gpt2", "gemma2"))
 def test_scores_are_those_of_each_document_alone(name):
     """Gemma 2 caps its logits; chunks of 5 tokens; rows of 7 tokens are shorter than most documents."""
     model, rows = patched_tiny(name, "causal", torch.float64), documents()
