@@ -210,8 +210,8 @@ def keep() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=256, help="documents of each length distribution")
-    parser.add_argument("--pairs", type=int, default=48)
+    parser.add_argument("--rows", type=int, default=128, help="documents of each length distribution")
+    parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -42,6 +42,8 @@ TOY = {
         ["--hidden", "64", "--layers", "1", "--vocabulary", "500", "--tokens", "512", "--rounds", "1"],
         "peak memory of the proof",
     ),
+    "padded_batches.py": (["--rows", "32", "--pairs", "8", "--rounds", "1"], "kept for the backward pass"),
+    "score.py": (["--documents", "12", "--max-tokens", "1024", "--rounds", "1"], "times as fast"),
     "gpu_train.py": (
         ["--tokens", "256", "--row", "64", "--hidden", "128", "--layers", "2", "--vocabulary", "256", "--steps", "2"],
         "ideal",

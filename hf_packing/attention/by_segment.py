@@ -62,7 +62,8 @@ class ReplacedForward:
         only calls the module's original forward.
         """
         self.installed = False
-        if vars(self.module).get("forward") is self:
+        found = vars(self.module).get("forward")
+        if self in (found, getattr(found, "__func__", None)):  # accelerate makes a method of it
             del self.module.forward
             if self.before is not None:
                 self.module.forward = self.before

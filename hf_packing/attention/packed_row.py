@@ -34,6 +34,7 @@ class PackedRow:
         bound: the max_length of a batch of fixed shapes, which is the same in every batch and may be larger than the
             longest segment; None for a batch of any shape.
         padding: number of tokens at the end that only fill a batch of fixed shapes. They are the last segment.
+        is_unpadded: whether the segments are the rows of a padded batch.
     """
 
     cu_seq_lens: Tensor
@@ -41,6 +42,7 @@ class PackedRow:
     rows: int = 1
     bound: int | None = None
     padding: int = 0
+    is_unpadded: bool = False
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | None = None, rows: int = 1) -> "PackedRow":

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from typing import Any, Literal
@@ -76,7 +76,8 @@ class PaddedRows:
     @cached_property
     def row(self) -> PackedRow:
         """The borders of the documents in the packed row that `lay_end_to_end` makes."""
-        return PackedRow.from_lengths([length for length in self.lengths if length], self.kept.device)
+        row = PackedRow.from_lengths([length for length in self.lengths if length], self.kept.device)
+        return replace(row, is_unpadded=True)
 
     @cached_property
     def _places(self) -> Tensor:
@@ -97,6 +98,8 @@ class PaddedRows:
                 return leaf
             if has_axes_first(path, leaf, shape):
                 return leaf.flatten(1)[:, places][:, None]
+            if leaf.shape == (1, shape[1]):  # the same for all rows
+                leaf = leaf.expand(shape)
             return leaf.flatten(0, 1)[places][None] if leaf.shape[:2] == shape else leaf
 
         return map_leaves(value, lay)
@@ -109,9 +112,11 @@ class PaddedRows:
         """
         row = self.row
 
-        def put(_: Any, leaf: Any) -> Any:
+        def put(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.ndim < 2:
                 return leaf
+            if path[:1] == ("router_logits",) and len(leaf) == row.tokens:
+                return self._spread(leaf).flatten(0, 1)
             may_have_tokens = leaf.ndim > 2 or len(row.lengths) > 1  # else it may be a pooled state of the same size
             if may_have_tokens and leaf.shape[:2] == (1, row.tokens):
                 return self._spread(leaf[0])
@@ -226,11 +231,19 @@ def _has_media(inputs: Mapping[str, Any]) -> bool:
 
 
 def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:
-    """Return the places of the tokens in a batch without padding and borders, in which every row is a document."""
+    """Return the places of the tokens in a batch without padding, in which every row is a document.
+
+    Raises:
+        PackingError: the position_ids restart in a row, so that it may be a packed row.
+    """
     *others, tokens = _shape_of_tokens(inputs)
-    rows = math.prod(others)
+    rows, position_ids = math.prod(others), inputs.get("position_ids")
     device = next(each.device for each in inputs.values() if isinstance(each, Tensor))
-    return PaddedRows(torch.ones(rows, tokens, dtype=torch.bool, device=device), (tokens,) * rows)
+    kept = torch.ones(rows, tokens, dtype=torch.bool, device=device)
+    found = PaddedRows(kept, (tokens,) * rows, "right", position_ids is not None, _has_media(inputs))
+    if position_ids is not None:
+        _check_positions(position_ids, found)
+    return found
 
 
 def _shape_of_tokens(inputs: Mapping[str, Any]) -> torch.Size:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,13 @@ from hf_packing.attention.packed_row import PackedRow, current_row, read_row
 from hf_packing.attention.padded_rows import current_rows
 from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, fold_into_rows, is_patched
 from hf_packing.attention.snapshot import Attention, attention_of, restore_attention, use_attention
-from hf_packing.attention.unpadding import PADDING_OR_CACHE, StockGenerate, UnpaddedForward, install_unpadding
+from hf_packing.attention.unpadding import (
+    PADDING_OR_CACHE,
+    StockGenerate,
+    UnpaddedForward,
+    check_readers,
+    install_unpadding,
+)
 from hf_packing.attention.varlen import register
 from hf_packing.columns import CU_SEQ_LENS
 from hf_packing.errors import PackingError
@@ -38,9 +46,12 @@ _CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
 first attribute, and FSDP's checkpoint wrapper has the second attribute."""
 
 _ROUTER_SETTING = "output_router_logits"
-"""The setting in a configuration of transformers that decides whether the routers of a mixture of experts get a loss
-for load balancing. The model computes this loss outside of its inner model, from all tokens with a 1 in attention_mask.
-"""
+"""The setting of a configuration that decides whether routers get a loss for load balancing. The model computes this
+loss outside of its inner model, from all tokens with a 1 in attention_mask."""
+
+
+_locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
+"""Locks that a thread holds while a patched model runs, since other calls switch parts of the patch off for a while."""
 
 
 class PatchedForward(UnpaddedForward):
@@ -77,15 +88,18 @@ class PatchedForward(UnpaddedForward):
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # torch.compile compiles what this method calls, so the method calls no more than it must
-        if not self.installed:
-            return self.forward(*args, **kwargs)
-        is_inside, is_padded = id(self.model) in _running.get(), current_rows.get() is not None
-        if is_inside and not (is_padded and self.is_backbone):
-            return self.forward(*args, **kwargs) if is_padded else self.run_inside(args, kwargs)
-        inputs = self._by_name(args, kwargs)
-        if is_inside or self._is_unusual(inputs):
-            return self.run_unusual(inputs)
-        return self.run_packed(inputs)
+        if args and args[0] is self.module:  # accelerate makes a method of this object
+            args = args[1:]
+        if id(self.model) in _running.get() and self.installed:
+            rows = current_rows.get()
+            if rows is not None and self.is_backbone:
+                return self.run_unusual(self._by_name(args, kwargs), rows)
+            return self.run_inside(args, kwargs) if rows is None else self.forward(*args, **kwargs)
+        with _locks.setdefault(self.model, RLock()):
+            if not self.installed:
+                return self.forward(*args, **kwargs)
+            inputs = self._by_name(args, kwargs)
+            return self.run_unusual(inputs, None) if self._is_unusual(inputs) else self.run_packed(inputs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def run_packed(self, inputs: dict[str, Any], row: PackedRow | None = None) -> Any:
@@ -94,9 +108,11 @@ class PatchedForward(UnpaddedForward):
         patch = self.patch
         was_running, patch.is_running = patch.is_running, True
         running, current = _running.set((*_running.get(), id(self.model))), current_row.set(laid)
+        padded = current_rows.set(None)
         try:
             output = self.forward(**inputs)
         finally:
+            current_rows.reset(padded)
             current_row.reset(current)
             _running.reset(running)
             patch.is_running = was_running
@@ -169,11 +185,7 @@ class PatchedForward(UnpaddedForward):
         return fold_into_rows(output, row) if row.rows > 1 else output
 
     def check_patch(self) -> None:
-        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work.
-
-        This is so if another attention function was set, or if a module that runs by segment was replaced, or contains
-        modules whose weights FSDP or DeepSpeed gathers separately.
-        """
+        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work."""
         expected, found = self.route.method.attention, self.model.config._attn_implementation
         if expected not in (None, found):
             raise PackingError(
@@ -196,6 +208,8 @@ class PatchedForward(UnpaddedForward):
                     "patch_model afterwards"
                 )
         refuse_uneven_gathers(self.model, self.route.by_segment)
+        if self.route.unpadding is not None:
+            check_readers(self.model, self.route.unpadding)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
@@ -218,11 +232,10 @@ class Patch:
 
     route: Route
     attention_before: Attention
-    """Pairs of a configuration and the name of its attention function before the patch, for all configurations."""
     signature: Signature
     """The arguments that the model's own forward takes."""
     attention_during: Attention = field(default_factory=list)
-    """Pairs of a configuration and the name of its attention function under the patch; empty if the patch sets none."""
+    """Empty if the patch sets no attention function."""
     replaced: list[ReplacedForward] = field(default_factory=list)
     """The replacements that the patch has installed for the forwards of modules, the latest first."""
     label_check: LabelCheck = field(default_factory=LabelCheck)
@@ -237,29 +250,22 @@ class Patch:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context manager: within the block, the model runs as without the patch."""
-        installed = [forward for forward in self.replaced if forward.installed]
-        for forward in installed:
-            forward.installed = False
-        try:
-            with use_attention(self.attention_before):
+        """Context manager: within the block, the model runs as without the patch, and other threads wait."""
+        model = next(each.model for each in self.replaced if isinstance(each, PatchedForward))
+        with _locks.setdefault(model, RLock()), use_attention(self.attention_before):
+            installed = [forward for forward in self.replaced if forward.installed]
+            try:
+                for forward in installed:
+                    forward.installed = False
                 yield
-        finally:
-            for forward in installed:
-                forward.installed = True
+            finally:
+                for forward in installed:
+                    forward.installed = True
 
 
 def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
-    """Install a route in a model.
-
-    The function sets the model's attention function, and replaces the forwards of the model, of its inner models, and
-    of the modules that run by segment. If an error occurs, the model is left unpatched.
-
-    Args:
-        model: a model that is not patched.
-        route: the route to install.
-        before: the attention settings that `remove` will restore, as returned by `attention_of`.
-    """
+    """Install a route in an unpatched model: set its attention function, and replace the forwards of the model, of its
+    inner models, and of the modules that run by segment. `remove` will restore the attention settings `before`."""
     patch = Patch(route, before, Signature(model))
     setattr(model, PATCH, patch)
     try:
@@ -274,7 +280,7 @@ def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
             kind = PatchedForward if module is model else InnerForward
             patch.replace(kind(module, model, segmented))
         if model.can_generate():
-            model.generate = StockGenerate(model)
+            model.generate = StockGenerate(model, vars(model).get("generate"))
         if route.unpadding is not None:
             install_unpadding(model, route.unpadding)
     except BaseException:
@@ -287,7 +293,10 @@ def remove(model: PreTrainedModel) -> Route:
     patch: Patch = getattr(model, PATCH)
     for forward in patch.replaced:
         forward.remove()
-    vars(model).pop("generate", None)
+    if isinstance(generate := vars(model).get("generate"), StockGenerate):
+        del model.generate
+        if generate.before is not None:
+            model.generate = generate.before
     for module, name, checkpoint in _checkpointing_functions(model):
         if isinstance(checkpoint, KeepRow):
             setattr(module, name, checkpoint.checkpoint)

@@ -36,7 +36,7 @@ class RowReader(ReplacedForward):
         inputs = args, kwargs
         if row is None and rows is not None:
             row, inputs = rows.row, rows.lay_end_to_end(inputs)
-        if not self.installed or row is None or not _has_tokens(inputs, (1, row.tokens)):
+        if not self.installed or row is None or not row.is_unpadded or not _has_tokens(inputs, (1, row.tokens)):
             return self.forward(*args, **kwargs)
         output = self._run(row, inputs)
         return output if rows is None else map_leaves(output, lambda _, leaf: _with_empty_rows(leaf, rows))
@@ -62,7 +62,9 @@ class RowsInBackbone(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output, row = self.forward(*args, **kwargs), current_row.get()
-        return output if row is None or not self.installed else into_rows(output, row, row.slices)
+        if not self.installed or row is None or not row.is_unpadded:
+            return output
+        return into_rows(output, row, row.slices)
 
 
 def into_rows(value: Any, row: PackedRow, slices: list[tuple[int, int]]) -> Any:

@@ -4,7 +4,7 @@ All other modules of the model, such as its head, run on the padded batch, and s
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_packing.attention.by_segment import ReplacedForward
-from hf_packing.attention.inspect_model import Signature, has_local_weights
+from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
 from hf_packing.attention.label_check import refuse_copied_labels
-from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.padded_rows import (
     PaddedRows,
     Unpadding,
-    current_rows,
     has_axes_first,
     read_padded_rows,
     rows_without_padding,
@@ -71,9 +70,9 @@ class UnpaddedForward(ReplacedForward):
     """True if the module gets the tokens of padded batches without padding."""
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
-    def run_unusual(self, inputs: dict[str, Any]) -> Any:
-        """Run the forward on a padded batch, with a cache, or on packed rows with a mask of ones."""
-        rows = current_rows.get()
+    def run_unusual(self, inputs: dict[str, Any], rows: PaddedRows | None) -> Any:
+        """Run the forward on a padded batch, with a cache, or on packed rows with a mask of ones. Within the forward of
+        the patched model, `rows` are the places of the tokens in the batch that the model got."""
         if rows is None:
             if needs_cache(inputs, self.module.training):
                 with self.patch.suspended():
@@ -82,8 +81,8 @@ class UnpaddedForward(ReplacedForward):
         if rows is None:
             return self.run_packed(inputs)
         if not self.is_backbone:
-            with self.running(), use_attention(self.patch.attention_before), use_rows(rows):
-                return self.forward(**self._taken(inputs))
+            with self.running(), use_attention(self.patch.attention_before), use_row(None), use_rows(rows):
+                return self.forward(**self._taken(_with_pad_tokens(self.model, inputs, rows)))
         inputs = inputs_of_backbone(self.module, inputs, rows)
         assert self.route.unpadding is not None
         if self.route.unpadding.by_length:
@@ -117,7 +116,8 @@ class UnpaddedForward(ReplacedForward):
         if (rows := read_padded_rows(inputs)) is None:
             if self.route.takes_packed_rows or self.module is not self.model:
                 return None
-            if any(inputs.get(name) is not None for name in (*BORDER_ARGUMENTS, "position_ids")):
+            borders = (*BORDER_ARGUMENTS, *(["position_ids"] if inputs.get("attention_mask") is None else []))
+            if any(inputs.get(name) is not None for name in borders):
                 raise PackingError(
                     "model: expected a padded batch with an attention_mask, got packed rows; "
                     f"{type(self.model).__name__} returns outputs for whole rows, not for the documents in a row. Its "
@@ -138,6 +138,17 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: 
         PackingError: the model is trained to copy its input (see `refuse_copied_labels`).
     """
     assert route.unpadding is not None
+    decoder = next((name for name, value in inputs.items() if name.startswith("decoder_") and value is not None), "")
+    if decoder or (model.config.is_encoder_decoder and has_vocabulary(model)):
+        raise PackingError(
+            f"{decoder or 'model'}: expected a padded batch of one text for each row, but {type(model).__name__} takes "
+            "two texts, an encoder's and a decoder's; call unpatch_model"
+        )
+    if inputs.get("input_ids") is None and not route.takes_packed_rows and min(rows.lengths) < rows.kept.shape[1]:
+        raise PackingError(
+            f"inputs_embeds: expected input_ids in a padded batch, since {type(model).__name__} may find the padding "
+            "by its token, got inputs_embeds"
+        )
     if reason := dict(route.unpadding.refused).get(rows.side):
         raise ModelNotSupportedError(
             f"{type(model).__name__}: padding {_WHERE[rows.side]} the tokens is not supported, since {reason}"
@@ -148,6 +159,14 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: 
     if labels.shape == ids.shape == rows.kept.shape:
         ids, labels = rows.lay_end_to_end([ids, labels])
         refuse_copied_labels(model, ids, labels, rows.row.cu_seq_lens)
+
+
+def _with_pad_tokens(model: PreTrainedModel, inputs: dict[str, Any], rows: PaddedRows) -> dict[str, Any]:
+    """Return the arguments with the model's own pad token in padding, by which classifiers find the last token."""
+    ids, pad = inputs.get("input_ids"), pad_token_of(model)
+    if ids is None or pad is None or ids.numel() != rows.kept.numel():
+        return inputs
+    return {**inputs, "input_ids": ids.masked_fill(~rows.kept.view(ids.shape), pad)}
 
 
 def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: PaddedRows) -> dict[str, Any]:
@@ -168,6 +187,11 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
             f"{list(rows.kept.shape)} for {found}"
         )
     mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == rows.kept.shape and not torch.equal(mask != 0, rows.kept):
+        raise PackingError(
+            f"attention_mask: expected the same mask for {type(backbone).__name__} as for the whole model, which has "
+            "changed it; call unpatch_model"
+        )
     if rows.has_media and mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
         raise ModelNotSupportedError(
             f"{type(backbone).__name__}: padded batches with pictures or sound are not supported for this model, "
@@ -284,16 +308,33 @@ def install_unpadding(model: PreTrainedModel, unpadding: Unpadding | None) -> No
         patch.replace(RowsInBackbone(model.get_submodule(unpadding.rows_after)))
 
 
+def check_readers(model: PreTrainedModel, unpadding: Unpadding) -> None:
+    """Raise PackingError if a module that gets every document in a row of its own was replaced."""
+    for name in (*(name for name, _ in unpadding.readers), *([unpadding.rows_after] if unpadding.rows_after else [])):
+        modules = model.get_submodule(name).modules()
+        if not any(isinstance(vars(each).get("forward"), (RowReader, RowsInBackbone)) for each in modules):
+            raise PackingError(
+                f"{name}: expected the same module as when the model was patched, got another "
+                f"{type(model.get_submodule(name)).__name__}; call unpatch_model before you replace a module, and "
+                "patch_model afterwards"
+            )
+
+
 @dataclass(eq=False)
 class StockGenerate:
     """A replacement for the method `generate` of a patched model. While it runs, the model runs as without the patch.
 
     Args:
         model: the patched model.
+        before: the method that other code had already set on the model object; None if there is none.
     """
 
     model: nn.Module
+    before: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with getattr(self.model, PATCH).suspended():
+        patch = getattr(self.model, PATCH, None)
+        with nullcontext() if patch is None else patch.suspended():
+            if self.before is not None:
+                return self.before(*args, **kwargs)
             return type(self.model).generate(self.model, *args, **kwargs)  # type: ignore[attr-defined]

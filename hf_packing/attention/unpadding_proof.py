@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.inspect_model import has_local_weights, pad_token_of
+from hf_packing.attention.inspect_model import embedding_of, has_local_weights, pad_token_of
 from hf_packing.attention.packed_row import Sharing
 from hf_packing.attention.padded_rows import SIDES, Side, Unpadding
 from hf_packing.attention.patched_forward import Patch
@@ -22,7 +22,7 @@ from hf_packing.attention.proof import Exam, prove_isolation, repeat_thoroughly,
 from hf_packing.attention.route import PATCH
 from hf_packing.attention.row_readers import find_last_of_tokens, find_row_readers
 from hf_packing.attention.tolerance import Tolerance, measure_rounding, spread, what_is_missing
-from hf_packing.attention.unpadding import install_unpadding
+from hf_packing.attention.unpadding import UnpaddedForward, install_unpadding
 from hf_packing.errors import ModelNotSupportedError
 
 _NOT_COMPARED = ("loss", "hidden_states", "attentions", "past_key_values", "aux_loss", "router_logits")
@@ -219,18 +219,25 @@ class RowProbe(Probe):
     def measure_scales(self) -> None:
         """Run every document alone, and store the standard deviation of each output.
 
-        If the model cannot be called on rows of tokens, it is called on documents that end in an end token, as BART
-        needs for classification, or on rows with a single choice each, as models for multiple choice need.
+        Two of the documents end in an end token, which some heads look for. If the model cannot be called on such
+        documents, all of them end in one, as BART needs for classification, or none. If it cannot be called on rows of
+        tokens, it is called on rows with a single choice each, as models for multiple choice need.
         """
         with self.undisturbed():
             self._measure_scales()
 
     def _measure_scales(self) -> None:
-        end, failures = getattr(self.model.config, "eos_token_id", None), []
-        for last, self._has_choices in ((None, False), (end, False), (None, True)):
+        end, pad = getattr(self.model.config.get_text_config(), "eos_token_id", None), pad_token_of(self.model)
+        has_end = isinstance(end, int) and 0 <= end < len(embedding_of(self.model).weight) and end != pad
+        ends = ((0, 2), (0, 1, 2), ()) if has_end else ((),)
+        failures: list[Exception] = []
+        for with_end, self._has_choices in (*((each, False) for each in ends), *((each, True) for each in ends)):
             without_end = self.documents, self.others
-            if isinstance(last, int):
-                self.documents, self.others = ([[*each[:-1], last] for each in one] for one in without_end)
+            last = {number: [end] for number in with_end if isinstance(end, int)}
+            self.documents, self.others = (
+                [each[: len(each) - len(last.get(n, []))] + last.get(n, []) for n, each in enumerate(one)]
+                for one in without_end
+            )
             try:
                 self.alone(use_cache=False)
                 break
@@ -304,5 +311,8 @@ class RowProbe(Probe):
         return torch.cat(rows)
 
     def run_packed(self, module: nn.Module) -> Any:
-        """Run a module on the documents packed in one row, and return its output."""
-        return module(**self.on_device(pack_in_one_row(self.documents)))
+        """Run a module of a patched model on the documents packed in one row, and return its output."""
+        patch: Patch = getattr(self.model, PATCH)
+        forwards = (each for each in patch.replaced if isinstance(each, UnpaddedForward) and each.module is module)
+        ids = {"input_ids": pack_in_one_row(self.documents)["input_ids"]}
+        return next(forwards).run_packed(self.on_device(ids), replace(self.row, is_unpadded=True))

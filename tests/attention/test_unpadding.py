@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from padded_models import CHOICE, LENGTHS, QUESTION, SEQUENCE, TOKEN, alone, documents, outputs_of, padded
 from patched_models import patched, patched_tiny
 from tiers import fast_only
 from tiny_models import build
@@ -19,12 +20,7 @@ from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.unpadding import run_by_length
 
-LENGTHS = (5, 19, 2, 19, 11)
 SIDES = ("right", "left", "both")
-SEQUENCE, TOKEN, QUESTION, CHOICE = (
-    *("sequence classification", "token classification"),
-    *("question answering", "multiple choice"),
-)
 HEADS = [
     *((name, SEQUENCE) for name in ("bert", "albert", "roberta", "deberta-v2", "llama", "qwen3", "gpt2")),
     *((name, TOKEN) for name in ("bert", "albert", "modernbert", "qwen3", "gpt2")),
@@ -36,43 +32,6 @@ HEADS = [
 FAST = (("bert", SEQUENCE), ("albert", SEQUENCE), ("llama", SEQUENCE), ("bert", QUESTION), ("gpt2", "causal"))
 CLOSE = {"llama": 1e-5, "qwen3": 1e-5, "modernbert": 1e-5, "mamba": 1e-5}
 """Models with parts in float32, such as rotary angles; the others agree to 1e-12."""
-
-
-def documents(seed=0, lengths=LENGTHS):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(8, 120, (length,), generator=generator).tolist() for length in lengths]
-
-
-def padded(rows, side, extra=3, pad=0):
-    """A padded batch, with the places of the tokens in each row; `extra` columns are padding in all rows."""
-    longest = max(map(len, rows)) + extra
-    ids, places = torch.full((len(rows), longest), pad), []
-    mask = torch.zeros_like(ids)
-    for number, tokens in enumerate(rows):
-        start = {"right": 0, "left": longest - len(tokens), "both": (longest - len(tokens)) // 2}[side]
-        places.append(slice(start, start + len(tokens)))
-        ids[number, places[-1]], mask[number, places[-1]] = torch.tensor(tokens, dtype=torch.long), 1
-    return {"input_ids": ids, "attention_mask": mask}, places
-
-
-def outputs_of(model, batch, places, kind):
-    """All logits and hidden states of each row, without padding."""
-    if kind == CHOICE:
-        batch = {name: value[:, None] for name, value in batch.items()}
-    found = {name: value for name, value in model(**batch).items() if isinstance(value, torch.Tensor)}
-    tokens = batch["input_ids"].shape[-1]
-    return [
-        [value[number][place] if value.shape[1:2] == (tokens,) else value[number] for value in found.values()]
-        for number, place in enumerate(places)
-    ]
-
-
-def alone(model, rows, kind):
-    found = []
-    for tokens in rows:
-        batch, places = padded([tokens], "right", extra=0)
-        found += outputs_of(model, batch, places, kind)
-    return found
 
 
 def gradients_of(model, outputs):

@@ -1,0 +1,245 @@
+"""What users bring to padded batches, each of which would be wrong without an error if it were overlooked."""
+
+import copy
+import threading
+from types import MethodType
+
+import pytest
+import torch
+import transformers
+from padded_models import CHOICE, QUESTION, SEQUENCE, alone, documents, outputs_of, padded
+from patched_models import patched_tiny
+
+import hf_packing as hfp
+from hf_packing.attention.tiny_model import tiny_model
+
+DOUBLE = torch.float64
+
+
+def both(name, kind, **changes):
+    stock = tiny_model(name, kind, DOUBLE, **changes)
+    return stock, hfp.patch_model(copy.deepcopy(stock))
+
+
+def assert_rows_are(stock, model, batch, places, kind, rows):
+    expected = alone(stock, rows, kind)
+    for one, other in zip(outputs_of(model, batch, places, kind), expected, strict=True):
+        for left, right in zip(one, other, strict=True):
+            assert torch.allclose(left, right, atol=1e-5)
+
+
+def test_another_pad_token_than_that_of_the_configuration():
+    """Classifiers of decoders look for the last token that is not the pad token; the mask says where it is."""
+    for name in ("llama", "gpt2"):
+        stock, model = both(name, SEQUENCE)
+        rows = documents()
+        batch, places = padded(rows, "right", pad=3)  # the pad token of the configuration is 0
+        wrong = stock(**batch).logits
+        assert not torch.allclose(wrong, torch.stack([each for (each,) in alone(stock, rows, SEQUENCE)]), atol=1e-2)
+        assert_rows_are(stock, model, batch, places, SEQUENCE, rows)
+
+
+def test_embeddings_without_ids_are_refused_where_a_head_looks_for_the_pad_token():
+    model = patched_tiny("llama", SEQUENCE)
+    batch, _ = padded(documents(), "right")
+    embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+    with pytest.raises(hfp.PackingError, match="inputs_embeds: expected input_ids in a padded batch"):
+        model(inputs_embeds=embedded, **batch)
+    stock, model = both("llama", "causal")
+    batch, places = padded(documents(), "right")
+    embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+    logits = model(inputs_embeds=embedded, **batch).logits
+    for number, (place, (expected, *_)) in enumerate(zip(places, alone(stock, documents(), "causal"), strict=True)):
+        assert torch.allclose(logits[number, place], expected, atol=1e-5)
+
+
+def test_a_pooler_that_looks_for_the_end_token():
+    """CLIP's text model pools at the first end token of each row."""
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    tokens = {"eos_token_id": 99, "bos_token_id": 0, "pad_token_id": 1}
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(num_attention_heads=4, projection_dim=16, **sizes, **tokens)
+    stock = transformers.CLIPTextModel(config).double().eval()
+    model = hfp.patch_model(copy.deepcopy(stock))
+    rows = [[0, 5, 6, 7, 99], [0, 8, 9, 10, 11, 12, 99], [0, 99]]
+    assert_rows_are(stock, model, *padded(rows, "right", pad=1), SEQUENCE, rows)
+
+
+def test_two_texts_are_refused():
+    config = transformers.BartConfig(
+        vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, max_position_embeddings=64
+    )
+    model = hfp.patch_model(transformers.BartModel(config).double().eval())
+    batch, _ = padded([[5, 6, 7, 8, 2], [9, 2]], "right", pad=1)
+    with pytest.raises(hfp.PackingError, match="decoder_input_ids: expected a padded batch of one text for each row"):
+        model(**batch, decoder_input_ids=batch["input_ids"])
+
+
+def test_a_loop_that_generates_in_another_thread():
+    stock, model = both("llama", "causal")
+    rows = documents()
+    batch, places = padded(rows, "right")
+    packed = hfp.PackingCollator()([{"input_ids": tokens} for tokens in rows])
+    packed.pop("labels")
+    with torch.no_grad():
+        expected = torch.cat([each for each, *_ in alone(stock, rows, "causal")])
+    done, wrong = threading.Event(), []
+
+    def generate():
+        while not done.is_set():
+            model.generate(torch.tensor([[9, 10, 11]]), max_new_tokens=2, do_sample=False)
+
+    def run_padded():
+        for _ in range(15):
+            with torch.no_grad():
+                found = torch.cat([each for each, *_ in outputs_of(model, batch, places, "causal")])
+            wrong.append(float((found - expected).abs().max()))
+
+    threads = [threading.Thread(target=each) for each in (generate, run_padded, run_padded)]
+    for thread in threads:
+        thread.start()
+    for _ in range(15):
+        with torch.no_grad():
+            wrong.append(float((model(**packed).logits[0] - expected).abs().max()))
+    for thread in threads[1:]:
+        thread.join()
+    done.set()
+    threads[0].join()
+    assert len(wrong) == 45
+    assert max(wrong) < 1e-5
+
+
+def test_a_mask_that_the_model_changes_is_refused():
+    class Masking(transformers.BertForSequenceClassification):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **others):
+            if attention_mask is not None:
+                attention_mask = attention_mask * (input_ids != 102).long()
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Masking(transformers.BertConfig(vocab_size=100, **sizes))  # the proof has no such token
+    hfp.patch_model(model)
+    model.resize_token_embeddings(128)
+    model(input_ids=torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3, dtype=torch.long))
+    with pytest.raises(hfp.PackingError, match="attention_mask: expected the same mask for BertModel"):
+        model(input_ids=torch.tensor([[5, 102, 7]]), attention_mask=torch.ones(1, 3, dtype=torch.long))
+
+
+def test_a_patched_model_inside_another_one():
+    """As a teacher whose forward a student calls."""
+    rows, others = documents(lengths=(5, 9, 3)), documents(1, (9, 2, 9))
+    for kind in (SEQUENCE, "causal"):
+        outer, inner = patched_tiny("bert", SEQUENCE, DOUBLE), patched_tiny("gpt2", kind, DOUBLE)
+        batch, places = padded(others, "right")
+        expected = alone(tiny_model("gpt2", kind, DOUBLE), others, kind)
+        for place in (outer.classifier, outer.bert.encoder.layer[0]):
+            found = []
+            handle = place.register_forward_hook(lambda *_, to=found, i=inner, b=batch: to.append(i(**b).logits))
+            outer(**padded(rows, "right")[0])
+            handle.remove()
+            for number, (tokens, (logits, *_)) in enumerate(zip(places, expected, strict=True)):
+                own = found[0][number] if kind == SEQUENCE else found[0][number, tokens]
+                assert torch.allclose(own, logits, atol=1e-9)
+
+
+def test_types_that_all_rows_share():
+    stock, model = both("bert", SEQUENCE)
+    batch, _ = padded(documents(lengths=(2, 2)), "right", extra=2)
+    types = torch.tensor([[0, 1, 1, 1]])  # as many as there are tokens without padding
+    expected = stock(**batch, token_type_ids=types.expand(2, 4)).logits
+    assert torch.allclose(model(**batch, token_type_ids=types).logits, expected)
+
+
+def test_a_head_that_was_replaced_is_refused():
+    model = patched_tiny("roberta", SEQUENCE)
+    model.classifier = copy.deepcopy(tiny_model("roberta", SEQUENCE).classifier)
+    with pytest.raises(hfp.PackingError, match="classifier: expected the same module as when the model was patched"):
+        model(**padded(documents(), "left")[0])
+
+
+def test_packed_rows_are_the_same_before_and_after_a_padded_batch():
+    sizes = {"vocab_size": 128, "embedding_size": 16, "hidden_size": 32, "intermediate_size": 64}
+    config = transformers.AlbertConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)
+    stock = transformers.AlbertForPreTraining(config).double().eval()
+    model = hfp.patch_model(copy.deepcopy(stock))
+    packed = hfp.PackingCollator()([{"input_ids": tokens} for tokens in documents()])
+    labels = packed.pop("labels")
+    before = model(**packed).prediction_logits
+    rows = documents()
+    assert_rows_are(stock, model, *padded(rows, "right"), SEQUENCE, rows)
+    assert torch.equal(model(**packed).prediction_logits, before)
+    assert before.shape[:2] == labels.shape
+
+
+def test_a_generate_of_the_users():
+    def mine(*_, **__):
+        return "mine"
+
+    model = tiny_model("llama", "causal")
+    model.generate = MethodType(mine, model)
+    hfp.patch_model(model)
+    assert model.generate() == "mine"
+    hfp.unpatch_model(model)
+    assert model.generate() == "mine"
+    model = hfp.patch_model(tiny_model("llama", "causal"))
+    wrapped = model.generate
+    model.generate = lambda *args, **kwargs: wrapped(*args, **kwargs)
+    own = model.generate
+    hfp.unpatch_model(model)
+    assert model.generate is own
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, min_new_tokens=2).shape == (1, 4)
+
+
+def test_a_forward_that_accelerate_makes_a_method():
+    """As unwrap_model does with keep_fp32_wrapper=False."""
+    model = patched_tiny("bert", SEQUENCE)
+    batch, _ = padded(documents(), "right")
+    expected = model(**batch).logits
+    model.forward = MethodType(model.forward, model)
+    assert torch.equal(model(**batch).logits, expected)
+    assert torch.equal(model(batch["input_ids"], batch["attention_mask"]).logits, expected)
+    hfp.unpatch_model(model)
+    assert "forward" not in vars(model)
+    assert torch.allclose(model(**batch).logits, expected, atol=1e-5)
+
+
+def test_positions_beside_a_batch_without_padding():
+    stock, model = both("bert", SEQUENCE)
+    for lengths in ((7, 7, 5), (7, 7, 7)):
+        rows = documents(lengths=lengths)
+        batch, places = padded(rows, "right", extra=0)
+        positions = torch.arange(7)[None].expand(3, 7)
+        assert torch.allclose(
+            model(**batch, position_ids=positions).logits, stock(**batch, position_ids=positions).logits, atol=1e-9
+        )
+        assert_rows_are(stock, model, batch, places, SEQUENCE, rows)
+    with pytest.raises(hfp.PackingError, match="position_ids: expected positions that rise by 1"):
+        model(**batch, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(3, 7))
+
+
+def test_routers_of_rows_of_one_token():
+    stock = tiny_model("mixtral", "causal", torch.float32)
+    model = hfp.patch_model(copy.deepcopy(stock))
+    rows = documents(lengths=(1, 1, 1))
+    batch, places = padded(rows, "right", extra=2)
+    found = model(**batch, output_router_logits=True)
+    assert all(len(each) == batch["input_ids"].numel() for each in found.router_logits)
+    for number, (place, (expected, *_)) in enumerate(zip(places, alone(stock, rows, "causal"), strict=True)):
+        assert torch.allclose(found.logits[number, place], expected, atol=1e-5)
+
+
+def test_several_choices_in_each_row():
+    stock, model = both("bert", CHOICE)
+    rows = documents(lengths=(5, 9, 3, 9, 2, 7))
+    batch, _ = padded(rows, "right")
+    batch = {name: value.view(2, 3, -1) for name, value in batch.items()}
+    expected = torch.stack([each[0] for each in alone(stock, rows, CHOICE)]).view(2, 3)
+    assert torch.allclose(model(**batch).logits, expected, atol=1e-12)
+
+
+def test_the_start_logits_of_padding():
+    """The loss of question answering is a mean over places, padding among them: of the stock model and of the patched
+    one. Logits of the tokens are those of the row alone."""
+    stock, model = both("bert", QUESTION)
+    rows = documents()
+    assert_rows_are(stock, model, *padded(rows, "right"), QUESTION, rows)
