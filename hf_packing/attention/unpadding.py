@@ -3,6 +3,7 @@
 All other modules of the model, such as its head, run on the padded batch, and so does the model's loss.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -38,7 +39,6 @@ _CACHES = ("past_key_values", "cache_params", "mems", "state", "past_buckets_sta
 PADDING_OR_CACHE = ("attention_mask", "use_cache", *_CACHES)
 """Names of arguments that are missing in a call with packed rows and without a cache."""
 
-
 _WHERE = {"right": "after", "left": "before", "both": "on both sides of"}
 
 
@@ -58,7 +58,7 @@ def _is_filled(inputs: Mapping[str, Any]) -> bool:
     return any(not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0 for cache in given)
 
 
-class UnpaddedForward(ReplacedForward):
+class UnpaddedForward(ReplacedForward, ABC):
     """The part of a patched model's forward that runs calls other than those with packed rows and without a cache."""
 
     model: PreTrainedModel
@@ -92,17 +92,17 @@ class UnpaddedForward(ReplacedForward):
         with use_attention(self.patch.attention_during), use_rows(None):
             return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.row))
 
+    @abstractmethod
     def run_packed(self, inputs: dict[str, Any], row: PackedRow | None = None) -> Any:
         """Run the forward on packed rows, and return the output. If `row` is None, the borders are in the inputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def running(self) -> AbstractContextManager[None]:
         """Return a context manager: within the block, the model's forward is running."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_patch(self) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work."""
-        raise NotImplementedError
 
     def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
         takes = self.signature.takes
