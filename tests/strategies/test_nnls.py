@@ -39,6 +39,9 @@ def test_as_close_to_the_counts_as_with_all_columns(counts, limit):
     assert (packs >= 0).all()
     used = nnls._number_of_each_length(ways, capacity)[1:]
     ours, theirs = used @ packs, columns @ expected
+    far, as_far = (np.linalg.norm((each - counts) * weight) for each in (ours, theirs))
+    if far < as_far - 1e-5:  # with all columns at once, scipy sometimes ends before the closest point
+        return
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
