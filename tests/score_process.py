@@ -34,6 +34,7 @@ def main(folder):
     )
     one = hfp.score(patched_tiny("llama", "causal", torch.float64), documents()[:1])  # fewer rows than processes
     assert one.num_tokens.tolist() == [LENGTHS[0] - 1]
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ from hf_packing.attention.patch import (
 from hf_packing.attention.probe import random_documents
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
+from hf_packing.attention.snapshot import restored_modes
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.unpadding_proof import prove_unpadding
@@ -85,6 +86,7 @@ __all__ = [
     "prove_unpadding",
     "random_documents",
     "refuse_copied_labels",
+    "restored_modes",
     "route_of",
     "sees_labels",
     "small_copy_of",

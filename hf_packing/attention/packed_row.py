@@ -195,7 +195,7 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
     if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
         raise PackingError(
             f"past_key_values: expected no cache on a patched model, got a cache of {cache.get_seq_length()} tokens. "
-            "To generate text, use `with hf_packing.unpatch_model(model): model.generate(...)`"
+            "To generate text, use model.generate, or pass the cache without borders between documents"
         )
     if inputs.get("attention_mask") is not None:
         _check_mask_of_ones(inputs["attention_mask"], tensor.shape[:2])

@@ -135,7 +135,8 @@ class PatchedForward(UnpaddedForward):
     def _is_unusual(self, inputs: dict[str, Any]) -> bool:
         """Return whether a call is not one with packed rows and without a cache."""
         takes_packed_rows = self.route.takes_packed_rows or self.module is not self.model
-        return not takes_packed_rows or any(inputs.get(name) is not None for name in PADDING_OR_CACHE)
+        given = (inputs.get(name) for name in PADDING_OR_CACHE)
+        return not takes_packed_rows or any(each is not None and each is not False for each in given)
 
     def run_inside(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run the forward of an inner model, which does not get the mask that `_read` makes for routers."""

@@ -106,7 +106,7 @@ def _refuse_caches(inputs: dict[str, Any]) -> None:
             raise PackingError(
                 f"{name}: expected no cache on this patched model, got "
                 f"{value if isinstance(value, bool) else type(value).__name__}; to generate text, use "
-                "`with hf_packing.unpatch_model(model): model.generate(...)`"
+                "model.generate, or pass the cache without position_ids and other borders between documents"
             )
 
 

@@ -272,9 +272,7 @@ def _join_groups(parts: list[tuple[Tensor, Tensor, Tensor]], shape: torch.Size) 
         shape: numbers of rows and of tokens in the padded batch.
     """
     first = parts[0][2]
-    may_have_tokens = (
-        first.ndim > 2 or len(parts) > 1
-    )  # a single number of tokens may also be the size of a pooled state
+    may_have_tokens = first.ndim > 2 or len(parts) > 1  # otherwise, its size may be that of a pooled state
     if may_have_tokens and all(leaf.shape[1:2] == places.shape[1:] for _, places, leaf in parts):
         whole = first.new_zeros(*shape, *first.shape[2:])
         for numbers, places, leaf in parts:

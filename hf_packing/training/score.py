@@ -1,7 +1,6 @@
 """Define `score`, which computes the log-likelihood of documents, or their embeddings, on packed rows."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +15,7 @@ from accelerate.utils import gather_object
 from datasets.utils import tqdm
 from torch import Tensor, nn
 
-from hf_packing.attention import inner_model, input_device, patched, sees_labels
+from hf_packing.attention import inner_model, input_device, patched, restored_modes, sees_labels
 from hf_packing.collate import PackingCollator, read_integers
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
@@ -35,7 +34,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """What `score` returns, in the order of the documents.
+    """The results of `score`, in the order of the documents.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -107,7 +106,8 @@ def score(
     if hidden is not None and hidden not in get_args(Pooling):
         raise PackingError(f"hidden: expected None or one of {', '.join(get_args(Pooling))}, got {hidden!r}")
     rows = _read(documents)
-    with patched(model), _evaluation_mode(model), torch.no_grad():
+    with patched(model), restored_modes(model), torch.no_grad():
+        model.eval()
         scores_tokens = _has_likelihoods(model, required=hidden is None)
         rank, world_size = _rank_and_world_size()
         packs = _packs([len(row.tokens) for row in rows], max_tokens)
@@ -224,18 +224,6 @@ def _joined(found: Sequence[_Found | None], pooling: Pooling | None, scores_toke
         greedy=np.array([scores_tokens if each is None else each.greedy for each in found], np.bool_),
         hidden=hidden,
     )
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager: within the block, the model is in evaluation mode; after it, all modules are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -92,7 +92,7 @@ def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
 def test_losses_that_contradict(tmp_path, changes, message):
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            raise NotImplementedError
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     kind = Own if changes.pop("kind", None) else Trainer
     trainer = trainer_of(tmp_path, kind, **changes)

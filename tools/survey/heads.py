@@ -3,7 +3,6 @@ from those of each row alone, before and after patching."""
 
 import copy
 import inspect
-import multiprocessing
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,14 +10,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_packing.attention.patch import patch_model
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.errors import ModelNotSupportedError
-from tools.survey.measure import make_documents, silence
+from tools.survey.measure import in_processes, make_documents
 
 HEADS = ("sequence classification", "token classification", "question answering", "multiple choice")
 
@@ -65,9 +63,7 @@ class MeasuredHead:
 
 def measure_heads(jobs: list[tuple[str, str]], processes: int) -> list[MeasuredHead]:
     """Measure heads of architectures in several processes; return the results in the order of the jobs."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, silence, maxtasksperchild=16) as pool:
-        return list(tqdm(pool.imap(_measure_job, jobs), total=len(jobs), unit=" heads"))
+    return in_processes(_measure_job, jobs, processes, " heads")
 
 
 def _measure_job(job: tuple[str, str]) -> MeasuredHead:
@@ -118,8 +114,8 @@ def _measure_patched(
         patch_model(model)
     except ModelNotSupportedError as error:
         return replace(found, status="refused", reason=str(error))
-    except Exception as error:
-        return replace(found, status="refused", reason=f"patch_model failed, {type(error).__name__}: {error}")
+    except Exception as error:  # patch_model should raise no other error
+        return replace(found, status="WRONG", reason=f"patch_model failed, {type(error).__name__}: {error}")
     route = route_of(model)
     assert route is not None
     found = replace(found, route=route.name, by_length=bool(route.unpadding and route.unpadding.by_length))

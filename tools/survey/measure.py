@@ -5,9 +5,9 @@ import inspect
 import logging
 import multiprocessing
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -22,6 +22,9 @@ from hf_packing.attention.tiny_model import VOCABULARY, architectures, tiny_mode
 from hf_packing.attention.tolerance import comparable, logits_of, spread
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import ModelNotSupportedError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 KINDS = ("causal", "masked")
 
@@ -104,16 +107,21 @@ def all_jobs() -> list[tuple[str, str]]:
 
 def measure_all(jobs: list[tuple[str, str]], processes: int) -> list[Measured]:
     """Measure architectures in several processes; return the results in the order of the jobs."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, silence, maxtasksperchild=16) as pool:
-        return list(tqdm(pool.imap(_measure_job, jobs), total=len(jobs), unit=" architectures"))
+    return in_processes(_measure_job, jobs, processes, " architectures")
 
 
 def _measure_job(job: tuple[str, str]) -> Measured:
     return measure(*job)
 
 
-def silence() -> None:
+def in_processes(measure_job: Callable[[Job], Result], jobs: Sequence[Job], processes: int, unit: str) -> list[Result]:
+    """Measure jobs in several processes, with a progress bar; return the results in the order of the jobs."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, _silence, maxtasksperchild=16) as pool:
+        return list(tqdm(pool.imap(measure_job, jobs), total=len(jobs), unit=unit))
+
+
+def _silence() -> None:
     """Silence warnings of models about their own defaults."""
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
