@@ -45,8 +45,9 @@ from hf_packing.training.ranks import (
     on_all_ranks,
 )
 from hf_packing.training.run_with_loss import run_with_loss
-from hf_packing.training.trainer_loss import as_it_was_on_error, summed_log_probs, weighted_log_probs
+from hf_packing.training.trainer_loss import as_it_was_on_error, keeps_rows_whole, summed_log_probs, weighted_log_probs
 from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
+from hf_packing.training.whole_row_trainer import attach_whole_rows
 
 
 @overload
@@ -84,8 +85,9 @@ def attach(
     into one flat row, and the predictions have the same flat shape. If you change a dataset or an argument later, the
     next train(), evaluate() or predict() uses the new value or raises an error.
 
-    With `batching=None`, any trainer of any model keeps its own batches, loss and metrics, and only their padding is no
-    longer computed: its model and, if it has one, its reference model are patched and proven on padded batches.
+    A model that is no language model, and a trainer of pairs, such as DPOTrainer or RewardTrainer, keep their collator,
+    loss and metrics. A TokenBudget then decides which rows share a micro-batch, whose padding is not computed. With
+    `batching=None`, any trainer keeps its own batches too: its models are patched and proven on padded batches.
 
     Args:
         trainer: a Trainer, an SFTTrainer of TRL, or an instance of a subclass that does not make its own batches; any
@@ -127,6 +129,9 @@ def attach(
     if batching is None:
         unused = {"loss": loss, "match_documents_per_step": match_documents_per_step}
         return unpad_models(trainer, prove, unused | {"tokens": tokens, "max_segments": max_segments})
+    if keeps_rows_whole(trainer):
+        unused = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
+        return attach_whole_rows(trainer, batching, prove, match_documents_per_step, unused)
     check_and_plan = partial(_check_and_plan, trainer, batching, loss=loss or "token", prove=prove)
     shapes, documents = (tokens, max_segments), match_documents_per_step
     planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))

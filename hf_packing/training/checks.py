@@ -93,7 +93,7 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
     kind, sft_trainer = type(trainer), sft_trainer_of(trainer)
-    own = [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
+    own = overridden_batch_methods(kind)
     of_trl = any(base.__module__.startswith("trl.") for base in kind.__mro__)
     if own or (of_trl and sft_trainer is None):
         what = (
@@ -113,6 +113,11 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
             "DeepSpeed; otherwise ranks that share a model by tensor parallelism would get different rows"
         )
     check_arguments(trainer, loss)
+
+
+def overridden_batch_methods(kind: type[Trainer]) -> list[str]:
+    """Return the names of the methods with which a trainer's class makes batches of its own."""
+    return [method for method in _BATCH_METHODS if getattr(kind, method) is not getattr(Trainer, method)]
 
 
 def check_methods(trainer: Trainer) -> None:

@@ -39,6 +39,7 @@ from hf_packing.training.trainer_loss import (
     TrainerLoss,
     loss_of_trainer,
     loss_settings,
+    refuse_changed_settings,
     refuse_undivided,
     settle_loss,
 )
@@ -127,13 +128,7 @@ class PlannedBatches:
                 "which would not isolate the documents of planned batches"
             )
         check_methods(trainer)
-        now = loss_settings(trainer)
-        for name, before in self._loss_settings.items():
-            if now[name] is not before and now[name] != before:
-                raise PackingError(
-                    f"{name}: expected {before!r}, the value when attach was called, got {now[name]!r}; set the "
-                    "value before you call attach"
-                )
+        refuse_changed_settings(self._loss_settings, trainer)
 
     def check_training(self, trainer: Trainer) -> None:
         """Refuse changes, made to the trainer after attach, that do not work with training on planned batches.

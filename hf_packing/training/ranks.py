@@ -24,7 +24,7 @@ from hf_packing.columns import PADDING_SEGMENT
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.training.losses import Loss, documents_in, items_in
 
 Result = TypeVar("Result")
@@ -186,7 +186,7 @@ def _names_to_compare(first: Mapping[str, Any], other: Mapping[str, Any], comple
     return [name for name in {**first, **other} if complete or (name in first and name in other)]
 
 
-def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
+def check_same_loss(saved: dict[str, Any], loss: str) -> None:
     """Raise PackingError if a checkpoint was saved by training with a different `loss` argument.
 
     Args:
@@ -200,7 +200,7 @@ def check_same_loss(saved: dict[str, Any], loss: Loss) -> None:
 class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers has no types
     """A Trainer callback that records in checkpoints how batches are planned, and checks this in a resumed run."""
 
-    def __init__(self, loss: Loss = "token") -> None:
+    def __init__(self, loss: str = "token") -> None:
         self.loss = loss
         self.batches: dict[str, Any] | None = None
 
@@ -216,7 +216,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
     ) -> None:
         """If training resumes from a checkpoint, refuse settings that give different batches than in the checkpoint."""
         rows = known["train_dataloader"].dataset
-        if not isinstance(rows, SampledRows):
+        if not isinstance(getattr(rows, "sampler", None), RankBatchSampler):
             return
         steps_ahead = 0
         if state.global_step and args.ignore_data_skip:

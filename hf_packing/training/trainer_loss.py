@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_packing.attention import (
     has_local_weights,
@@ -115,6 +116,35 @@ def loss_settings(trainer: Trainer) -> dict[str, Any]:
     """Return the trainer's attributes and arguments that decide how the trainer computes its loss, by name."""
     on_trainer = {name: getattr(trainer, name, None) for name in _ON_TRAINER}
     return on_trainer | {name: getattr(trainer.args, name, None) for name in _IN_ARGUMENTS}
+
+
+def refuse_changed_settings(before: dict[str, Any], trainer: Trainer) -> None:
+    """Raise PackingError if a setting that decides the loss is not as it was when `loss_settings` returned `before`."""
+    now = loss_settings(trainer)
+    for name, value in before.items():
+        if now[name] is not value and now[name] != value:
+            raise PackingError(
+                f"{name}: expected {value!r}, the value when attach was called, got {now[name]!r}; set the value "
+                "before you call attach"
+            )
+
+
+def keeps_rows_whole(trainer: Any) -> bool:
+    """Return whether `attach` keeps the trainer's collator and loss, and forms micro-batches of whole rows.
+
+    This is so for models that are no language models, and for trainers of TRL that train on pairs. All other trainers
+    train on rows of tokens, which attach joins into packed rows.
+    """
+    if not isinstance(trainer, Trainer) or trainer.model is None:
+        return False
+    of_trl = any(base.__module__.startswith("trl.") for base in type(trainer).__mro__)
+    if of_trl:
+        return sft_trainer_of(trainer) is None
+    inner = inner_model(trainer.model)
+    names = {base.__name__ for base in type(inner).__mro__}
+    if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:
+        return False
+    return inner.get_output_embeddings() is None and not isinstance(trainer.data_collator, PackingCollator)
 
 
 def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:

@@ -66,7 +66,7 @@ def unpad_models(trainer: Any, prove: ProveInTraining, options: dict[str, Any]) 
         )
     if prove not in get_args(ProveInTraining):
         raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
-    found = _models_of(trainer)
+    found = models_of(trainer)
     with ExitStack() as as_before:
         for model in found.values():
             as_before.enter_context(unpatched_on_error(model))
@@ -95,7 +95,7 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
-def _models_of(trainer: Any) -> dict[str, nn.Module]:
+def models_of(trainer: Any) -> dict[str, nn.Module]:
     """Return the models of a trainer by name, without duplicates."""
     found: dict[str, nn.Module] = {}
     for name in _MODELS:

@@ -1,0 +1,241 @@
+"""Read whole rows of a dataset for the user's own collator, measure what the collator makes of them, and load them.
+
+For models with heads and for trainers of preference pairs, a row of the dataset stays whole, and the trainer's collator
+turns the rows of a micro-batch into a padded batch. The size of a row is the number of tokens that are no padding when
+the collator gets this row alone.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from datasets.utils import tqdm
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, SEGMENT_COLUMNS
+from hf_packing.data.token_columns import visible_columns
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+from hf_packing.sampling.epoch_plan import RowSizes, SampledRow
+from hf_packing.sampling.row_sizes import rows_to_sample, sizes_of
+from hf_packing.sampling.sampler import RankBatchSampler
+
+Collate = Callable[[list[Any]], Any]
+
+REAL_ROWS = "real_rows"
+"""Key of an entry that the loader adds to every batch: the number of rows that are no copies, an int64 scalar."""
+
+
+class WholeRows(torch.utils.data.Dataset[Any]):
+    """A map-style dataset that a DataLoader indexes with the micro-batches of a RankBatchSampler.
+
+    Args:
+        dataset: the map-style dataset that the sampler was made for.
+        sampler: the sampler of this rank.
+    """
+
+    def __init__(self, dataset: Any, sampler: RankBatchSampler) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler.rows.sizes)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:
+        if len(self.dataset) != len(self):
+            raise PackingError(
+                f"dataset: expected {len(self)} rows, as when the batches were planned, got {len(self.dataset)}"
+            )
+        rows = read_rows(self.dataset, [number for number, _ in micro_batch])
+        return [(row, is_copy) for row, (_, is_copy) in zip(rows, micro_batch, strict=True)]
+
+
+@dataclass(frozen=True)
+class CollateRows:
+    """A collator that passes rows on to the user's collator, and adds the number of rows that are no copies."""
+
+    collate: Collate
+
+    def __call__(self, rows: Iterable[tuple[Any, bool]]) -> dict[str, Any]:
+        rows = list(rows)
+        batch = checked_batch(self.collate([row for row, _ in rows]))
+        return {**batch, REAL_ROWS: torch.tensor(sum(not is_copy for _, is_copy in rows))}
+
+
+def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
+    """Return the rows with these numbers, as a DataLoader reads them."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(list(numbers)))
+    return [dataset[number] for number in numbers]
+
+
+def checked_batch(batch: Any) -> Mapping[str, Any]:
+    """Return a batch that a collator made, if its tokens can be counted.
+
+    Raises:
+        PackingError: the batch is not a mapping, or has neither input_ids nor attention_mask.
+    """
+    if not isinstance(batch, Mapping) or not any(isinstance(batch.get(name), Tensor) for name in _COUNTED):
+        got = f"columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise PackingError(
+            f"data_collator: expected batches with input_ids and attention_mask, whose tokens attach can count, got "
+            f"{got}. attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+        )
+    return batch
+
+
+_COUNTED = (ATTENTION_MASK, INPUT_IDS)
+
+
+def lengths_in(batch: Mapping[str, Any]) -> Tensor:
+    """Return the number of tokens without padding in each sequence of a padded batch, int64 [sequences].
+
+    Args:
+        batch: a batch with attention_mask, integers [..., tokens]; or input_ids of this shape, if there is no padding.
+    """
+    if isinstance(mask := batch.get(ATTENTION_MASK), Tensor):
+        return mask.reshape(-1, mask.shape[-1]).sum(1)
+    tokens = batch[INPUT_IDS]
+    return torch.full((tokens[..., 0].numel(),), tokens.shape[-1], device=tokens.device)
+
+
+def refuse_streams_and_packs(name: str, dataset: Any) -> None:
+    """Refuse a dataset that has no numbered rows, or whose rows are packs.
+
+    Args:
+        name: the name of the dataset in error messages.
+        dataset: the trainer's dataset.
+
+    Raises:
+        PackingError: the trainer has no dataset, or the dataset is not supported.
+    """
+    if dataset is None:
+        raise PackingError(f"{name}: expected a dataset, but the trainer has none")
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
+        raise PackingError(
+            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}"
+        )
+    if not len(dataset):
+        raise PackingError(f"{name}: expected at least one row, got an empty dataset")
+    columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
+    if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
+        raise PackingError(
+            f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "
+            "packs; pass the documents, since attach forms the batches"
+        )
+
+
+def sizes_of_rows(dataset: Any, collate: Collate) -> RowSizes:
+    """Return the sizes of a dataset's rows, in tokens that the collator makes of each row alone.
+
+    The collator gets a few rows, among them the shortest and the longest. If it makes as many tokens as the column
+    `input_ids` has, the other sizes are the lengths in this column. Otherwise the collator gets every row.
+
+    Args:
+        dataset: a map-style dataset, as the collator gets it.
+        collate: the trainer's collator.
+
+    Raises:
+        PackingError: the collator makes batches whose tokens cannot be counted.
+    """
+    sample = b"".join(_content(read_rows(dataset, [number]), collate) for number in rows_to_sample(len(dataset)))
+    in_column = _sizes_in_column(dataset, collate)
+    if in_column is not None:
+        return replace(in_column, sample=sample)
+    numbers = tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows")
+    measured = [_measure(dataset, number, collate) for number in numbers]
+    tokens, squares = (np.array(each, dtype=np.int64) for each in zip(*measured, strict=True))
+    return RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=sample)
+
+
+def _sizes_in_column(dataset: Any, collate: Collate) -> RowSizes | None:
+    """Return the lengths of `input_ids` as sizes, or None if the collator makes rows of other lengths."""
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return None
+    if INPUT_IDS not in visible_columns(dataset):
+        return None
+    try:
+        sizes = sizes_of(dataset.select_columns([INPUT_IDS]))
+    except PackingError:  # several sequences in a row, as for multiple choice
+        return None
+    by_length = np.argsort(sizes.tokens, kind="stable")
+    asked = np.unique(np.concatenate([rows_to_sample(len(dataset)), by_length[:8], by_length[-8:]])).tolist()
+    as_in_column = all(
+        _measure(dataset, number, collate) == (sizes.tokens[number], sizes.squared_lengths[number]) for number in asked
+    )
+    return sizes if as_in_column else None
+
+
+def _measure(dataset: Any, number: int, collate: Collate) -> tuple[int, int]:
+    """Return the number of tokens of a row, and the sum of the squared lengths of its sequences."""
+    lengths = lengths_in(checked_batch(collate(read_rows(dataset, [number]))))
+    return int(lengths.sum()), int(lengths.square().sum())
+
+
+def _content(rows: list[Any], collate: Collate) -> bytes:
+    """Return a digest of the batch that a collator makes of some rows, 8 bytes; zeros if the collator is random."""
+    once, twice = (_digest(checked_batch(collate(rows))) for _ in range(2))
+    return once if once == twice else bytes(8)
+
+
+def _digest(batch: Mapping[str, Any]) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(batch):
+        if isinstance(value := batch[name], Tensor):
+            exact = value.double() if value.is_floating_point() else value
+            digest.update(name.encode() + np.ascontiguousarray(exact.cpu().numpy()).tobytes())
+    return digest.digest()
+
+
+def refuse_long_rows(name: str, sizes: RowSizes, max_tokens: int, overflow: str) -> None:
+    """Refuse rows that do not fit into a micro-batch. Whole rows are never cut.
+
+    Args:
+        name: the name of the dataset in error messages.
+        sizes: the sizes of the dataset's rows.
+        max_tokens: the most tokens that a micro-batch may have.
+        overflow: "error" or "drop".
+
+    Raises:
+        PackingError: `overflow` asks to cut rows, or a row is too long and `overflow` is "error".
+    """
+    if overflow not in ("error", "drop"):
+        raise PackingError(
+            f"overflow: expected 'error' or 'drop', since a row with its label, or a pair, cannot be cut; got "
+            f"{overflow!r}. To cut long texts, let the tokenizer or the collator truncate them"
+        )
+    too_long: IntArray = np.flatnonzero(sizes.tokens > max_tokens)
+    if len(too_long) and overflow == "error":
+        row = int(too_long[0])
+        raise PackingError(
+            f"max_tokens: row {row} of {name} has {sizes.tokens[row]} tokens in the collator's batch, but a "
+            f"micro-batch may have at most {max_tokens} (rows that are too long: {len(too_long)} in all); raise "
+            "max_tokens, let the tokenizer or the collator truncate, or use overflow='drop'"
+        )
+
+
+def whole_rows_loader(dataset: Any, sampler: RankBatchSampler, collate: Collate, **options: Any) -> DataLoader[Any]:
+    """Return a DataLoader of the sampler's micro-batches, which the user's collator makes.
+
+    Args:
+        dataset: the map-style dataset that the sampler was made for.
+        sampler: the sampler of this rank.
+        collate: the trainer's collator.
+        options: further arguments of DataLoader.
+    """
+    return DataLoader(
+        WholeRows(dataset, sampler),
+        batch_sampler=sampler,
+        collate_fn=CollateRows(collate),
+        generator=torch.Generator(),
+        **options,
+    )

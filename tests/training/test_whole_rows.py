@@ -1,0 +1,310 @@
+"""attach with a TokenBudget keeps rows whole for heads and pairs: gradients are those of the padded optimizer step."""
+
+import json
+from collections import Counter
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from processes import launch
+from transformers import default_data_collator
+from trl.trainer import utils
+from whole_rows_process import BUDGET, LEARNING_RATE, ROWS, ExactLogProbs, Recorded, bert, classified, key, trainer_of
+
+import hf_packing as hfp
+from hf_packing.attention import is_patched
+from hf_packing.training.loss_units import count_units, find_loss_unit
+from hf_packing.training.span_loss import span_loss
+from hf_packing.training.whole_rows import lengths_in, sizes_of_rows
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+KINDS = {
+    "classifier": "labeled rows",
+    "tokens": "labeled tokens",
+    "answers": "rows",
+    "reward": "rows",
+    "dpo": "rows",
+}
+"""Kinds of trainers, and what their loss is a mean of."""
+
+
+@pytest.fixture
+def exact_log_probs(monkeypatch):
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+
+
+def attached(kind, folder, budget=None, **changes):
+    trainer = trainer_of(kind, folder, **changes)
+    trainer.data_collator = Recorded(trainer.data_collator)
+    hfp.attach(trainer, budget or hfp.TokenBudget(BUDGET[kind]))
+    return trainer
+
+
+def by_hand(kind, folder, steps):
+    """Parameters after steps of the stock trainer's loss, unpatched and padded, without dropout.
+
+    Args:
+        steps: for each optimizer step, the keys of its rows.
+    """
+    trainer = trainer_of(kind, folder)
+    rows = {json.dumps(key(row)): row for row in trainer.get_train_dataloader().dataset}
+    model = trainer.model.train()
+    for step in steps:
+        batch = trainer.data_collator([rows[json.dumps(each)] for each in step])
+        if kind == "answers":
+            outputs = model(**{name: value for name, value in batch.items() if "positions" not in name})
+            loss = span_loss(outputs.start_logits, outputs.end_logits, batch)
+        else:
+            loss = trainer.compute_loss(model, batch)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= LEARNING_RATE * parameter.grad
+    return model.state_dict()
+
+
+def apart(ours, theirs):
+    """Largest difference of a parameter, relative to the largest parameter."""
+    largest = max(float(each.abs().max()) for each in theirs.values())
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / largest
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.usefixtures("exact_log_probs")
+def test_steps_are_those_of_the_padded_batch(kind, accumulation, tmp_path):
+    trainer = attached(kind, tmp_path, gradient_accumulation_steps=accumulation)
+    assert trainer.planned_rows.unit == KINDS[kind]
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with (tmp_path / "rows.jsonl").open("w") as trainer.data_collator.file:
+        trainer.train()
+    batches = read_rows(tmp_path / "rows.jsonl")
+    per_epoch = len(trainer.get_train_dataloader())
+    assert per_epoch >= 3 * accumulation  # otherwise the last step of the epoch would be smaller
+    steps = [
+        [row for batch in batches[first : first + accumulation] for row in batch]
+        for first in range(0, 3 * accumulation, accumulation)
+    ]
+    assert len({len(batch) for batch in batches}) > 1  # otherwise the weights of micro-batches would not matter
+    expected = by_hand(kind, tmp_path, steps)
+    assert apart(before, expected) > 1e-6
+    assert apart(trainer.model.state_dict(), expected) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["classifier", "tokens", "answers"])
+def test_predictions_are_in_the_order_of_the_dataset(kind, tmp_path):
+    stock, ours = trainer_of(kind, tmp_path), attached(kind, tmp_path)
+    expected, found = (each.predict(each.train_dataset) for each in (stock, ours))
+    parts = zip(_parts(expected.predictions), _parts(found.predictions), strict=True)
+    mask = np.array(
+        [[n < len(row) for n in range(60)] for row in stock.train_dataset["input_ids"]]
+    )  # on padding, predictions mean nothing
+    for theirs, own in parts:
+        assert len(own) == ROWS
+        real = mask[:, : own.shape[1]] if own.ndim > 2 or kind == "answers" else np.ones(len(own), dtype=bool)
+        assert np.abs(theirs - own)[real].max() < 1e-12
+
+
+def _parts(predictions):
+    return predictions if isinstance(predictions, tuple) else (predictions,)
+
+
+def test_evaluation_loss_is_a_mean_of_all_labeled_tokens(tmp_path):
+    trainer = attached("tokens", tmp_path, per_device_eval_batch_size=4)
+    whole = trainer.data_collator(list(trainer.get_train_dataloader().dataset.dataset))
+    with torch.no_grad():
+        expected = float(trainer.model.eval()(**whole).loss)
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("losses", "unit"),
+    [
+        (["ipo"], "rows"),
+        (["apo_zero"], "rows"),
+        (["sigmoid", "ipo"], "rows"),
+        (["sft"], "tokens of chosen completions"),
+        (["sigmoid", "sft"], None),
+        (["aot"], None),
+        (["aot_unpaired"], None),
+    ],
+)
+def test_losses_of_dpo(losses, unit, tmp_path):
+    trainer = trainer_of("dpo", tmp_path, loss_type=losses, loss_weights=[1.0] * len(losses), dtype=torch.float32)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    if unit is None:
+        with pytest.raises(hfp.PackingError, match="expected a loss that is a mean over rows"):
+            hfp.attach(trainer, hfp.TokenBudget(400))
+        assert not is_patched(trainer.model)
+        assert not is_patched(trainer.ref_model)
+    else:
+        hfp.attach(trainer, hfp.TokenBudget(400))
+        assert trainer.planned_rows.unit == unit
+        assert f"the loss is a mean of {unit}" in str(trainer.planned_rows)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_a_loss_that_compares_rows_is_refused(tmp_path):
+    trainer = trainer_of("classifier", tmp_path)
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.var(0).sum()  # noqa: ARG005
+    with pytest.raises(hfp.PackingError, match="depends on which rows share a micro-batch"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+
+
+def test_masked_classes_do_not_count(tmp_path):
+    data = classified()
+    data = data.map(lambda row, n: {"labels": -100 if n % 3 else row["labels"]}, with_indices=True)
+    trainer = attached("classifier", tmp_path, data=data, gradient_accumulation_steps=100, max_steps=1)
+    trainer.train()
+    rows = [row for row in data if row["labels"] != -100]
+    stock = trainer_of("classifier", tmp_path)
+    loss = stock.compute_loss(stock.model, stock.data_collator(rows))
+    loss.backward()
+    with torch.no_grad():
+        for parameter in stock.model.parameters():
+            parameter -= LEARNING_RATE * parameter.grad
+    assert apart(trainer.model.state_dict(), stock.model.state_dict()) < 1e-12
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss))
+
+
+def test_sizes_are_what_the_collator_makes_of_a_row(tmp_path):
+    trainer = trainer_of("dpo", tmp_path)
+    rows = trainer.train_dataset
+    sizes = sizes_of_rows(rows, trainer.data_collator)
+    for number in (0, 7, ROWS - 1):
+        row = rows[number]
+        chosen, rejected = (len(row["prompt_ids"]) + len(row[name]) for name in ("chosen_ids", "rejected_ids"))
+        assert sizes.tokens[number] == chosen + rejected
+        assert sizes.squared_lengths[number] == chosen**2 + rejected**2
+    assert sizes.segments.tolist() == [1] * ROWS
+
+
+def test_sizes_of_a_collator_that_truncates():
+    def collate(rows):
+        return default_data_collator([{"input_ids": (row["input_ids"] + [0] * 9)[:9]} for row in rows])
+
+    data = datasets.Dataset.from_dict({"input_ids": [[1] * 4, [2] * 30]})
+    assert sizes_of_rows(data, collate).tokens.tolist() == [9, 9]
+
+
+def test_lengths_in_batches_of_any_shape():
+    mask = torch.tensor([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]])
+    assert lengths_in({"attention_mask": mask}).tolist() == [2, 1, 3, 0]
+    assert lengths_in({"input_ids": torch.ones(2, 5)}).tolist() == [5, 5]
+
+
+def test_units_that_a_batch_lacks():
+    with pytest.raises(hfp.PackingError, match="expected batches with labeled tokens, got a batch with columns input"):
+        count_units("labeled tokens", {"input_ids": torch.ones(1, 2)}, 1)
+
+
+def test_an_answer_on_padding_is_refused():
+    logits = torch.zeros(2, 4)
+    batch = {"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]), "end_positions": torch.tensor([3, 1])}
+    assert span_loss(logits, logits, batch | {"start_positions": torch.tensor([0, 1])}).isfinite()
+    with pytest.raises(hfp.PackingError, match="start_positions: expected the number of a token in its row, but row 1"):
+        span_loss(logits, logits, batch | {"start_positions": torch.tensor([0, 2])})
+
+
+def test_match_documents_per_step(tmp_path):
+    trainer = trainer_of("classifier", tmp_path)
+    summary = hfp.attach(trainer, hfp.TokenBudget(160), match_documents_per_step=6)
+    assert summary.optimizer_steps == ROWS // 6
+    assert summary.documents == ROWS
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "message"),
+    [
+        (hfp.TokenBudget(20), {}, "max_tokens: row .* of train_dataset has .* raise max_tokens"),
+        (hfp.TokenBudget(160, overflow="split"), {}, "overflow: expected 'error' or 'drop'"),
+        (hfp.BucketBatches(160), {}, "batching: expected a TokenBudget for Trainer with BertForSequenceClass"),
+        (hfp.TokenBudget(160), {"loss": "sequence"}, "loss: expected None for Trainer with BertForSequenceClass"),
+        (hfp.TokenBudget(160), {"tokens": 160, "max_segments": 9}, "tokens: expected None for Trainer"),
+    ],
+)
+def test_refused_arguments(budget, options, message, tmp_path):
+    trainer = trainer_of("classifier", tmp_path)
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.attach(trainer, budget, **options)
+    assert not is_patched(trainer.model)
+    assert type(trainer).__name__ == "Trainer"
+
+
+def test_refused_datasets(tmp_path):
+    trainer = trainer_of("classifier", tmp_path)
+    data = trainer.train_dataset
+    for changed, message in (
+        (None, "train_dataset: expected a dataset, but the trainer has none"),
+        (data.to_iterable_dataset(), "train_dataset: expected a map-style dataset"),
+        (data.select([]), "train_dataset: expected at least one row"),
+        (data.add_column("seq_lengths", [[1]] * ROWS), "'seq_lengths' says that rows are packs"),
+    ):
+        trainer.train_dataset = changed
+        with pytest.raises(hfp.PackingError, match=message):
+            hfp.attach(trainer, hfp.TokenBudget(160))
+
+
+def test_changes_after_attach_are_refused(tmp_path):
+    trainer = attached("classifier", tmp_path)
+    own = trainer.data_collator
+    trainer.data_collator = own.collate
+    with pytest.raises(hfp.PackingError, match="data_collator: expected the collator that the trainer had"):
+        trainer.train()
+    trainer.data_collator, model = own, trainer.model
+    trainer.model = bert("SequenceClassification", num_labels=3)
+    with pytest.raises(hfp.PackingError, match="model: expected the model that the trainer had"):
+        trainer.train()
+    trainer.model = model
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()  # noqa: ARG005
+    with pytest.raises(hfp.PackingError, match="compute_loss_func"):
+        trainer.train()
+    with pytest.raises(hfp.PackingError, match="call attach once"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+
+
+def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
+    trainer = trainer_of("dpo", tmp_path)
+    hfp.attach(trainer, None)
+    metrics = {mode: dict(values) for mode, values in trainer._metrics.items()}
+    state = torch.random.get_rng_state()
+    rows = [trainer.train_dataset[n] for n in range(8)]
+    assert find_loss_unit(trainer, type(trainer), rows, trainer.data_collator) == "rows"
+    assert {mode: dict(values) for mode, values in trainer._metrics.items()} == metrics
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_log_probs")
+@pytest.mark.parametrize("kind", ["classifier", "dpo", "reward"])
+def test_two_processes(kind, tmp_path):
+    """Each row once an epoch; parameters are those of one process with padded batches; a killed run resumes exactly."""
+    whole = {"kind": kind, "max_steps": -1, "num_train_epochs": 1}
+    few = {"kind": kind, "gradient_accumulation_steps": 2}
+    save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "kind": kind, "dropout": 0.1}
+    launch("whole_rows_process.py", tmp_path, json.dumps({"epoch": whole, "few": few, "unbroken": save}), ranks=2)
+    launch("whole_rows_process.py", tmp_path, json.dumps({"cut": save | {"kill": 3}}), ranks=2, fails=True)
+    assert not (tmp_path / "cut" / "parameters.pt").exists()
+    launch("whole_rows_process.py", tmp_path, json.dumps({"cut": save | {"resume": True}}), ranks=2)
+
+    seen = [read_rows(tmp_path / "epoch" / f"rows-{rank}.jsonl") for rank in range(2)]
+    assert len(seen[0]) == len(seen[1]) > 1
+    counts = Counter(json.dumps(row) for rank in seen for batch in rank for row in batch)
+    assert len(counts) == ROWS
+    assert set(counts.values()) == {1}
+
+    first, second = (read_rows(tmp_path / "few" / f"rows-{rank}.jsonl") for rank in range(2))
+    assert len(first) == len(second) >= 6  # accelerate reads one more than it needs
+    steps = [[row for batch in (*first[n : n + 2], *second[n : n + 2]) for row in batch] for n in (0, 2, 4)]
+    assert apart(torch.load(tmp_path / "few" / "parameters.pt"), by_hand(kind, tmp_path, steps)) < 1e-12
+
+    unbroken, resumed = (torch.load(tmp_path / name / "parameters.pt") for name in ("unbroken", "cut"))
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)

@@ -1,0 +1,214 @@
+"""Trainers of whole rows, and runs of them on one or more processes.
+
+torchrun --nproc-per-node 2 whole_rows_process.py FOLDER '{"NAME": {"kind": "classifier", ...}, ...}'
+
+Every process writes the rows of each of its micro-batches into FOLDER/NAME/rows-RANK.jsonl, one line for a micro-batch,
+and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt.
+"""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+import transformers
+import trl
+from accelerate import PartialState
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer, TrainerCallback
+
+import hf_packing as hfp
+
+WORDS = 128
+ROWS = 66
+BUDGET = {"classifier": 64, "tokens": 64, "answers": 64, "dpo": 140, "reward": 140}
+LEARNING_RATE = 1e-2
+
+
+def tokenizer():
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w1")
+
+
+def lengths(number, seed=0):
+    return np.clip(np.random.default_rng(seed).lognormal(2.5, 0.8, number), 2, 60).astype(int).tolist()
+
+
+def classified(number=ROWS):
+    rng = np.random.default_rng(1)
+    rows = [{"input_ids": rng.integers(5, 120, n).tolist(), "labels": int(rng.integers(0, 3))} for n in lengths(number)]
+    return datasets.Dataset.from_list(rows)
+
+
+def tagged(number=ROWS):
+    rng = np.random.default_rng(2)
+    tokens = [rng.integers(5, 120, n).tolist() for n in lengths(number)]
+    labels = [[t % 3 if t % 4 else -100 for t in row] for row in tokens]
+    labels[0] = [-100] * len(labels[0])
+    return datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels})
+
+
+def answered(number=ROWS):
+    rng = np.random.default_rng(3)
+    tokens = [rng.integers(5, 120, n).tolist() for n in lengths(number)]
+    starts = [int(rng.integers(0, len(row))) for row in tokens]
+    return datasets.Dataset.from_dict(
+        {"input_ids": tokens, "start_positions": starts, "end_positions": [len(row) - 1 for row in tokens]}
+    )
+
+
+def paired(number=ROWS):
+    rng = np.random.default_rng(4)
+
+    def text(mean):
+        return " ".join(f"w{word}" for word in rng.integers(8, 120, rng.integers(1, 2 * mean)))
+
+    rows = [(text(9), text(12), text(5)) for _ in range(number)]
+    return [
+        {"number": n, "prompt": p + " w3", "chosen": " " + c, "rejected": " " + r} for n, (p, c, r) in enumerate(rows)
+    ]
+
+
+def arguments(folder, kind, **changes):
+    known = {
+        "output_dir": str(folder),
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": LEARNING_RATE,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0,
+        "dataloader_pin_memory": False,
+        "per_device_train_batch_size": 6,
+    }
+    return kind(**known | changes)
+
+
+def bert(auto, dropout=0.0, **changes):
+    return getattr(transformers, f"BertFor{auto}")(
+        transformers.BertConfig(
+            vocab_size=WORDS,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            **changes,
+        )
+    )
+
+
+def llama(auto, **changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=WORDS, pad_token_id=0, **sizes, **changes)
+    return getattr(transformers, f"LlamaFor{auto}")(config)
+
+
+def trainer_of(kind, folder, data=None, dropout=0.0, dtype=torch.float64, **changes):
+    """A trainer without attach: a classifier, a tagger of tokens, one that answers questions, DPO or a reward model."""
+    torch.manual_seed(0)
+    if kind in ("classifier", "tokens", "answers"):
+        auto, rows, labels = {
+            "classifier": ("SequenceClassification", classified, {"num_labels": 3}),
+            "tokens": ("TokenClassification", tagged, {"num_labels": 3}),
+            "answers": ("QuestionAnswering", answered, {}),
+        }[kind]
+        collator = DataCollatorForTokenClassification if kind == "tokens" else DataCollatorWithPadding
+        model = bert(auto, dropout, **labels).to(dtype)
+        config = arguments(folder, transformers.TrainingArguments, **changes)
+        return Trainer(model, config, train_dataset=data or rows(), data_collator=collator(tokenizer()))
+    data = datasets.Dataset.from_list(data or paired())
+    if kind == "reward":
+        data = data.map(lambda row: {name: row["prompt"] + row[name] for name in ("chosen", "rejected")})
+        config = arguments(folder, trl.RewardConfig, max_length=None, **changes)
+        model = llama("SequenceClassification", num_labels=1).to(dtype)
+        return trl.RewardTrainer(
+            model, args=config, train_dataset=data.remove_columns("prompt"), processing_class=tokenizer()
+        )
+    model = llama("CausalLM").to(dtype)
+    torch.manual_seed(1)
+    reference = llama("CausalLM").to(dtype)
+    config = arguments(folder, trl.DPOConfig, max_length=None, **changes)
+    return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)
+
+
+class ExactLogProbs:
+    """In place of `_ChunkedLogProbFunction` of TRL, which computes in float32, so that losses of DPO are exact."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, labels, temperature, _, __, ___, ____):
+        assert bias is None
+        log_probs = (hidden @ weight.T / temperature).log_softmax(-1)
+        of_labels = log_probs.gather(1, labels[:, None])[:, 0]
+        zeros = of_labels.detach() * 0
+        return of_labels, zeros, zeros, zeros, zeros.bool()
+
+
+class Recorded:
+    """A collator that writes the first tokens of each row into a file, once it is told to."""
+
+    def __init__(self, collate):
+        self.collate, self.file = collate, None
+
+    def __call__(self, rows):
+        if self.file is not None:
+            self.file.write(json.dumps([key(row) for row in rows]) + "\n")
+            self.file.flush()
+        return self.collate(rows)
+
+
+def key(row):
+    """What tells a row from the others."""
+    return [row[name][-20:] if isinstance(row[name], list) else row[name] for name in sorted(row) if name != "margin"]
+
+
+class KilledAt(TrainerCallback):
+    """Kills the process in a step after a checkpoint, when all ranks have written it."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, _, state, __, **___):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder, runs):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    trl.trainer.utils._ChunkedLogProbFunction = ExactLogProbs
+    datasets.disable_progress_bars()
+    for name, run in runs.items():
+        settings = {"kind": "classifier", "kill": 0, "resume": False, "dropout": 0.0} | run
+        kind, kill, resume, dropout = (settings.pop(each) for each in ("kind", "kill", "resume", "dropout"))
+        into = folder / name
+        into.mkdir(parents=True, exist_ok=True)
+        trainer = trainer_of(kind, into / "checkpoints", dropout=dropout, **settings)
+        trainer.data_collator = recorded = Recorded(trainer.data_collator)
+        hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
+        if kill:
+            trainer.add_callback(KilledAt(kill))
+        with (into / f"rows-{PartialState().process_index}.jsonl").open("a") as recorded.file:
+            trainer.train(resume_from_checkpoint=resume or None)
+        if PartialState().process_index == 0:
+            torch.save(trainer.model.state_dict(), into / "parameters.pt")
+        PartialState().wait_for_everyone()
+        trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
