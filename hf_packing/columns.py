@@ -39,6 +39,11 @@ ASSISTANT_MASKS = "assistant_masks"
 LOSS_MASKS = (COMPLETION_MASK, ASSISTANT_MASKS)
 """TRL's masks of the tokens to train on. A token is trained on if every mask of the row has a 1 for the token."""
 
+SPECIAL_TOKENS_MASK = "special_tokens_mask"
+"""The column of a tokenizer with a 1 for every special token, which is never masked."""
+OFFSET_MAPPING = "offset_mapping"
+"""The column of a tokenizer with the first and the last character of every token, which tells where words begin."""
+
 IGNORED_LABEL = -100
 """The label that losses in transformers ignore. For models that predict the next token, the first token of every
 segment gets this label, since no earlier token can predict the first token."""

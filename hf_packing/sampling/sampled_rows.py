@@ -45,26 +45,46 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         unread: names of columns that are not read.
         apply_masks: whether to make labels for a row with loss masks but without labels; if False, the collator
             refuses such a row.
+        more: names of further per-token columns to read.
     """
 
     def __init__(
-        self, dataset: Any, sampler: RankBatchSampler, unread: Sequence[str] = (), apply_masks: bool = True
+        self,
+        dataset: Any,
+        sampler: RankBatchSampler,
+        unread: Sequence[str] = (),
+        apply_masks: bool = True,
+        more: Sequence[str] = (),
     ) -> None:
         self._arrow_rows: ArrowRows | None = None
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             names = visible_columns(dataset)
             if INPUT_IDS not in names:
                 raise PackingError(f"dataset: expected a column 'input_ids', got columns: {', '.join(names) or 'none'}")
-            columns = _columns_to_read(names, unread)
+            columns = _columns_to_read(names, unread, more)
             self._arrow_rows = ArrowRows.open(dataset, columns)
             dataset = dataset.with_format("numpy", columns=columns)
         self.dataset = dataset
         self.unread = unread
+        self.more = more
         self.apply_masks = apply_masks
         self.sampler = sampler
 
+    @property
+    def batches(self) -> Iterable[list[Any]]:
+        """The micro-batches that a DataLoader indexes the rows with."""
+        return self.sampler
+
     def __len__(self) -> int:
         return len(self.sampler.rows.sizes)
+
+    def plan_inputs(self) -> dict[str, str | int]:
+        """Return all values that determine the batches, except the epoch. Checkpoints store these values."""
+        return self.sampler.plan_inputs()
+
+    def check_can_resume(self, saved: dict[str, str | int]) -> None:
+        """Raise PackingError if a checkpoint was saved with different batches; `saved` is its `plan_inputs`."""
+        self.sampler.check_can_resume(saved)
 
     def set_epoch(self, epoch: int) -> None:
         self.check_num_rows()
@@ -102,7 +122,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             return self._arrow_rows.read(numbers)
         read = getattr(self.dataset, "__getitems__", None)
         rows = list(read(numbers)) if read else [self.dataset[number] for number in numbers]
-        return [{name: row[name] for name in _columns_to_read(row, self.unread)} for row in rows]
+        return [{name: row[name] for name in _columns_to_read(row, self.unread, self.more)} for row in rows]
 
     def check_num_rows(self) -> None:
         """Raise PackingError if rows were added or removed since the micro-batches were planned."""
@@ -153,10 +173,10 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                     )
 
 
-def _columns_to_read(names: Iterable[str], unread: Iterable[str] = ()) -> list[str]:
-    """Return the names of the columns to read: per-token columns and columns with segment borders, except `unread`."""
+def _columns_to_read(names: Iterable[str], unread: Iterable[str], more: Iterable[str]) -> list[str]:
+    """Return the columns to read: per-token columns, columns with segment borders and `more`, except `unread`."""
     known = set(names).difference(unread)
-    return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS) if name in known]
+    return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS, *more) if name in known]
 
 
 def _shape_of(values: Any) -> tuple[int | str, ...]:
@@ -176,7 +196,7 @@ class ArrowRows:
 
     Args:
         dataset: a Dataset.
-        names: the columns to read. Every column has lists of integers, without nulls.
+        names: the columns to read. Every column has lists of integers, or of pairs of integers, without nulls.
     """
 
     def __init__(self, dataset: datasets.Dataset, names: Sequence[str]) -> None:
@@ -188,8 +208,8 @@ class ArrowRows:
     def open(cls, dataset: datasets.Dataset, names: Sequence[str]) -> "ArrowRows | None":
         """Return the rows of a dataset; None if they have to be read through the dataset.
 
-        This is the case if a column has anything but lists of integers, or has nulls, and if the dataset is an instance
-        of a subclass of Dataset, which may change rows when they are read.
+        This is the case if a column has anything but lists of integers or lists of lists of integers, or has nulls,
+        and if the dataset is an instance of a subclass of Dataset, which may change rows when they are read.
         """
         table = dataset.data.table
         plain = type(dataset) is datasets.Dataset and all(_has_integers_only(table.column(name)) for name in names)
@@ -202,7 +222,8 @@ class ArrowRows:
             numbers: row numbers in the dataset; negative numbers count from the end.
 
         Returns:
-            One dict for each number, from column name to the read-only values of the row, in the column's dtype.
+            One dict for each number, from column name to the read-only values of the row, in the column's dtype. A list
+            of pairs is an array [tokens, 2].
 
         Raises:
             IndexError: a number is out of range.
@@ -232,7 +253,8 @@ class _ListColumn:
     def __init__(self, column: pa.ChunkedArray) -> None:
         chunks = [_with_offsets(chunk) for chunk in column.chunks if len(chunk)]
         self._offsets = [chunk.offsets.to_numpy() for chunk in chunks]
-        self._values = [chunk.values.to_numpy() for chunk in chunks]
+        nested = is_list(column.type.value_type)
+        self._values = [_Pairs(chunk.values) if nested else chunk.values.to_numpy() for chunk in chunks]
         self._first_row = list(accumulate(map(len, chunks), initial=0))
 
     def read(self, rows: Sequence[int]) -> list[npt.NDArray[Any]]:
@@ -245,10 +267,35 @@ class _ListColumn:
         return found
 
 
+class _Pairs:
+    """The values of a chunk of lists of pairs: a slice is an array [values, 2].
+
+    Args:
+        values: lists of integers without nulls.
+    """
+
+    def __init__(self, values: pa.Array) -> None:
+        values = _with_offsets(values)
+        self._offsets, self._numbers = values.offsets.to_numpy(), values.values.to_numpy()
+
+    def __getitem__(self, part: slice) -> npt.NDArray[Any]:
+        borders = self._offsets[part.start : part.stop + 1]
+        if (np.diff(borders) != 2).any():
+            raise PackingError("dataset: expected pairs of integers in a column of lists of lists, got other lengths")
+        pairs: npt.NDArray[Any] = self._numbers[borders[0] : borders[-1]].reshape(-1, 2)
+        return pairs
+
+
 def _has_integers_only(column: pa.ChunkedArray) -> bool:
-    if not is_list(column.type) or not pa.types.is_integer(column.type.value_type):
+    """Return whether a column has lists of integers, or lists of lists of integers, and no nulls."""
+    if not is_list(column.type):
         return False
-    return not any(chunk.null_count or chunk.values.null_count for chunk in column.chunks)
+    kind = column.type.value_type
+    if is_list(kind):
+        return pa.types.is_integer(kind.value_type) and not any(
+            chunk.null_count or chunk.values.null_count or chunk.values.values.null_count for chunk in column.chunks
+        )
+    return pa.types.is_integer(kind) and not any(chunk.null_count or chunk.values.null_count for chunk in column.chunks)
 
 
 def _with_offsets(chunk: pa.Array) -> pa.Array:

@@ -6,7 +6,7 @@ repeat the input tokens. Such labels are refused.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import datasets
@@ -220,7 +220,9 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
         _check_masks_are_applied(dataset, compared)
 
 
-def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> None:
+def check_labels_are_hidden(
+    dataset: Any, sizes: RowSizes, model: nn.Module, rows_of: Callable[..., SampledRows] = SampledRows
+) -> None:
     """Refuse labels that only repeat the input tokens, if the model sees the input token at each label's position.
 
     A masked language model is such a model. Only a few rows, spread over the dataset, are read.
@@ -229,6 +231,7 @@ def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> 
         dataset: a map-style dataset of packed rows or documents.
         sizes: the sizes of the dataset's rows, as `sizes_of(dataset)` returns them.
         model: a patched model.
+        rows_of: the class of the rows.
 
     Raises:
         PackingError: in the rows that were read, every label is the input token at the same position.
@@ -238,7 +241,7 @@ def check_labels_are_hidden(dataset: Any, sizes: RowSizes, model: nn.Module) -> 
     if not sees_labels(inner) or not len(rows):
         return
     numbers = rows[np.unique(np.linspace(0, len(rows) - 1, _ROWS_READ).astype(np.int64))].tolist()
-    read = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
+    read = rows_of(dataset, RankBatchSampler(InOrder(1), sizes, world_size=1, rank=0), (TOKEN_TYPE_IDS,))
     labeled = [
         {name: row[name] for name in row if name not in LOSS_MASKS}
         for row in read.__getitems__([(number, False) for number in numbers])
@@ -260,12 +263,29 @@ def ignored_masks(trainer: Trainer) -> tuple[str, ...]:
     return (COMPLETION_MASK,) if applies_masks(trainer) and not trainer.completion_only_loss else ()
 
 
+def masks_tokens(collator: Any) -> bool:
+    """Return whether a collator masks tokens, as `DataCollatorForLanguageModeling` of transformers does."""
+    return bool(getattr(collator, "mlm", False)) and callable(getattr(collator, "torch_mask_tokens", None))
+
+
+def check_masks(collator: Any, model: nn.Module, packing: PackingCollator) -> None:
+    """Refuse a collator that masks tokens for a model that predicts the next token; None stands for no masks."""
+    if collator is not None and not packing.keep_first_labels:
+        raise PackingError(
+            f"data_collator: expected a collator that does not mask tokens, since {type(inner_model(model)).__name__} "
+            f"predicts the next token, got {type(collator).__name__} with mlm=True; pass mlm=False"
+        )
+
+
 def _check_collator(collator: Any) -> None:
-    """Refuse a collator that does more than join rows into a batch, since attach replaces the collator."""
+    """Refuse a collator that does more than join or mask rows, since attach replaces the collator."""
+    if masks_tokens(collator):
+        return
     if getattr(collator, "mlm", False):
         raise PackingError(
             f"data_collator: expected a collator that does not mask tokens, got {type(collator).__name__} with "
-            "mlm=True; attach replaces this collator, so mask tokens in the dataset, for example by with_transform"
+            "mlm=True but without a method torch_mask_tokens; attach replaces this collator, so mask tokens in the "
+            "dataset, for example by with_transform"
         )
     name = getattr(collator, "__name__", type(collator).__name__)
     module = getattr(collator, "__module__", "") if hasattr(collator, "__name__") else type(collator).__module__

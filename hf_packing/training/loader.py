@@ -1,6 +1,6 @@
 """Load the micro-batches of one rank: `rows_loader` makes a DataLoader; PackedLoader is for your own training loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -37,6 +37,7 @@ def rows_loader(
     *,
     unread: Sequence[str] = (),
     apply_masks: bool = True,
+    rows_of: Callable[..., SampledRows] = SampledRows,
     **options: Any,
 ) -> DataLoader[Batch]:
     """Return a DataLoader of the sampler's micro-batches.
@@ -48,15 +49,17 @@ def rows_loader(
         unread: names of columns to leave out of the rows.
         apply_masks: True to make labels from loss masks for rows without labels; if False, the collator refuses such
             rows.
+        rows_of: the class of the rows.
         options: further arguments of DataLoader. The default of collate_fn is `collator_for(model)`. The default of
             generator is a new generator for the seeds of workers: if seeds were drawn from torch's global generator, a
             resumed run would have different dropout than an uninterrupted run.
     """
     has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
     unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]  # some models give this column another meaning
+    rows = rows_of(dataset, sampler, unread, apply_masks)
     return DataLoader(
-        SampledRows(dataset, sampler, unread, apply_masks),
-        batch_sampler=sampler,
+        rows,
+        batch_sampler=rows.batches,
         **{"collate_fn": collator_for(model), "generator": torch.Generator(), **options},
     )
 

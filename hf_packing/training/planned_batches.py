@@ -17,6 +17,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.bucket_batches import BucketBatches
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
 from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.within_limits import FilledInOrder, Shapes
@@ -26,8 +27,10 @@ from hf_packing.training.checks import (
     check_arguments,
     check_labels_are_hidden,
     check_loss_masks,
+    check_masks,
     check_methods,
     ignored_masks,
+    masks_tokens,
 )
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
@@ -105,6 +108,7 @@ class PlannedBatches:
         """The cached sizes of each dataset; the key is id(dataset)."""
         self._collective = CollectiveCall()
         self.first_batch_proof = FirstBatchProof()
+        self._masks = trainer.data_collator if masks_tokens(trainer.data_collator) else None
 
     @contextmanager
     def on_all_ranks(self, trainer: Trainer, check: Check) -> Iterator[None]:
@@ -191,6 +195,7 @@ class PlannedBatches:
         if self.decided.shapes != (None, None):
             refuse_padding_in_router_loss(trainer.model)
         collator = collator_for(trainer.model, *self.decided.shapes)
+        check_masks(self._masks, trainer.model, collator)
         self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
         self.collator = collator
 
@@ -204,7 +209,7 @@ class PlannedBatches:
 
         See `check_labels_are_hidden`.
         """
-        check_labels_are_hidden(dataset, self._sizes(dataset), trainer.model)
+        check_labels_are_hidden(dataset, self._sizes(dataset), trainer.model, self._rows_of(trainer))
 
     def check_divided(self, trainer: Trainer) -> None:
         """Refuse a loss that depends on how an optimizer step is split into micro-batches; see `refuse_undivided`."""
@@ -281,9 +286,18 @@ class PlannedBatches:
     ) -> RankBatchSampler:
         sizes = self._sizes(dataset)
         planned_from.note_data(name, dataset, sizes)
+        self._rows_of(trainer, planned_from)
         check_loss_masks(trainer, dataset)
         rank, world_size = data_rank(trainer.accelerator)
         return RankBatchSampler(batching, sizes, world_size, rank, accumulation)
+
+    def _rows_of(self, trainer: Trainer, planned_from: PlannedFrom | None = None) -> Callable[..., SampledRows]:
+        """Return the class of the rows: SampledRows, or rows that the trainer's collator masks."""
+        if self._masks is None:
+            return SampledRows
+        from hf_packing.training.masked_documents import masked_rows
+
+        return masked_rows(self._masks, trainer.args, planned_from)
 
     def _sizes(self, dataset: Any) -> RowSizes:
         """Return the sizes of a dataset's rows; the dataset is read again only if its state has changed."""
@@ -302,6 +316,7 @@ class PlannedBatches:
             trainer.model,
             unread=ignored_masks(trainer),
             apply_masks=applies_masks(trainer),
+            rows_of=self._rows_of(trainer),
             collate_fn=self.collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",

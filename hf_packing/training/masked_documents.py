@@ -1,0 +1,142 @@
+"""Read documents that are masked anew in every epoch, for the training of masked language models."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import datasets
+from transformers import TrainingArguments
+
+from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, OFFSET_MAPPING, SPECIAL_TOKENS_MASK
+from hf_packing.data.token_columns import visible_columns
+from hf_packing.errors import PackingError
+from hf_packing.sampling.sampled_rows import Row, SampledRows
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.within_limits import FilledInOrder
+from hf_packing.training.masking import Masking, masking_of
+from hf_packing.training.ranks import PlannedFrom
+
+_EVALUATION = -1
+"""The number that stands for the epoch in the seeds of an evaluation, so that every evaluation has the same masks."""
+
+_MASKING = "masking"
+"""The checkpoint entry that tells how tokens were masked."""
+
+
+class MaskedRows(SampledRows):
+    """The rows that a sampler selects, masked anew in every epoch. The rows have no labels in the dataset.
+
+    The rows of evaluations, which are in the order of the dataset, are masked in the same way each time.
+
+    Args:
+        dataset: the map-style dataset that the sampler was made for.
+        sampler: the sampler of this rank.
+        unread: names of columns that are not read.
+        apply_masks: has no effect, since rows with loss masks are refused.
+        masking: how tokens are masked.
+
+    Raises:
+        PackingError: the dataset has labels or loss masks, or lacks a column that the masking needs.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: RankBatchSampler,
+        unread: Sequence[str] = (),
+        apply_masks: bool = True,
+        *,
+        masking: Masking,
+    ) -> None:
+        more = [SPECIAL_TOKENS_MASK, *([OFFSET_MAPPING] if masking.whole_words else [])]
+        super().__init__(dataset, sampler, unread, apply_masks, more)
+        self.masking = masking
+        self._same_masks = isinstance(sampler.batching, (InOrder, FilledInOrder))
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            self._check_columns(visible_columns(dataset))
+
+    @property
+    def batches(self) -> Iterable[list[Any]]:
+        return _WithEpoch(self.sampler)
+
+    def plan_inputs(self) -> dict[str, str | int]:
+        return {**super().plan_inputs(), _MASKING: str(self.masking)}
+
+    def check_can_resume(self, saved: dict[str, str | int]) -> None:
+        super().check_can_resume(saved)
+        if (before := saved.get(_MASKING)) != (now := str(self.masking)):
+            raise PackingError(
+                f"data_collator: expected {before}, as when the checkpoint was saved, got {now}; the rest of the epoch "
+                "would have different masks"
+            )
+
+    def __getitems__(self, micro_batch: Sequence[tuple[Any, ...]]) -> list[Row]:
+        """Return the rows of a micro-batch: a list of (row number, True if the row is a copy, epoch)."""
+        sampled = [(number, is_copy) for number, is_copy, *_ in micro_batch]
+        rows, pieces = super().__getitems__(sampled), self.sampler.rows.pieces
+        masked = [place for place, (_, is_copy) in enumerate(sampled) if not is_copy]
+        if not masked:
+            return rows
+        numbers = [sampled[place][0] for place in masked]
+        starts = [0] * len(numbers)
+        if pieces is not None:
+            numbers, starts = pieces.document[numbers].tolist(), pieces.start[numbers].tolist()
+        of_batch = (*micro_batch[0], self.sampler.epoch.number)[2]  # a worker's own sampler may be in an earlier epoch
+        epoch = _EVALUATION if self._same_masks else of_batch
+        found = self.masking.mask([rows[place] for place in masked], zip(numbers, starts, strict=True), epoch)
+        for place, row in zip(masked, found, strict=True):
+            rows[place] = row
+        return rows
+
+    def _with_labels(self, row: Row) -> Row:
+        return row
+
+    def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        super()._check_lengths(numbers, rows)
+        for number, row in zip(numbers, rows, strict=True):
+            self._check_columns(row)
+            for name in self.more:
+                if name in row and len(row[name]) != len(row[INPUT_IDS]):
+                    raise PackingError(
+                        f"column {name!r}: expected {len(row[INPUT_IDS])} values in row {number}, as many as "
+                        f"input_ids, got {len(row[name])}"
+                    )
+
+    def _check_columns(self, names: Iterable[str]) -> None:
+        names = set(names).difference(self.unread)
+        collator = type(self.masking.collator).__name__
+        if found := names.intersection((LABELS, *LOSS_MASKS)):
+            raise PackingError(
+                f"data_collator: expected a collator that does not mask tokens, since the dataset has a column "
+                f"{min(found)!r}, got {collator} with mlm=True, which would overwrite the labels. Remove the column, "
+                "or pass a collator that does not mask tokens"
+            )
+        if self.masking.whole_words and OFFSET_MAPPING not in names:
+            raise PackingError(
+                f"dataset: expected a column {OFFSET_MAPPING!r}, since {collator} has whole_word_mask=True, got "
+                f"columns: {', '.join(sorted(names)) or 'none'}; call the tokenizer with return_offsets_mapping=True"
+            )
+
+
+class _WithEpoch:
+    """A batch sampler that adds the epoch to every row, since workers do not learn that an epoch has begun."""
+
+    def __init__(self, sampler: RankBatchSampler) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def set_epoch(self, number: int) -> None:
+        self._sampler.set_epoch(number)
+
+    def __iter__(self) -> Iterator[list[tuple[int, bool, int]]]:
+        epoch = self._sampler.epoch.number
+        return ([(*row, epoch) for row in batch] for batch in self._sampler)
+
+
+def masked_rows(
+    collator: Any, args: TrainingArguments, planned_from: PlannedFrom | None = None
+) -> Callable[..., MaskedRows]:
+    """Return the class of the rows that a Trainer with a masking collator reads; see `masking_of`."""
+    return partial(MaskedRows, masking=masking_of(collator, args, planned_from))

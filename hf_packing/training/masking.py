@@ -1,0 +1,129 @@
+"""Mask documents with the user's masking collator, each by itself, with seeds that only depend on the document.
+
+The collator's generator gets a seed that is a hash of the masking's seed, the epoch and the number of the document in
+the dataset. So masks do not depend on batches, ranks, workers or a resumed run.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DataCollatorForLanguageModeling, TrainingArguments
+
+from hf_packing.collate import read_integers, read_segment_lengths
+from hf_packing.columns import INPUT_IDS, LABELS, OFFSET_MAPPING, SEGMENT_COLUMNS, SPECIAL_TOKENS_MASK
+from hf_packing.errors import PackingError
+from hf_packing.sampling.sampled_rows import Row
+from hf_packing.training.ranks import PlannedFrom
+
+_NOT_SETTINGS = {"seed", "return_tensors", "pad_to_multiple_of"}
+"""Attributes of collators that do not change masks, and `seed`, which `Masking` has itself."""
+
+Place = tuple[int, int]
+"""The number of a row in the dataset, and the index of the first of the row's tokens that are read."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """A collator with a method torch_mask_tokens, and the seed of all masks.
+
+    Raises:
+        PackingError: the collator changes batches in other ways too, or does not draw masks from its generator.
+    """
+
+    collator: Any
+    seed: int
+
+    def __post_init__(self) -> None:
+        stock, kind = DataCollatorForLanguageModeling, type(self.collator)
+        for name in ("__call__", "torch_call") if isinstance(self.collator, stock) else ():
+            if getattr(kind, name) is not getattr(stock, name):
+                raise PackingError(
+                    f"data_collator: expected the method {name} of {stock.__name__}, got {kind.__name__}, which "
+                    "overrides it; attach only calls torch_mask_tokens, so change this method instead"
+                )
+        ids = np.arange(64)
+        document = {
+            INPUT_IDS: ids % 5,
+            SPECIAL_TOKENS_MASK: ids < 0,
+            OFFSET_MAPPING: np.stack([2 * ids, 2 * ids + 1], 1),
+        }
+        first, again = self.mask([document, document], [(0, 0), (0, 0)], 0)
+        if any(not np.array_equal(first[name], again[name]) for name in (INPUT_IDS, LABELS)):
+            raise PackingError(
+                f"data_collator: expected a collator whose torch_mask_tokens draws from self.generator, got "
+                f"{kind.__name__}, whose masks differ from call to call although the generator has the same seed"
+            )
+
+    def __str__(self) -> str:
+        plain = {name: value for name, value in vars(self.collator).items() if isinstance(value, (str, int, float))}
+        settings = [f"{name}={plain[name]!r}" for name in sorted(plain.keys() - _NOT_SETTINGS)]
+        return f"{type(self.collator).__name__}({', '.join([*settings, f'seed={self.seed}'])})"
+
+    @property
+    def whole_words(self) -> bool:
+        return bool(getattr(self.collator, "whole_word_mask", False))
+
+    def mask(self, rows: Iterable[Row], places: Iterable[Place], epoch: int) -> list[Row]:
+        """Return the rows with masked tokens, and with the tokens to predict as labels.
+
+        Each segment of a packed row is masked by itself.
+
+        Args:
+            rows: documents or packed rows, with the tokenizer's columns that the masking needs.
+            places: where each row comes from.
+            epoch: number of the epoch.
+        """
+        generator, before = torch.Generator(), getattr(self.collator, "generator", None)
+        self.collator.generator = generator
+        try:
+            return [
+                self._masked(row, f"{self.seed} {epoch} {number} {start}", generator)
+                for row, (number, start) in zip(rows, places, strict=True)
+            ]
+        finally:
+            self.collator.generator = before
+
+    def _masked(self, row: Row, key: str, generator: torch.Generator) -> Row:
+        """Return a row with masked tokens and labels; `key` and the number of a segment decide the segment's masks."""
+        ids = read_integers(INPUT_IDS, row, 0).astype(np.int64)
+        borders = [0, len(ids)]
+        if not row.keys().isdisjoint(SEGMENT_COLUMNS):
+            borders = np.cumsum([0, *read_segment_lengths([row], [ids])]).tolist()
+        of_token = {}
+        if SPECIAL_TOKENS_MASK in row:
+            of_token[SPECIAL_TOKENS_MASK] = torch.from_numpy(np.array(row[SPECIAL_TOKENS_MASK], dtype=bool))[None]
+        if self.whole_words:
+            of_token[OFFSET_MAPPING] = torch.from_numpy(np.array(row[OFFSET_MAPPING], dtype=np.int64))[None]
+        inputs = torch.from_numpy(ids)[None]
+        masked = []
+        for segment, (begin, end) in enumerate(pairwise(borders)):
+            seed = hashlib.blake2b(f"{key} {segment}".encode(), digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(seed, "little"))
+            given = {name: values[:, begin:end] for name, values in of_token.items()}
+            masked.append(self.collator.torch_mask_tokens(inputs[:, begin:end], **given))
+        tokens, labels = masked[0] if len(masked) == 1 else (torch.cat(each, 1) for each in zip(*masked, strict=True))
+        kept = {name: values for name, values in row.items() if name not in (SPECIAL_TOKENS_MASK, OFFSET_MAPPING)}
+        return {**kept, INPUT_IDS: tokens[0].numpy(), LABELS: labels[0].numpy()}
+
+
+def masking_of(collator: Any, args: TrainingArguments, planned_from: PlannedFrom | None = None) -> Masking:
+    """Return how tokens are masked in the training of a Trainer, and note it for the comparison of ranks.
+
+    Args:
+        collator: the trainer's collator, with a method torch_mask_tokens.
+        args: the trainer's arguments; data_seed or seed counts if the collator has no seed.
+        planned_from: what the ranks compare.
+
+    Raises:
+        PackingError: the collator is not supported.
+    """
+    seeds = (getattr(collator, "seed", None), args.data_seed, args.seed)
+    masking = Masking(collator, next(seed for seed in seeds if seed is not None))
+    if planned_from is not None:
+        planned_from.note_settings(data_collator=masking)
+    return masking

@@ -1,0 +1,351 @@
+"""Masks of a collator with mlm=True: of the document, the epoch and the seed alone, and drawn as the collator draws."""
+
+from itertools import pairwise
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate.state import GradientState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from patched_models import patched, patched_tiny
+from tokenizers import Tokenizer, models
+from trainers import arguments
+from training_process import StoppedError
+from transformers import (
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.training.masked_documents import MaskedRows
+from hf_packing.training.masking import Masking
+
+MASK, CLS, SEP = 4, 2, 3
+WORD = 3
+"""Tokens in a word."""
+
+
+def tokenizer(vocabulary=99):
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(5, vocabulary))]
+    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    special = dict(zip(("pad", "unk", "cls", "sep", "mask"), names, strict=False))
+    return PreTrainedTokenizerFast(tokenizer_object=made, **{f"{name}_token": token for name, token in special.items()})
+
+
+TOKENIZER = tokenizer()
+
+
+def collator(whole_words=False, **options):
+    if whole_words:
+        options |= {"mask_replace_prob": 1, "random_replace_prob": 0}
+    return DataCollatorForLanguageModeling(TOKENIZER, whole_word_mask=whole_words, **options)
+
+
+def documents(number=40, columns=("input_ids",), longest=40):
+    """No two documents are alike; words have WORD tokens."""
+    rng = np.random.default_rng(5)
+    rows = []
+    for length in rng.integers(2, longest, number):
+        ids = [CLS, *rng.integers(5, 99, length).tolist(), SEP]
+        special = [1, *[0] * length, 1]
+        words = [[place + place // WORD, place + place // WORD + 1] for place in range(length)]
+        rows.append({"input_ids": ids, "special_tokens_mask": special, "offset_mapping": [[0, 0], *words, [0, 0]]})
+    return datasets.Dataset.from_list(rows).select_columns(list(columns))
+
+
+ALL = ("input_ids", "special_tokens_mask", "offset_mapping")
+
+
+def rows_of(data, batching=None, masking=None, **ranks):
+    sampler = RankBatchSampler(batching or hfp.TokenBudget(100), sizes_of(data), **ranks)
+    return MaskedRows(data, sampler, masking=masking or Masking(collator(), 3))
+
+
+def read(rows, epoch=0):
+    """By number: the tokens and labels of all documents that are not copies."""
+    rows.sampler.set_epoch(epoch)
+    found = {}
+    for batch in rows.batches:
+        for (number, is_copy, _), row in zip(batch, rows.__getitems__(batch), strict=True):
+            if is_copy:
+                assert set(np.asarray(row["labels"]).tolist()) == {-100}
+            else:
+                found[number] = (row["input_ids"].tolist(), row["labels"].tolist())
+    return found
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(60, 400), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.integers(0, 9))
+def test_masks_do_not_depend_on_batches_or_ranks(budget, ranks, epoch, whole_words, seed):
+    data, masking = documents(columns=ALL), Masking(collator(whole_words), seed)
+    expected = read(rows_of(data, hfp.TokenBudget(60), masking), epoch)
+    found = {}
+    for rank in range(ranks):
+        found |= read(rows_of(data, hfp.TokenBudget(budget), masking, world_size=ranks, rank=rank), epoch)
+    assert found == expected
+    assert len(found) == len(data)
+
+
+@pytest.mark.parametrize("columns", [("input_ids",), ALL])
+@pytest.mark.parametrize("kind", ["arrow", "list", "numpy", "selected"])
+def test_all_kinds_of_datasets_are_masked_alike(columns, kind):
+    data = documents(columns=columns)
+    whole_words = "offset_mapping" in columns
+    expected = read(rows_of(data, masking=Masking(collator(whole_words), 3)))
+    if kind == "list":
+        data = data.to_list()
+    elif kind == "numpy":
+        data = data.with_transform(lambda rows: {name: list(map(np.array, rows[name])) for name in rows})
+    elif kind == "selected":
+        data = datasets.concatenate_datasets([data, data]).select([*range(40, 80)])
+    assert read(rows_of(data, masking=Masking(collator(whole_words), 3))) == expected
+
+
+def test_masks_differ_between_epochs_documents_and_seeds():
+    data = datasets.Dataset.from_dict({"input_ids": [list(range(5, 99))] * 2})
+    rows = rows_of(data)
+    first, other_seed = read(rows), read(rows_of(data, masking=Masking(collator(), 4)))
+    assert first == read(rows)
+    assert first != read(rows, epoch=1)
+    assert first[0] != first[1]
+    assert first != other_seed
+
+
+def test_an_evaluation_has_the_same_masks_each_time():
+    data = documents()
+    rows, training = rows_of(data, InOrder(3)), rows_of(data)
+    assert read(rows) == read(rows, epoch=1)
+    assert read(rows) != read(training)
+
+
+@pytest.mark.parametrize("columns", [("input_ids",), ("input_ids", "special_tokens_mask")])
+def test_rates(columns):
+    """15 % of the tokens, of which 80 % are hidden and 10 % another token; within three standard deviations."""
+    data = documents(1500, columns, longest=60)
+    found = read(rows_of(data, hfp.TokenBudget(1000), Masking(collator(), 11)))
+    ids, labels = (np.concatenate([found[row][which] for row in range(len(data))]) for which in range(2))
+    whole = np.concatenate(data["input_ids"])
+    chosen, special = labels != -100, (whole == CLS) | (whole == SEP)
+    assert not chosen[special].any()
+    np.testing.assert_array_equal(ids[~chosen], whole[~chosen])
+    np.testing.assert_array_equal(labels[chosen], whole[chosen])
+
+    def check(happened, rate):
+        assert abs(happened.mean() - rate) < 3 * np.sqrt(rate * (1 - rate) / len(happened))
+
+    check(chosen[~special], 0.15)
+    check(ids[chosen] == MASK, 0.8 + 0.1 / 99)
+    check(ids[chosen] == whole[chosen], 0.1 + 0.1 / 99)
+
+
+def test_whole_words():
+    data = documents(400, ALL)
+    found = read(rows_of(data, hfp.TokenBudget(500), Masking(collator(True), 2)))
+    words = 0
+    for number, (ids, labels) in found.items():
+        chosen = np.array(labels) != -100
+        assert not chosen[[0, -1]].any()
+        inside = chosen[1:-1]
+        for begin in range(0, len(inside), WORD):
+            assert len(set(inside[begin : begin + WORD].tolist())) == 1, number
+            words += inside[begin]
+        assert (np.array(ids)[chosen] == MASK).all()
+    all_words = sum(-(-(len(ids) - 2) // WORD) for ids, _ in found.values())
+    assert abs(words / all_words - 0.15) < 3 * np.sqrt(0.15 * 0.85 / all_words)
+
+
+def test_segments_of_packed_rows_are_masked_by_themselves():
+    packed = hfp.pack(documents(columns=("input_ids",)), hfp.BestFit(120)).remove_columns("labels")
+    seen = []
+
+    class Recorded(DataCollatorForLanguageModeling):
+        def torch_mask_tokens(self, inputs, **given):
+            seen.append(inputs[0].tolist())
+            return super().torch_mask_tokens(inputs, **given)
+
+    masking = Masking(Recorded(TOKENIZER), 3)
+    seen.clear()
+    found = read(rows_of(packed, hfp.TokenBudget(240), masking))
+    assert sorted(seen) == sorted(documents()["input_ids"])
+    for number, (_, labels) in found.items():
+        borders = np.cumsum([0, *packed[number]["seq_lengths"]])
+        assert len(labels) == borders[-1]
+        for begin, end in pairwise(borders):
+            assert labels[begin] == labels[end - 1] == -100, "special tokens"
+
+
+def test_pieces_of_a_document():
+    data = datasets.Dataset.from_dict({"input_ids": [[*range(5, 99)] * 2, [7] * 9]})
+    rows = rows_of(data, hfp.TokenBudget(94, overflow="split"))
+    found = read(rows)
+    assert sorted(len(ids) for ids, _ in found.values()) == [9, 94, 94]
+    (first, _), (second, _) = (each for each in found.values() if len(each[0]) == 94)
+    assert first != second
+
+
+def test_the_generator_of_the_collator_stays():
+    own = collator(seed=4)
+    own.generator = torch.Generator()
+    before, seeded = own.generator, own.generator.initial_seed()
+    state = torch.get_rng_state()
+    read(rows_of(documents(), masking=Masking(own, 3)))
+    assert own.generator is before
+    assert own.generator.initial_seed() == seeded
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def bert():
+    return patched_tiny("bert", "masked", torch.float64)
+
+
+class Stop(TrainerCallback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_save(self, _, state, __, **___):
+        if state.global_step == self.at:
+            raise StoppedError
+
+
+def trainer_of(folder, masking=None, data=None, model=None, **changes):
+    data = documents() if data is None else data
+    args = arguments(folder, **({"max_steps": -1, "num_train_epochs": 2} | changes))
+    return Trainer(model or bert(), args, train_dataset=data, data_collator=masking or collator())
+
+
+def seen_in_training(trainer, budget=100, resume=None, stop=None, **options):
+    """By epoch, what the model got of each document: sorted pairs of tokens and labels."""
+    hfp.attach(trainer, hfp.TokenBudget(budget), **options)
+    seen, step = {}, trainer.training_step
+
+    def recorded(model, inputs, *args):
+        ids, labels = inputs["input_ids"][0].tolist(), inputs["labels"][0].tolist()
+        here = seen.setdefault(int(trainer.state.epoch or 0), [])
+        for begin, end in pairwise(inputs["cu_seq_lens_q"].tolist()):
+            if any(label != -100 for label in labels[begin:end]):
+                here.append((ids[begin:end], labels[begin:end]))
+        return step(model, inputs, *args)
+
+    trainer.training_step = recorded
+    if stop is not None:
+        trainer.add_callback(Stop(stop))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except StoppedError:
+        GradientState._reset_state()
+    return {epoch: sorted(documents) for epoch, documents in seen.items()}
+
+
+def test_what_the_model_gets(tmp_path):
+    """The same masks with another budget and with workers that outlive an epoch, and other masks in the next epoch."""
+    expected = seen_in_training(trainer_of(tmp_path))
+    assert expected.keys() == {0, 1}
+    assert expected[0] != expected[1]
+    assert seen_in_training(trainer_of(tmp_path, gradient_accumulation_steps=2), budget=64) == expected
+    workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+    assert seen_in_training(trainer_of(tmp_path, **workers), budget=150) == expected
+    assert seen_in_training(trainer_of(tmp_path, data_seed=5)) != expected
+    assert seen_in_training(trainer_of(tmp_path, collator(seed=42), seed=7)) == expected
+    shapes = {"tokens": 100, "max_segments": 20}
+    assert seen_in_training(trainer_of(tmp_path), **shapes) == expected
+
+
+def test_a_resumed_run(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3}
+    expected = seen_in_training(trainer_of(tmp_path / "whole"))
+    before = seen_in_training(trainer_of(tmp_path, **options), stop=12)
+    after = seen_in_training(trainer_of(tmp_path, **options), resume=str(tmp_path / "checkpoint-12"))
+    both = {epoch: sorted(before.get(epoch, []) + after.get(epoch, [])) for epoch in expected}
+    assert before.keys() | after.keys() == expected.keys()
+    assert both == expected
+    changed = trainer_of(tmp_path, collator(mlm_probability=0.3), **options)
+    hfp.attach(changed, hfp.TokenBudget(100))
+    message = r"data_collator: expected DataCollatorFor.*mlm_probability=0.15.* got .*mlm_probability=0.3"
+    with pytest.raises(PackingError, match=message):
+        changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+
+
+def test_evaluations_are_repeatable(tmp_path):
+    trainer = trainer_of(tmp_path, collator(True), data=documents(columns=ALL))
+    hfp.attach(trainer, hfp.TokenBudget(100))
+    losses = set()
+    for rows in (1, 4, 4):
+        trainer.args.per_device_eval_batch_size = rows
+        losses.add(round(trainer.evaluate(documents(12, ALL))["eval_loss"], 10))
+    assert len(losses) == 1
+    assert np.isfinite(losses.pop())
+    predicted = trainer.predict(documents(12, ALL))
+    assert (predicted.label_ids != -100).any()
+
+
+class OwnBatches(DataCollatorForLanguageModeling):
+    def torch_call(self, examples):
+        return super().torch_call(examples)
+
+
+class OwnDraws(DataCollatorForLanguageModeling):
+    def torch_mask_tokens(self, inputs, special_tokens_mask=None):  # noqa: ARG002
+        labels = inputs.clone()
+        labels[torch.rand(labels.shape) > 0.15] = -100
+        return inputs, labels
+
+
+class Masks:
+    """Has nothing but what is asked for."""
+
+    mlm = True
+
+    def torch_mask_tokens(self, inputs, special_tokens_mask=None):  # noqa: ARG002
+        labels = inputs.clone()
+        labels[torch.rand(labels.shape, generator=self.generator) > 0.15] = -100
+        return torch.where(labels == -100, inputs, MASK), labels
+
+
+def test_a_collator_of_another_class(tmp_path):
+    seen = seen_in_training(trainer_of(tmp_path, Masks()))
+    assert seen == seen_in_training(trainer_of(tmp_path, Masks()), budget=60)
+
+
+def labeled(_=None):
+    return documents().map(lambda row: {"labels": row["input_ids"]})
+
+
+REFUSED = {
+    "labels": (collator, labeled, "data_collator: .* has a column 'labels', got DataCollatorFor.* overwrite"),
+    "labels of a list": (collator, lambda: labeled().to_list(), "data_collator: .* has a column 'labels'"),
+    "no offsets": (lambda: collator(True), documents, "expected a column 'offset_mapping', .* got columns: input_ids;"),
+    "batches": (lambda: OwnBatches(TOKENIZER), documents, "the method torch_call of .*, got OwnBatches"),
+    "draws": (lambda: OwnDraws(TOKENIZER), documents, "draws from self.generator, got OwnDraws"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(tmp_path, kind):
+    make, data, message = REFUSED[kind]
+    trainer = trainer_of(tmp_path, make(), data())
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, hfp.TokenBudget(100))
+    assert type(trainer) is Trainer
+
+
+def test_a_causal_model(tmp_path):
+    trainer = trainer_of(tmp_path, model=patched("Llama"))
+    with pytest.raises(PackingError, match="data_collator: .*since Llama.* predicts the next token, got DataCollator"):
+        hfp.attach(trainer, hfp.TokenBudget(100))
+
+
+def test_columns_that_are_too_short():
+    data = documents(3, ("input_ids", "special_tokens_mask")).to_list()
+    data[1]["special_tokens_mask"].pop()
+    with pytest.raises(PackingError, match="column 'special_tokens_mask': expected .* values in row 1"):
+        read(rows_of(data))
+    data = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "offset_mapping": [[[0, 1], [2]]]})
+    with pytest.raises(PackingError, match="expected pairs of integers"):
+        read(rows_of(data, masking=Masking(collator(True), 3)))
