@@ -83,7 +83,8 @@ def attach(
     ranks and accumulated micro-batches. Labels and loss masks are used as without attach. The evaluation loss is the
     mean over all trainable tokens, whose labels are not -100. An evaluation batch joins per_device_eval_batch_size rows
     into one flat row, and the predictions have the same flat shape. If you change a dataset or an argument later, the
-    next train(), evaluate() or predict() uses the new value or raises an error.
+    next train(), evaluate() or predict() uses the new value or raises an error. A collator that masks tokens masks each
+    document by itself, anew in every epoch.
 
     A model that is no language model, and a trainer of pairs, such as DPOTrainer or RewardTrainer, keep their collator,
     loss and metrics. A TokenBudget then decides which rows share a micro-batch, whose padding is not computed. With
@@ -110,7 +111,7 @@ def attach(
     Raises:
         PackingError: the trainer, an argument or a dataset is not supported; data or arguments differ between ranks
             (raised on all ranks); or a masked language model gets data without labels, or labels that only repeat the
-            input tokens.
+            input tokens, and no collator that masks tokens.
         ModelNotSupportedError: it cannot be verified that the model isolates documents. If the first batch shows a
             leak, `train` raises this error on all ranks, with the name of the module in which the leak begins.
 

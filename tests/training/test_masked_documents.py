@@ -9,13 +9,14 @@ import torch
 from accelerate.state import GradientState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patched_models import patched, patched_tiny
-from tokenizers import Tokenizer, models
+from masking_process import CLS, SEP, TOKENIZER, WORD, bert, collator, documents, on_each_document
+from patched_models import patched
+from processes import launch
+from processes import read as read_lines
 from trainers import arguments
 from training_process import StoppedError
 from transformers import (
     DataCollatorForLanguageModeling,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
 )
@@ -27,39 +28,7 @@ from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.training.masked_documents import MaskedRows
 from hf_packing.training.masking import Masking
 
-MASK, CLS, SEP = 4, 2, 3
-WORD = 3
-"""Tokens in a word."""
-
-
-def tokenizer(vocabulary=99):
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(5, vocabulary))]
-    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
-    special = dict(zip(("pad", "unk", "cls", "sep", "mask"), names, strict=False))
-    return PreTrainedTokenizerFast(tokenizer_object=made, **{f"{name}_token": token for name, token in special.items()})
-
-
-TOKENIZER = tokenizer()
-
-
-def collator(whole_words=False, **options):
-    if whole_words:
-        options |= {"mask_replace_prob": 1, "random_replace_prob": 0}
-    return DataCollatorForLanguageModeling(TOKENIZER, whole_word_mask=whole_words, **options)
-
-
-def documents(number=40, columns=("input_ids",), longest=40):
-    """No two documents are alike; words have WORD tokens."""
-    rng = np.random.default_rng(5)
-    rows = []
-    for length in rng.integers(2, longest, number):
-        ids = [CLS, *rng.integers(5, 99, length).tolist(), SEP]
-        special = [1, *[0] * length, 1]
-        words = [[place + place // WORD, place + place // WORD + 1] for place in range(length)]
-        rows.append({"input_ids": ids, "special_tokens_mask": special, "offset_mapping": [[0, 0], *words, [0, 0]]})
-    return datasets.Dataset.from_list(rows).select_columns(list(columns))
-
-
+MASK = 4
 ALL = ("input_ids", "special_tokens_mask", "offset_mapping")
 
 
@@ -201,10 +170,6 @@ def test_the_generator_of_the_collator_stays():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def bert():
-    return patched_tiny("bert", "masked", torch.float64)
-
-
 class Stop(TrainerCallback):
     def __init__(self, at):
         self.at = at
@@ -223,24 +188,15 @@ def trainer_of(folder, masking=None, data=None, model=None, **changes):
 def seen_in_training(trainer, budget=100, resume=None, stop=None, **options):
     """By epoch, what the model got of each document: sorted pairs of tokens and labels."""
     hfp.attach(trainer, hfp.TokenBudget(budget), **options)
-    seen, step = {}, trainer.training_step
-
-    def recorded(model, inputs, *args):
-        ids, labels = inputs["input_ids"][0].tolist(), inputs["labels"][0].tolist()
-        here = seen.setdefault(int(trainer.state.epoch or 0), [])
-        for begin, end in pairwise(inputs["cu_seq_lens_q"].tolist()):
-            if any(label != -100 for label in labels[begin:end]):
-                here.append((ids[begin:end], labels[begin:end]))
-        return step(model, inputs, *args)
-
-    trainer.training_step = recorded
+    seen = {}
+    on_each_document(trainer, lambda epoch, ids, labels: seen.setdefault(epoch, []).append((ids, labels)))
     if stop is not None:
         trainer.add_callback(Stop(stop))
     try:
         trainer.train(resume_from_checkpoint=resume)
     except StoppedError:
         GradientState._reset_state()
-    return {epoch: sorted(documents) for epoch, documents in seen.items()}
+    return {epoch: sorted(found) for epoch, found in seen.items()}
 
 
 def test_what_the_model_gets(tmp_path):
@@ -270,6 +226,17 @@ def test_a_resumed_run(tmp_path):
     message = r"data_collator: expected DataCollatorFor.*mlm_probability=0.15.* got .*mlm_probability=0.3"
     with pytest.raises(PackingError, match=message):
         changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    launch("masking_process.py", tmp_path / "two", ranks=2)
+    seen = {}
+    for rank in range(2):
+        for line in read_lines(tmp_path / "two", "seen", rank):
+            seen.setdefault(line["epoch"], []).append((line["ids"], line["labels"]))
+    expected = seen_in_training(trainer_of(tmp_path))
+    assert {epoch: sorted(found) for epoch, found in seen.items()} == expected
 
 
 def test_evaluations_are_repeatable(tmp_path):

@@ -1,0 +1,90 @@
+"""Documents to mask, and a run on one or more processes that writes what the model gets.
+
+    torchrun --nproc-per-node 2 masking_process.py FOLDER
+
+Every process writes FOLDER/seen-RANK.jsonl, one line for each document that it trained on, with its epoch.
+"""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+from accelerate import PartialState
+from patched_models import patched_tiny
+from tokenizers import Tokenizer, models
+from training_process import Log
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+import hf_packing as hfp
+
+CLS, SEP = 2, 3
+WORD = 3
+"""Tokens in a word."""
+
+
+def tokenizer(vocabulary=99):
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(5, vocabulary))]
+    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    special = dict(zip(("pad", "unk", "cls", "sep", "mask"), names, strict=False))
+    return PreTrainedTokenizerFast(tokenizer_object=made, **{f"{name}_token": token for name, token in special.items()})
+
+
+TOKENIZER = tokenizer()
+
+
+def collator(whole_words=False, **options):
+    if whole_words:
+        options |= {"mask_replace_prob": 1, "random_replace_prob": 0}
+    return DataCollatorForLanguageModeling(TOKENIZER, whole_word_mask=whole_words, **options)
+
+
+def documents(number=40, columns=("input_ids",), longest=40):
+    """No two documents are alike; words have WORD tokens."""
+    rng = np.random.default_rng(5)
+    rows = []
+    for length in rng.integers(2, longest, number):
+        ids = [CLS, *rng.integers(5, 99, length).tolist(), SEP]
+        special = [1, *[0] * length, 1]
+        words = [[place + place // WORD, place + place // WORD + 1] for place in range(length)]
+        rows.append({"input_ids": ids, "special_tokens_mask": special, "offset_mapping": [[0, 0], *words, [0, 0]]})
+    return datasets.Dataset.from_list(rows).select_columns(list(columns))
+
+
+def bert():
+    return patched_tiny("bert", "masked", torch.float64)
+
+
+def on_each_document(trainer, call):
+    """Make the trainer call `call` with epoch, tokens and labels of each document that it trains on."""
+    step = trainer.training_step
+
+    def recorded(model, inputs, *args):
+        ids, labels = inputs["input_ids"][0].tolist(), inputs["labels"][0].tolist()
+        for begin, end in pairwise(inputs["cu_seq_lens_q"].tolist()):
+            if any(label != -100 for label in labels[begin:end]):
+                call(int(trainer.state.epoch or 0), ids[begin:end], labels[begin:end])
+        return step(model, inputs, *args)
+
+    trainer.training_step = recorded
+
+
+def main():
+    torch.set_num_threads(1)
+    state, folder = PartialState(cpu=True), Path(sys.argv[1])
+    args = TrainingArguments(
+        str(folder), num_train_epochs=2, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(bert(), args, train_dataset=documents(), data_collator=collator())
+    hfp.attach(trainer, hfp.TokenBudget(80))
+    log = Log(folder, state.process_index)
+    on_each_document(trainer, lambda epoch, ids, labels: log.write("seen", epoch=epoch, ids=ids, labels=labels))
+    trainer.train()
+    state.wait_for_everyone()
+    state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
