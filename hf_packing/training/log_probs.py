@@ -19,27 +19,30 @@ from hf_packing.training.run_with_loss import CHUNK_LOGITS, can_chunk
 Found = tuple[Tensor, Tensor, Tensor | None]
 
 
-def log_probs_and_hidden(model: nn.Module, inputs: Mapping[str, Any], scores_tokens: bool, hidden: bool) -> Found:
+def log_probs_and_hidden(
+    model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, scores_tokens: bool, hidden: bool
+) -> Found:
     """Run a patched model on a packed row.
 
     Args:
         model: a patched model, with or without wrappers.
-        inputs: a batch of a PackingCollator, with labels.
+        inputs: a batch of a PackingCollator.
+        targets: the token to score after each token, int64 [1, tokens]; -100 for none.
         scores_tokens: whether to compute log-probabilities; if False, the first two results are empty.
         hidden: whether to return the last hidden states.
 
     Returns:
-        The log-probability of each token's label given the tokens before, float64 [tokens], 0 without a label; whether
-        the label is the most probable one, bool [tokens], True without a label; and the last hidden states,
-        [tokens, width], or None.
+        The log-probability of each target given the tokens up to its place, float64 [tokens], 0 without a target;
+        whether the target is the most probable token, bool [tokens], True without a target; and the last hidden
+        states, [tokens, width], or None.
     """
-    inner, labels = inner_model(model), inputs[LABELS]
+    inner = inner_model(model)
     given = {name: value for name, value in inputs.items() if name != LABELS}
     states: list[Tensor] = []
     handle = inner.base_model.register_forward_hook(lambda _, __, output: states.append(_last_hidden_state(output)))
     try:
         if scores_tokens:
-            log_probs, is_greedy = _log_probs(model, inner, given, labels)
+            log_probs, is_greedy = _log_probs(model, inner, given, targets)
         else:
             model(**given)
             log_probs, is_greedy = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
@@ -56,11 +59,11 @@ def _last_hidden_state(output: Any) -> Tensor:
 
 
 def _log_probs(
-    model: nn.Module, inner: PreTrainedModel, given: dict[str, Any], labels: Tensor
+    model: nn.Module, inner: PreTrainedModel, given: dict[str, Any], targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
     if can_chunk(model, inner):
-        head = _ScoringHead(inner, labels, torch.ones_like(labels, dtype=torch.float32), True, _chunk(vocabulary))
+        head = _ScoringHead(inner, targets, torch.ones_like(targets, dtype=torch.float32), False, _chunk(vocabulary))
         try:
             with head.installed():
                 model(**given)
@@ -69,11 +72,11 @@ def _log_probs(
         except UnsupportedHeadError:
             pass
     logits = model(**given).logits
-    found = torch.zeros_like(labels, dtype=torch.float64), torch.ones_like(labels, dtype=torch.bool)
-    chosen = (labels[0, 1:] != IGNORED_LABEL).nonzero()[:, 0]
+    found = torch.zeros_like(targets, dtype=torch.float64), torch.ones_like(targets, dtype=torch.bool)
+    chosen = (targets[0] != IGNORED_LABEL).nonzero()[:, 0]
     for part in torch.split(chosen, _chunk(vocabulary)):
-        for whole, each in zip(found, _scores_of(logits[:, part], labels[:, part + 1]), strict=True):
-            whole[:, part + 1] = each
+        for whole, each in zip(found, _scores_of(logits[:, part], targets[:, part]), strict=True):
+            whole[:, part] = each
     return found[0][0], found[1][0]
 
 
@@ -104,9 +107,9 @@ class _ScoringHead(ChunkedHead):
         return log_probs.sum()
 
     def scores(self) -> tuple[Tensor, Tensor]:
-        """Return the results of all tokens: each stands at the place of its label."""
-        log_probs = torch.zeros(self.shape[1] + 1, dtype=torch.float64, device=self.chosen.device)
-        is_greedy = torch.ones(self.shape[1] + 1, dtype=torch.bool, device=self.chosen.device)
-        log_probs[self.chosen + 1] = torch.cat([each for each, _ in self._found], 1)[0].to(log_probs.device)
-        is_greedy[self.chosen + 1] = torch.cat([each for _, each in self._found], 1)[0].to(log_probs.device)
-        return log_probs[:-1], is_greedy[:-1]
+        """Return the results of all tokens."""
+        log_probs = torch.zeros(self.shape[1], dtype=torch.float64, device=self.chosen.device)
+        is_greedy = torch.ones(self.shape[1], dtype=torch.bool, device=self.chosen.device)
+        log_probs[self.chosen] = torch.cat([each for each, _ in self._found], 1)[0].to(log_probs.device)
+        is_greedy[self.chosen] = torch.cat([each for _, each in self._found], 1)[0].to(log_probs.device)
+        return log_probs, is_greedy

@@ -110,7 +110,8 @@ def score(
         model.eval()
         scores_tokens = _has_likelihoods(model, required=hidden is None)
         rank, world_size = _rank_and_world_size()
-        packs = _packs([len(row.tokens) for row in rows], max_tokens)
+        last = 0 if hidden is None else 1  # the last token predicts nothing, so it runs only for its state
+        packs = _packs([max(0, len(row.tokens) - 1 + last) for row in rows], max_tokens)
         own = packs[rank::world_size]
         own += packs[:1] * (-(-len(packs) // world_size) - len(own))  # as many forwards on every process
         found: dict[int, _Found] = {}
@@ -184,12 +185,17 @@ def _score_pack(
     model: nn.Module, rows: Sequence[_Row], numbers: Sequence[int], pooling: Pooling | None, scores_tokens: bool
 ) -> dict[int, _Found]:
     """Run a model on documents packed in one row, and return the results by number of the document."""
-    batch = PackingCollator()([{INPUT_IDS: row.tokens, LABELS: row.labels} for row in rows])
+    given = [row.tokens if pooling is not None else row.tokens[:-1] for row in rows]
+    targets = [np.append(row.labels[1:], IGNORED_LABEL)[: len(each)] for row, each in zip(rows, given, strict=True)]
+    batch = PackingCollator()([{INPUT_IDS: each} for each in given])
     device = input_device(inner_model(model))
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    found_log_probs, found_greedy, states = log_probs_and_hidden(model, inputs, scores_tokens, pooling is not None)
+    after = torch.from_numpy(np.concatenate(targets)[None]).to(device)
+    found_log_probs, found_greedy, states = log_probs_and_hidden(
+        model, inputs, after, scores_tokens, pooling is not None
+    )
     log_probs, is_greedy = found_log_probs.cpu().numpy(), found_greedy.cpu().numpy()
-    borders = np.cumsum([0, *(len(row.tokens) for row in rows)]).tolist()
+    borders = np.cumsum([0, *map(len, given)]).tolist()
     found = {}
     for number, row, (start, end) in zip(numbers, rows, pairwise(borders), strict=True):
         scored = int((row.labels != IGNORED_LABEL).sum())

@@ -1,0 +1,205 @@
+"""The recipe for lm-evaluation-harness gives the answers of the harness's own model, on local tasks."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from recipe_inputs import exits, save_tiny_model, write
+
+import hf_packing as hfp
+
+lm_eval = pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning")
+
+WORDS = ["ocean", "apple", "river", "cloud", "stone", "amber", "eagle", "winter", "lantern", "meadow"]
+TASKS = {
+    "continuations": {  # choices of several tokens
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "letters": {  # choices that share all tokens but the last one
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}} Answer:",
+        "doc_to_choice": ["A", "B", "C", "D"],
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}],
+    },
+    "last_word": {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+    "written": {  # generated, not packed
+        "output_type": "generate_until",
+        "doc_to_text": "Say {{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 3},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three kinds of models in folders, which take 96 tokens: GPT-2 has no positions beyond."""
+    root = tmp_path_factory.mktemp("models")
+    save_tiny_model(root / "Llama", max_position_embeddings=96)
+    save_tiny_model(root / "GPT2", n_positions=96)
+    save_tiny_model(root / "Gemma2", max_position_embeddings=96)
+    return root
+
+
+@pytest.fixture
+def tasks(tmp_path, rng):
+    """A folder of tasks. Some documents are longer than the model takes, and one has no question."""
+    rows = []
+    for number in range(10):
+        words = rng.choice(WORDS, int(rng.integers(1, 25)))
+        row = {"question": " ".join(words) if number else "", "answer": int(rng.integers(4))}
+        row["choices"] = [" ".join(rng.choice(WORDS, int(rng.integers(1, 4)))) for _ in range(4)]
+        row["text"] = " ".join(rng.choice(WORDS, int(rng.integers(1, 50))))
+        rows.append(row)
+    data = write(tmp_path / "rows.jsonl", rows)
+    home = tmp_path / "tasks"
+    home.mkdir()
+    for name, task in TASKS.items():
+        source = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        (home / f"{name}.yaml").write_text(json.dumps(source | {"test_split": "test", **task}))
+    return home
+
+
+def stock(path, **options):
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(str(path), device="cpu", dtype="float32", batch_size=4, **options)
+
+
+def packed(path, **options):
+    from evaluate_packed import PackedHFLM
+
+    return PackedHFLM(str(path), device="cpu", dtype="float32", **options)
+
+
+def evaluated(model, tasks):
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return lm_eval.simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+
+
+def numbers_of(results):
+    return {
+        (task, name): value
+        for task, found in results["results"].items()
+        for name, value in found.items()
+        if isinstance(value, float)
+    }
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma2"])
+def test_metrics_and_answers_are_those_of_the_harness(folder, tasks, name):
+    expected = evaluated(stock(folder / name), tasks)
+    found = evaluated(packed(folder / name, max_tokens=300), tasks)
+    assert numbers_of(found) == pytest.approx(numbers_of(expected), rel=1e-4, abs=1e-6)
+    assert {task for task, _ in numbers_of(found)} == set(TASKS)
+    for task in TASKS:
+        for ours, theirs in zip(found["samples"][task], expected["samples"][task], strict=True):
+            for answer, other in zip(ours["resps"], theirs["resps"], strict=True):
+                check_answer(answer[0], other[0])
+
+
+def check_answer(ours, theirs):
+    ours, theirs = (each if isinstance(each, (tuple, list)) else (each,) for each in (ours, theirs))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == (pytest.approx(other, abs=1e-4, rel=1e-5) if isinstance(other, float) else other)
+
+
+def requests_of(model):
+    """Greedy continuations, longer ones than the model takes, equal ones, and some that differ in the last token."""
+    from lm_eval.api.instance import Instance
+
+    prompt = torch.tensor([model.tok_encode("a river and a stone")])
+    tokens = model.model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False, eos_token_id=None
+    )
+    greedy = tokens[0].tolist()
+    plain = [((str(n), "x"), greedy[:-n], greedy[-n:]) for n in (1, 2, 3)]
+    ends = [((f"end {n}", "x"), greedy[:-2], [greedy[-2], n]) for n in (greedy[-1], 40, 41)]
+    long = [((f"long {n}", "x"), [5 + k % 90 for k in range(n)], [7, 8, 9]) for n in (92, 93, 94, 95, 200)]
+    whole = [(("whole", "x"), [6], [5 + k % 90 for k in range(96)])]
+    windows = [(None, [0], [9, 10, 11]), (None, [0], [9, 10, 11])]
+    strings = [Instance("loglikelihood", {}, each, 0) for each in [("", "amber"), ("eagle ", "cloud"), ("a", "b")]]
+    return [*long, *plain, *whole, *ends, *windows, *plain], strings
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+@pytest.mark.parametrize("max_tokens", [1, 128, 16384])
+def test_requests(folder, name, max_tokens):
+    """Without the harness's own sharing, which takes logits of a wrong place if equal tokens are cut differently."""
+    model, other = packed(folder / name, max_tokens=max_tokens), stock(folder / name, logits_cache=False)
+    requests, strings = requests_of(other)
+    kept = {}
+    model.cache_hook = SimpleNamespace(add_partial=lambda kind, key, answer: kept.update({(kind, key): answer}))
+    found = model._loglikelihood_tokens(requests, disable_tqdm=True)
+    for ours, theirs in zip(found, other._loglikelihood_tokens(requests, disable_tqdm=True), strict=True):
+        check_answer(ours, theirs)
+    assert sum(greedy for _, greedy in found) == 7
+    assert kept == {("loglikelihood", key): answer for (key, _, _), answer in zip(requests, found, strict=True) if key}
+    for ours, theirs in zip(model.loglikelihood(strings), other.loglikelihood(strings), strict=True):
+        check_answer(ours, theirs)
+    assert model._loglikelihood_tokens([], disable_tqdm=True) == []
+
+
+def test_what_is_shared_runs_once(folder):
+    model = packed(folder / "Llama", max_tokens=64)
+    sizes = []
+    model.model.register_forward_pre_hook(
+        lambda _, __, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    prompts = [[5 + n, 6, 7, 8] for n in range(8)]
+    model._loglikelihood_tokens([(("", ""), each, [last]) for each in prompts for last in (20, 21, 22)], True)
+    assert sizes == [32]
+
+
+def test_the_command(folder, tasks, tmp_path, capsys):
+    import evaluate_packed
+
+    output = tmp_path / "out" / "results.json"
+    options = ["--model", folder / "Llama", "--include_path", tasks, "--device", "cpu", "--max_tokens", "512"]
+    options = [str(each) for each in [*options, "--limit", 5, "--output", output]]
+    results = evaluate_packed.main([*options, "--dtype", "float32", "--tasks", "letters,texts"])
+    assert json.loads(output.read_text())["letters"]["acc,none"] == results["results"]["letters"]["acc,none"]
+    assert "word_perplexity" in capsys.readouterr().out
+    assert "--tasks: expected names" in exits(evaluate_packed.main, [*options, "--tasks", "letters,leters"])
+    twice = [*options, "--tasks", "letters", "--model_args", "dtype=float32"]
+    assert "--model_args: expected arguments without a flag of their own, got dtype" in exits(
+        evaluate_packed.main, twice
+    )
+
+
+def test_wrong_requests(folder):
+    model = packed(folder / "Llama")
+    with pytest.raises(hfp.PackingError, match="continuation: expected 1 to 96 tokens, got 97"):
+        model._loglikelihood_tokens([(None, [5], [6] * 97)])
+    with pytest.raises(hfp.PackingError, match="context: expected at least 1 token, got 0"):
+        model._loglikelihood_tokens([(None, [], [6])])
+
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
