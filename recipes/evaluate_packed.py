@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from checkpoints import positive
 
@@ -94,8 +95,9 @@ class PackedHFLM(HFLM):
 
     def _answers(self, documents: list[Document], quiet: bool) -> dict[Document, Answer]:
         """Return the answers by document. On several processes, score deals the documents of all of them."""
-        parts = gather_object([documents]) if self.world_size > 1 else [documents]
-        begin, end = list(pairwise(accumulate(map(len, parts), initial=0)))[self.rank]
+        alone = self.world_size == 1
+        parts, own = ([documents], 0) if alone else (gather_object([documents]), PartialState().process_index)
+        begin, end = list(pairwise(accumulate(map(len, parts), initial=0)))[own]
         rows = [
             {"input_ids": list(tokens), "labels": [-100] * (len(tokens) - scored) + list(tokens[-scored:])}
             for part in parts
@@ -162,7 +164,7 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help="documents of each task, or their share if below 1; default: all")
     parser.add_argument("--batch_size", type=positive, default=8, help="of tasks that generate text")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ...; default: that of the weights")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda:1, ...")
     parser.add_argument("--model_args", default="", help="further arguments of HFLM, such as peft=FOLDER,revision=main")
     parser.add_argument("--apply_chat_template", action="store_true", help="write prompts by the chat template")
     parser.add_argument("--include_path", help="a folder with YAML files of further tasks")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import launch
 from recipe_inputs import exits, save_tiny_model, write
 
 import hf_packing as hfp
@@ -97,6 +98,10 @@ def packed(path, **options):
     return PackedHFLM(str(path), device="cpu", dtype="float32", **options)
 
 
+SHARES = ([(None, [5], [6, 7]), (None, [8, 9], [5]), (None, [8, 9], [6])], [(None, [5, 7, 7], [9, 8, 6])])
+"""Requests of two processes."""
+
+
 def evaluated(model, tasks):
     from lm_eval.tasks import TaskManager
 
@@ -178,6 +183,7 @@ def test_what_is_shared_runs_once(folder):
     assert sizes == [32]
 
 
+@pytest.mark.slow  # reads the names of all tasks of the harness
 def test_the_command(folder, tasks, tmp_path, capsys):
     import evaluate_packed
 
@@ -192,6 +198,17 @@ def test_the_command(folder, tasks, tmp_path, capsys):
     assert "--model_args: expected arguments without a flag of their own, got dtype" in exits(
         evaluate_packed.main, twice
     )
+
+
+@pytest.mark.slow
+def test_each_process_gets_its_own_answers(tmp_path):
+    save_tiny_model(tmp_path / "Llama", max_position_embeddings=96)
+    launch("evaluate_process.py", tmp_path, json.dumps(SHARES), ranks=2)
+    expected = stock(tmp_path / "Llama")
+    for rank, requests in enumerate(SHARES):
+        found = json.loads((tmp_path / f"answers-{rank}.json").read_text())
+        for ours, theirs in zip(found, expected._loglikelihood_tokens(requests, disable_tqdm=True), strict=True):
+            check_answer(ours, theirs)
 
 
 def test_wrong_requests(folder):

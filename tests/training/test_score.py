@@ -8,6 +8,7 @@ from patched_models import patched_tiny
 from processes import launch
 from score_process import LENGTHS, documents
 from tiers import fast_only
+from tiny_models import build
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -58,6 +59,19 @@ def test_chunks_and_whole_logits(monkeypatch):
     check(hfp.score(model, rows, progress=False), expected, 1e-12)
     monkeypatch.setattr(log_probs, "can_chunk", lambda *_: False)
     check(hfp.score(model, rows, progress=False), expected, 1e-12)
+
+
+def test_a_document_may_be_one_token_longer_than_the_positions():
+    """The last token predicts nothing, and GPT-2 would have no position for it."""
+    model = build("GPT2", n_positions=64)
+    rows = [list(range(9, 74)), [20], [21, 22]]
+    found = hfp.score(model, rows, max_tokens=64, progress=False)
+    with torch.no_grad():
+        log_probs = model(torch.tensor([rows[0][:-1]]), use_cache=False).logits[0].log_softmax(-1)
+    assert found.log_likelihood[0] == pytest.approx(
+        float(log_probs.gather(1, torch.tensor(rows[0][1:])[:, None]).sum())
+    )
+    assert found.num_tokens.tolist() == [64, 0, 1]
 
 
 def test_greedy_documents():
