@@ -77,18 +77,16 @@ def attach(
 
     Call `attach` once, before `train()`, on all ranks at the same time. `attach` patches the model on its current
     device, so that documents in a batch do not attend to each other. The argument `batching` then decides which rows
-    share a micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. The number
-    of micro-batches is the same on every rank and in every epoch, but their order changes every epoch. A resumed run
-    continues exactly with the next micro-batch. The gradient does not depend on how an optimizer step is split into
-    ranks and accumulated micro-batches. Labels and loss masks are used as without attach. The evaluation loss is the
-    mean over all trainable tokens, whose labels are not -100. An evaluation batch joins per_device_eval_batch_size rows
-    into one flat row, and the predictions have the same flat shape. If you change a dataset or an argument later, the
-    next train(), evaluate() or predict() uses the new value or raises an error. A collator that masks tokens masks each
-    document by itself, anew in every epoch.
+    share a micro-batch; per_device_train_batch_size, seed, data_seed and dataloader_drop_last no longer do. All ranks
+    and epochs have equally many micro-batches, in an order that changes every epoch. A resumed run continues exactly
+    with the next micro-batch. The gradient does not depend on how an optimizer step is split into ranks and
+    micro-batches. Labels and loss masks are used as without attach. A collator that masks tokens masks each document by
+    itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
+    joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. If you change a
+    dataset or an argument, the next train(), evaluate() or predict() uses the new value or raises an error.
 
-    A model that is no language model, and a trainer of pairs, such as DPOTrainer or RewardTrainer, keep their collator,
-    loss and metrics. A TokenBudget then decides which rows share a micro-batch, whose padding is not computed. With
-    `batching=None`, any trainer keeps its own batches too: its models are patched and proven on padded batches.
+    Models with other heads, and DPOTrainer and RewardTrainer, keep their collator, loss and metrics. A TokenBudget only
+    forms their batches, whose padding is not computed. With `batching=None`, any trainer keeps its own batches too.
 
     Args:
         trainer: a Trainer, an SFTTrainer of TRL, or an instance of a subclass that does not make its own batches; any
@@ -96,8 +94,8 @@ def attach(
         batching: a TokenBudget or a BucketBatches; None to keep the trainer's own batches.
         loss: "token", the default, for the mean over all trainable tokens of an optimizer step; "sequence" to average
             first within each document of the step, then over documents.
-        match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the
-            number of a run without packing to get as many steps per epoch. With None, the batching decides.
+        match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the number of a
+            run without packing to get as many steps per epoch. With None, the batching decides.
         prove: "first batch" to prove isolation on the first batch, before the first optimizer step; the route of a
             large model is then found on a small copy. "model" or "small" to prove isolation now, as `patch_model` does.
         tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. Evaluation batches are then
@@ -284,9 +282,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 def packed_class(kind: type[Trainer]) -> type[PackedTrainer]:
     """Return the class that a trainer of class `kind` has after attach.
 
-    The trainer already exists when attach is called, so attach assigns `trainer.__class__ = packed_class(kind)`. For
-    Trainer itself, the new class is PackedTrainer. Otherwise, the new class is a subclass of PackedTrainer and `kind`;
-    methods of PackedTrainer run first, and call the methods of `kind` through super().
+    Methods of PackedTrainer run first, and call the methods of `kind` through super().
 
     Raises:
         TypeError: `kind` cannot be subclassed.

@@ -135,11 +135,11 @@ def keeps_rows_whole(trainer: Any) -> bool:
     This is so for models that are no language models, and for trainers of TRL that train on pairs. All other trainers
     train on rows of tokens, which attach joins into packed rows.
     """
-    if not isinstance(trainer, Trainer) or trainer.model is None:
+    if not isinstance(trainer, Trainer) or getattr(trainer, "model", None) is None:
         return False
-    of_trl = any(base.__module__.startswith("trl.") for base in type(trainer).__mro__)
+    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
     if of_trl:
-        return sft_trainer_of(trainer) is None
+        return "SFTTrainer" not in of_trl
     inner = inner_model(trainer.model)
     names = {base.__name__ for base in type(inner).__mro__}
     if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:

@@ -30,6 +30,9 @@ from hf_packing.training.ranks import BatchesOfCheckpoint, data_rank, items_coun
 from hf_packing.training.unpad_models import models_of
 from hf_packing.training.whole_rows import REAL_ROWS, refuse_streams_and_packs
 
+UNITS_COUNTED = "units_counted"
+"""Key of an entry of every batch in training: the number of units, as counted before the step."""
+
 
 class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """A Trainer with its own collator and loss, whose micro-batches of whole rows `attach` planned."""
@@ -55,6 +58,8 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
             return batches, None
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
         counts = torch.stack([planned.counts_of(batch) for batch in batches]).to(device)
+        for batch, units in zip(batches, counts[:, -1], strict=True):
+            batch[UNITS_COUNTED] = units
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
         planned.step_counts.add(everywhere)
         return batches, items_counted(everywhere)
@@ -74,17 +79,24 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         **others: Any,
     ) -> Any:
         planned, inputs = self.planned_rows, dict(inputs)
-        real_rows = inputs.pop(REAL_ROWS, None)
+        real_rows, counted = inputs.pop(REAL_ROWS, None), inputs.pop(UNITS_COUNTED, None)
         units = None
         if real_rows is not None:
             units = planned.units_in(inputs, real_rows)
         elif planned.evaluation is not None:
             inputs = _without_repeated_rows(inputs, self.accelerator)
             units = planned.units_in(inputs)
+        weighted = num_items_in_batch is not None and (real_rows is not None or self.model.training)
+        if weighted and (units is None or counted is None or int(units) != int(counted)):
+            raise PackingError(
+                f"trainer: expected the batches of the collator in compute_loss, but {planned.kind.__name__} has "
+                f"changed a batch in training_step: {counted if counted is None else int(counted)} {planned.unit} were "
+                f"planned, got {units if units is None else int(units)}. attach(trainer, None) keeps its batches"
+            )
         with planned.loss_without_padding(model):
             loss = super().compute_loss(model, inputs, return_outputs, **others)
         loss, outputs = loss if return_outputs else (loss, None)
-        if real_rows is not None and num_items_in_batch is not None:
+        if weighted:
             assert units is not None
             share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
             loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
