@@ -27,6 +27,7 @@ from hf_packing.training.checks import check_accelerator, check_arguments, check
 from hf_packing.training.losses import TokenMean
 from hf_packing.training.planned_rows import PlannedRows
 from hf_packing.training.ranks import BatchesOfCheckpoint, data_rank, items_counted, on_all_ranks
+from hf_packing.training.uneven_gather import gathering_uneven_tensors
 from hf_packing.training.unpad_models import models_of
 from hf_packing.training.whole_rows import REAL_ROWS, refuse_streams_and_packs
 
@@ -93,7 +94,7 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
                 f"changed a batch in training_step: {counted if counted is None else int(counted)} {planned.unit} were "
                 f"planned, got {units if units is None else int(units)}. attach(trainer, None) keeps its batches"
             )
-        with planned.loss_without_padding(model):
+        with planned.loss_without_padding(model), gathering_uneven_tensors(self.accelerator):
             loss = super().compute_loss(model, inputs, return_outputs, **others)
         loss, outputs = loss if return_outputs else (loss, None)
         if weighted:
