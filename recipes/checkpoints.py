@@ -1,4 +1,4 @@
-"""Checkpoints for recipes with their own training loop: save them, find them, resume with the same flags or refuse."""
+"""Checkpoints of recipes: save them, find them, resume with the same flags or refuse."""
 
 import argparse
 import shutil
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from transformers.trainer_utils import get_last_checkpoint
 
 LAST = "last"
 NEWEST_FIRST = ("state", "before")
@@ -48,6 +49,19 @@ def checkpoint_of(arguments: argparse.Namespace) -> Path | None:
     if not (Path(asked) / "random_states_0.pkl").is_file():
         raise SystemExit(f"--resume-from-checkpoint: expected {LAST}, or a folder with a checkpoint, got {asked!r}")
     return Path(asked)
+
+
+def checkpoint_of_trainer(output: str, resume: bool) -> str | None:
+    """Return the last checkpoint of a Trainer to resume from, or None for a new run, which must not overwrite one."""
+    last: str | None = get_last_checkpoint(output) if Path(output).is_dir() else None
+    if resume and last is None:
+        raise SystemExit(f"--resume_from_checkpoint: expected a checkpoint in {output}, there is none")
+    if last is not None and not resume:
+        raise SystemExit(
+            f"--output_dir: expected a folder without a checkpoint, {output!r} has one of an earlier run, which this "
+            "one would overwrite; --resume_from_checkpoint resumes from it"
+        )
+    return last
 
 
 def save(accelerator: Accelerator, output: Path) -> None:
