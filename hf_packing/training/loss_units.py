@@ -134,6 +134,8 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], rows: Sequence[Any], c
                 for unit, difference in asked.items():
                     apart[unit] = max(apart[unit], difference)
                 possible = [unit for unit in possible if asked.get(unit, float("inf")) <= close]
+        if not possible:
+            break
     if not possible:
         tried = ", ".join(f"{unit} ({apart[unit]:.0e})" for unit in UNITS if apart[unit])
         raise PackingError(
