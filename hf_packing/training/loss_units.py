@@ -43,6 +43,9 @@ _CLOSE = {torch.float64: 5e-7, torch.float32: 1e-5}
 
 _CLOSE_IN_HALF_PRECISION = 2e-2
 
+_ERRORS = (IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What collators and models raise for labels or columns that they do not take."""
+
 _TRAINER_METRICS = "_metrics"
 """The attribute in which trainers of TRL collect metrics."""
 
@@ -114,7 +117,8 @@ def find_loss_unit(trainer: Trainer, kind: type[Trainer], rows: Sequence[Any], c
         collate: the trainer's collator.
 
     Raises:
-        PackingError: the loss is a mean over none of the units, or the weights of the model are not in memory.
+        PackingError: the loss is a mean over none of the units, the collator or the model does not take the rows, or
+            the weights of the model are not in memory.
     """
     if not has_local_weights(trainer.model):
         raise PackingError(
@@ -180,14 +184,26 @@ def _ask(
     The result is None if the change makes no other batch, or a batch that the trainer does not take.
     """
     parts = [list(rows), list(rows[:_FIRST_ROWS]), list(rows[_FIRST_ROWS:])]
-    batches = change([dict(collate(part)) for part in parts])
+    try:
+        collated: list[Batch] = [dict(collate(part)) for part in parts]
+    except _ERRORS as error:
+        raise PackingError(
+            f"data_collator: expected a collator that pads rows of different lengths, got "
+            f"{getattr(collate, '__name__', type(collate).__name__)}, which raised {type(error).__name__}: {error}"
+        ) from error
+    batches = change(collated)
     if batches is None:
         return None
-    refused = () if change is _unchanged else (IndexError, ValueError, RuntimeError)
     try:
         together, first, second = (loss_of_batch(trainer, kind, batch) for batch in batches)
-    except refused:
-        return None
+    except _ERRORS as error:
+        if change is not _unchanged:
+            return None
+        raise PackingError(
+            f"trainer: expected a loss of {len(rows)} rows of train_dataset, but {kind.__name__} with "
+            f"{type(inner_model(trainer.model)).__name__} raised {type(error).__name__}: {error}. Do the labels have "
+            "the shape and the values that the model takes?"
+        ) from error
     differences = {}
     for unit, count in UNITS.items():
         here, there = (count(batch, len(part)) for batch, part in zip(batches[1:], parts[1:], strict=True))

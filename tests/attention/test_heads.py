@@ -1,4 +1,4 @@
-"""Models with other heads than a language model's: what is said of them, and which may be trained packed."""
+"""Models with other heads than a language model's: packed rows, and what training loops say of them."""
 
 import datasets
 import numpy as np
@@ -9,7 +9,6 @@ import transformers
 from accelerate import Accelerator
 from tiers import fast_only
 from tiny_models import SIZES
-from trainers import trainer_of
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -42,20 +41,16 @@ def says(error, *words):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 @pytest.mark.parametrize("name", [*OF_ROWS, "BertForMultipleChoice", "PEFT"])
-def test_heads_of_whole_rows_are_not_attached(tmp_path, name):
+def test_training_loops_take_no_heads_of_whole_rows(name):
     if name == "PEFT":  # a reward model
         name = "LlamaForSequenceClassification"
         model = lora(head(name, num_labels=1), "q_proj", "SEQ_CLS")
     else:
         model = head(name)
     data = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]] * 4, "labels": [0, 1] * 4})
-    for call in (
-        lambda: hfp.attach(trainer_of(tmp_path, model=model, data=data), hfp.TokenBudget(8)),
-        lambda: hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8), model=model),
-    ):
-        with pytest.raises(hfp.PackingError) as error:
-            call()
-        says(error, name)
+    with pytest.raises(hfp.PackingError) as error:
+        hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(8), model=model)
+    says(error, name)
 
 
 def test_an_encoder_decoder_takes_two_texts():
@@ -76,21 +71,17 @@ def test_an_encoder_decoder_takes_two_texts():
     "name",
     fast_only(["BertForTokenClassification", "LlamaForTokenClassification", "PEFT"], "LlamaForTokenClassification"),
 )
-def test_classifiers_of_tokens_are_patched_and_not_attached(tmp_path, name):
+def test_classifiers_of_tokens_are_patched(name):
     def make():
         return lora(head("BertForTokenClassification"), "query", "TOKEN_CLS") if name == "PEFT" else head(name)
 
     rng = np.random.default_rng(0)
     rows = [{"input_ids": rng.integers(3, 99, n), "labels": rng.integers(0, 2, n)} for n in (7, 12, 5, 20)]
     model, data = make(), datasets.Dataset.from_list(rows)
-    for call in (
-        lambda: hfp.attach(trainer_of(tmp_path, model=model, data=data), hfp.TokenBudget(30)),
-        lambda: hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(30), model=model),
-    ):
-        with pytest.raises(hfp.PackingError) as error:
-            call()
-        says(error, "got", "TokenClassification", "PackingCollator(keep_first_labels=True)")
-        assert not is_patched(model.get_base_model() if name == "PEFT" else model)
+    with pytest.raises(hfp.PackingError) as error:
+        hfp.prepare_dataloader(Accelerator(cpu=True), data, hfp.TokenBudget(30), model=model)
+    says(error, "got", "TokenClassification", "PackingCollator(keep_first_labels=True)")
+    assert not is_patched(model.get_base_model() if name == "PEFT" else model)
     batch = {name: torch.as_tensor(np.concatenate([row[name] for row in rows]))[None] for name in rows[0]}
     with torch.no_grad():
         alone = [make().eval()(**{name: torch.as_tensor(row[name])[None] for name in row}) for row in rows]

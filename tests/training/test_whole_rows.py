@@ -239,6 +239,31 @@ def test_refused_arguments(budget, options, message, tmp_path):
     assert type(trainer).__name__ == "Trainer"
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([[0, 1]] * ROWS, "trainer: expected a loss of 8 rows of train_dataset, but .* raised ValueError: .*Do the"),
+        ([7] * ROWS, "trainer: expected a loss of 8 rows of train_dataset, but .* raised IndexError: .*Do the"),
+        (None, "trainer: expected a loss of 8 rows of train_dataset, but Trainer .*did not return a loss"),
+    ],
+    ids=["two to a row", "no such class", "none"],
+)
+def test_refused_labels(labels, message, tmp_path):
+    trainer = trainer_of("classifier", tmp_path)
+    data = trainer.train_dataset.remove_columns("labels")
+    trainer.train_dataset = data if labels is None else data.add_column("labels", labels)
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+    assert not is_patched(trainer.model)
+
+
+def test_a_collator_that_cannot_pad_is_refused(tmp_path):
+    trainer = trainer_of("classifier", tmp_path)
+    trainer.data_collator = default_data_collator
+    with pytest.raises(hfp.PackingError, match="expected a collator that pads .*, got default_data_collator, which"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+
+
 def test_refused_datasets(tmp_path):
     trainer = trainer_of("classifier", tmp_path)
     data = trainer.train_dataset
