@@ -42,6 +42,8 @@ class RowSizes:
     """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
     packed: bool = False
     """True if rows are packs, which cannot be cut."""
+    patches: IntArray | None = None
+    """int64 [rows]: the number of patches in the pictures of each row; None for rows of text."""
     sample: bytes = b""
     """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
 
@@ -54,6 +56,8 @@ class RowSizes:
         digest = hashlib.sha256(self.sample)
         for array in (self.tokens, self.segments, self.squared_lengths, self.bucket):
             digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
+        if self.patches is not None:
+            digest.update(np.ascontiguousarray(self.patches, dtype="<i8").tobytes())
         return digest.hexdigest()[:16]
 
 
@@ -204,6 +208,40 @@ def keep_rows(sizes: RowSizes, keep: BoolArray) -> FittedRows:
         keep: bool [rows]: True for each row to keep.
     """
     return FittedRows(sizes, None, np.flatnonzero(keep), np.flatnonzero(~keep), int(sizes.tokens[~keep].sum()))
+
+
+_ROWS_WITH_FEWER = {
+    "documents": "pack with a strategy that takes max_documents, such as BestFit(max_length, max_documents=...)",
+    "patches": "raise max_patches, let the processor make smaller pictures",
+}
+"""What a user can do about rows with too many documents or patches, by unit."""
+
+
+def leave_out_rows(rows: FittedRows, unit: str, has: IntArray, most: int, overflow: str) -> FittedRows:
+    """Return the rows without those that have too many documents or patches.
+
+    Args:
+        rows: the rows that have few enough tokens.
+        unit: "documents" or "patches".
+        has: integers [rows]: how many each row has.
+        most: the most that a micro-batch may have.
+        overflow: treatment of a row with more: "drop", or anything else to raise an error.
+
+    Raises:
+        PackingError: a row has more than `most`, and overflow is not "drop".
+    """
+    too_many = rows.kept[has[rows.kept] > most]
+    if not len(too_many):
+        return rows
+    if overflow != "drop":
+        row = int(too_many[0])
+        raise PackingError(
+            f"max_{unit}: row {row} has {has[row]} {unit}, but a micro-batch may have at most {most} (rows with too "
+            f"many: {len(too_many)} in all); {_ROWS_WITH_FEWER[unit]}, or use overflow='drop'"
+        )
+    keep = np.zeros(len(rows.sizes), dtype=bool)
+    keep[np.setdiff1d(rows.kept, too_many)] = True
+    return keep_rows(rows.sizes, keep)
 
 
 @dataclass(frozen=True)

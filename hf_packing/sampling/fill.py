@@ -2,7 +2,7 @@
 
 Rows are placed by best fit, in an order that is roughly longest first. The order is only rough, so that rows
 are grouped differently from epoch to epoch. The shortest rows still come last and fill the gaps, so the rough order
-packs almost as well as the exact order. If the number of documents is limited, too, best fit would leave the shortest
+packs almost as well as the exact order. If documents or patches are limited, too, best fit would leave the shortest
 rows for micro-batches of their own, which they cannot fill. So rows are spread instead: each is placed in the
 micro-batch with the fewest tokens.
 
@@ -67,7 +67,7 @@ def fewest_micro_batches(limits: Limits) -> int:
     If only tokens are limited, the number is that of best-fit decreasing. For at most GRAINS tokens, it is computed
     from the histogram of lengths, which is faster and gives the same result.
     """
-    if limits.max_documents is not None:
+    if limits.others:
         return len(_in_few_micro_batches(limits))
     if limits.max_tokens <= GRAINS:
         packs = OpenPacks(limits.max_tokens, max_documents=None)
@@ -80,15 +80,15 @@ def fill(limits: Limits, num_micro_batches: int, world_size: int, seed: int) -> 
     """Put rows into micro-batches that keep to the limits, and return the rows of each micro-batch.
 
     Args:
-        limits: the most tokens and documents of a micro-batch, and those of each row. There must be at least as many
-            rows as micro-batches.
+        limits: the most that a micro-batch may have, and what each row has. There must be at least as many rows as
+            micro-batches.
         num_micro_batches: number of micro-batches to make, over all ranks; at least the number that
             `fewest_micro_batches` returns.
         world_size: number of ranks, which run one micro-batch each at the same time.
         seed: seed that decides which rows share a micro-batch.
     """
     is_loose = bool(limits.tokens.sum() < _LOOSE * limits.max_tokens * num_micro_batches)
-    for jitter in _LENGTH_JITTERS[: 1 if is_loose else 0] if limits.max_documents is None else _LENGTH_JITTERS:
+    for jitter in _LENGTH_JITTERS if limits.others else _LENGTH_JITTERS[: 1 if is_loose else 0]:
         spread = _spread(_roughly_longest_first(limits, jitter, seed), limits, num_micro_batches)
         if spread is not None:
             return spread
@@ -175,7 +175,7 @@ def redistribute_rows(
         micro_batches: the rows of each micro-batch.
         rounds: int64 [rounds, world_size]: indices of the micro-batches that run at the same time.
         cost: float64 [rows]: the cost of each row.
-        limits: the most tokens and documents of a micro-batch, and those of each row.
+        limits: the most that a micro-batch may have, and what each row has.
     """
     evened = list(micro_batches)
     costs = sum_rows(micro_batches, cost)[rounds]
@@ -194,8 +194,7 @@ def redistribute_rows(
 
 def _pairs(limits: Limits) -> list[tuple[IntArray, int]]:
     """Return pairs of what each row needs, integers [rows], and the most that fits into a micro-batch."""
-    of_documents = [] if limits.max_documents is None else [(limits.documents, limits.max_documents)]
-    return [(limits.tokens, limits.max_tokens), *of_documents]
+    return [(limits.tokens, limits.max_tokens), *limits.others]
 
 
 def _spread(rows: IntArray, limits: Limits, num_micro_batches: int) -> MicroBatches | None:
@@ -203,15 +202,15 @@ def _spread(rows: IntArray, limits: Limits, num_micro_batches: int) -> MicroBatc
 
     Return None if rows do not fit. There must be at least as many rows as micro-batches.
     """
-    spread = _deal(rows, limits.tokens, _pairs(limits)[1:], num_micro_batches)
+    spread = _deal(rows, limits.tokens, limits.others, num_micro_batches)
     fits = spread is not None and sum_rows(spread, limits.tokens).max(initial=0) <= limits.max_tokens
     return spread if fits else None
 
 
 def _in_few_micro_batches(limits: Limits) -> MicroBatches:
-    """Put all rows into few micro-batches, if documents are limited. The number does not depend on the rows' order.
+    """Put all rows into few micro-batches, if not only tokens are limited. Their number does not depend on the order.
 
-    Rows are spread over as many micro-batches as their tokens and documents need at least. If rows do not fit, more
+    Rows are spread over as many micro-batches as their tokens and the rest need at least. If rows do not fit, more
     micro-batches are tried, and after the second try, at most the number that best fit needs.
     """
     rows = _longest_first(np.arange(len(limits.tokens)), limits)
@@ -227,22 +226,22 @@ def _in_few_micro_batches(limits: Limits) -> MicroBatches:
 
 
 def _longest_first(rows: IntArray, limits: Limits, reduced: npt.NDArray[Any] | float = 1.0) -> IntArray:
-    """Return the rows, longest first; among rows of equal length, rows with more documents first.
+    """Return the rows, longest first; among rows of equal length, rows with more documents, or else patches, first.
 
     Args:
         rows: int64 [sorted rows].
-        limits: the tokens and documents of each row.
+        limits: what each row has.
         reduced: numbers [sorted rows], by which the lengths are multiplied before they are compared.
     """
-    by_documents = () if limits.max_documents is None else (-limits.documents[rows],)
-    return rows[np.lexsort((*by_documents, -limits.tokens[rows] * reduced))]
+    by_others = [-needed[rows] for needed, _ in reversed(limits.others)]
+    return rows[np.lexsort((*by_others, -limits.tokens[rows] * reduced))]
 
 
 def _roughly_longest_first(limits: Limits, jitter: float, seed: int) -> IntArray:
     """Return all row numbers, sorted by randomly reduced lengths, longest row first.
 
     Args:
-        limits: the tokens and documents of each row.
+        limits: what each row has.
         jitter: the largest share by which a length is reduced, from 0 to 1.
         seed: seed of the random reduction.
     """

@@ -18,6 +18,7 @@ from hf_packing.sampling.epoch_plan import (
     RowSizes,
     flatten,
     keep_rows,
+    leave_out_rows,
     sum_rows,
 )
 from hf_packing.sampling.fill import (
@@ -53,6 +54,8 @@ class TokenBudget(Batching):
         max_tokens: the most tokens that a micro-batch may have.
         max_documents: the most documents that a micro-batch may have; None for no limit. Every segment of a packed row,
             and every piece of a split document, counts as a document.
+        max_patches: the most patches of pictures that a micro-batch may have, for models of texts and pictures; None
+            for no limit.
         balance: the quantity to equalize among micro-batches that run at the same time: "tokens" for the number of
             tokens, or "attention" for all work, which is linear_cost * tokens + the sum of squared segment lengths.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
@@ -82,6 +85,7 @@ class TokenBudget(Batching):
 
     max_tokens: int
     max_documents: int | None = field(default=None, kw_only=True)
+    max_patches: int | None = field(default=None, kw_only=True)
     balance: Balance = field(default="attention", kw_only=True)
     linear_cost: float | None = field(default=None, kw_only=True)
     match_documents_per_step: int | None = field(default=None, kw_only=True)
@@ -92,6 +96,8 @@ class TokenBudget(Batching):
         self._set_checked(max_tokens=check_whole_number("max_tokens", self.max_tokens), seed=check_seed(self.seed))
         if self.max_documents is not None:
             self._set_checked(max_documents=check_whole_number("max_documents", self.max_documents))
+        if self.max_patches is not None:
+            self._set_checked(max_patches=check_whole_number("max_patches", self.max_patches))
         if self.balance not in get_args(Balance):
             raise PackingError(f"balance: expected one of {', '.join(get_args(Balance))}, got {self.balance!r}")
         if self.linear_cost is not None:
@@ -105,9 +111,14 @@ class TokenBudget(Batching):
             self._set_checked(match_documents_per_step=documents)
 
     def fit(self, sizes: RowSizes) -> FittedRows:
+        if self.max_patches is not None and sizes.patches is None:
+            raise PackingError(
+                f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
+                "collator of the attached trainer returns pixel_values"
+            )
         rows = _cut_rows(sizes, self.max_tokens, self.overflow)
-        if self.max_documents is not None:
-            rows = _leave_out_rows(rows, self.max_documents, self.overflow)
+        for unit in self._limited(rows.sizes):
+            rows = leave_out_rows(rows, unit, *self._limited(rows.sizes)[unit], self.overflow)
         return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
@@ -119,7 +130,7 @@ class TokenBudget(Batching):
             fewest=rows.fewest_micro_batches,
             most=len(rows.kept),
             max_tokens=self.max_tokens,
-            max_documents=self.max_documents,
+            others={unit: most for unit, (_, most) in self._limited(rows.sizes).items()},
         )
         return schedule.optimizer_steps(self.match_documents_per_step, epoch) * epoch.accumulation
 
@@ -144,8 +155,13 @@ class TokenBudget(Batching):
         return EpochPlan(epoch.world_size, rows.kept[planned], is_copy, offsets, rows.left_out)
 
     def _limits(self, rows: FittedRows) -> Limits:
-        sizes = rows.sizes
-        return Limits(sizes.tokens[rows.kept], self.max_tokens, sizes.segments[rows.kept], self.max_documents)
+        others = [(needed[rows.kept], most) for needed, most in self._limited(rows.sizes).values()]
+        return Limits(rows.sizes.tokens[rows.kept], self.max_tokens, tuple(others))
+
+    def _limited(self, sizes: RowSizes) -> dict[str, tuple[IntArray, int]]:
+        """Return what is limited beside tokens: what each row has of it, integers [rows], and the limit."""
+        limited = {"documents": (sizes.segments, self.max_documents), "patches": (sizes.patches, self.max_patches)}
+        return {unit: (has, most) for unit, (has, most) in limited.items() if most is not None and has is not None}
 
     def _cost(self, tokens: IntArray, squared_lengths: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Return the cost of each row or micro-batch, float64 [n].
@@ -200,32 +216,6 @@ def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRow
     )
 
 
-def _leave_out_rows(rows: FittedRows, max_documents: int, overflow: Overflow) -> FittedRows:
-    """Return the rows without those that have too many documents. Only packed rows can have more than one.
-
-    Args:
-        rows: the rows that `_cut_rows` returned.
-        max_documents: the most documents that a micro-batch may have.
-        overflow: treatment of a row with more documents: "drop", or anything else to raise an error.
-
-    Raises:
-        PackingError: a row has more than max_documents documents, and overflow is not "drop".
-    """
-    too_many = rows.kept[rows.sizes.segments[rows.kept] > max_documents]
-    if not len(too_many):
-        return rows
-    if overflow != "drop":
-        row = int(too_many[0])
-        raise PackingError(
-            f"max_documents: row {row} has {rows.sizes.segments[row]} documents, but a micro-batch may have at most "
-            f"{max_documents} (rows with too many: {len(too_many)} in all); pack with a strategy that takes "
-            "max_documents, such as BestFit(max_length, max_documents=...), or use overflow='drop'"
-        )
-    keep = np.zeros(len(rows.sizes), dtype=bool)
-    keep[np.setdiff1d(rows.kept, too_many)] = True
-    return keep_rows(rows.sizes, keep)
-
-
 @dataclass(frozen=True)
 class _Schedule:
     """The counts that determine the number of optimizer steps in an epoch if match_documents_per_step is set."""
@@ -236,7 +226,8 @@ class _Schedule:
     most: int
     """The largest possible number of micro-batches, over all ranks: one for each row."""
     max_tokens: int
-    max_documents: int | None
+    others: dict[str, int]
+    """The limits of a micro-batch beside tokens, by unit."""
 
     def optimizer_steps(self, per_step: int, epoch: Epoch) -> int:
         """Return the number of optimizer steps in an epoch.
@@ -255,12 +246,12 @@ class _Schedule:
             return steps
         of_step = f"{epoch.accumulation} x {epoch.world_size} micro-batches (accumulation x ranks)"
         if steps * epoch.slots < self.fewest:
-            limited = "" if self.max_documents is None else f" and {self.max_documents} documents"
+            limited = "".join(f" and {most} {unit}" for unit, most in self.others.items())
             expected = f"at most as many documents as fit into {of_step} of {self.max_tokens} tokens{limited}"
             accumulation = -(-self.fewest // (steps * epoch.world_size))
             documents = self.documents // -(-self.fewest // epoch.slots)
             remedies = [f"max_tokens above {self.max_tokens}"]
-            remedies += [] if self.max_documents is None else [f"max_documents above {self.max_documents}"]
+            remedies += [f"max_{unit} above {most}" for unit, most in self.others.items()]
         else:
             expected = f"at least one row for each of {of_step}"
             accumulation = self.most // (steps * epoch.world_size)

@@ -90,7 +90,9 @@ def test_a_subclass_may_change_its_rows():
         pa.array([[1.0], [2.0]]),
         pa.array([[True], [False]]),
         pa.array([["a"], ["b"]]),
-        pa.array([[[1]], [[2]]]),
+        pa.array([[[1.0]], [[2.0]]]),
+        pa.array([[[1], None], [[2]]]),
+        pa.array([[[1, None]], [[2]]]),
         pa.array([1, 2]),
     ],
     ids=str,
@@ -99,3 +101,13 @@ def test_other_columns_are_left_to_the_dataset(column):
     dataset = datasets.Dataset(pa.table({"a": [[1], [2]], "b": column}))
     assert ArrowRows.open(dataset, ["a"]) is not None
     assert ArrowRows.open(dataset, ["a", "b"]) is None
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.list_(pa.int64())), pa.list_(pa.list_(pa.int32(), 2))], ids=str)
+def test_lists_of_pairs(kind):
+    pairs = [[[1, 2], [3, 4], [5, 6]], [], [[7, 8]]]
+    dataset = datasets.Dataset(pa.table({"offsets": pa.array(pairs, kind)}))
+    for given in (dataset, dataset.select([2, 0, 1]), dataset.select(range(1, 3))):
+        rows = ArrowRows.open(given, ["offsets"]).read(range(len(given)))
+        assert [row["offsets"].tolist() for row in rows] == given["offsets"][:]
+        assert {row["offsets"].shape[1] for row in rows} == {2}

@@ -76,7 +76,7 @@ def slow_redistribute(groups, rounds, cost, tokens, max_tokens):
 
 def check_redistribute(rows, max_tokens, world_size, seed):
     tokens, cost = np.array(rows).T
-    limits = Limits(tokens, max_tokens, np.ones_like(tokens))
+    limits = Limits(tokens, max_tokens)
     wanted = -(-fewest_micro_batches(limits) // world_size) * world_size
     if wanted > len(rows):
         return set()
@@ -110,7 +110,7 @@ def test_equal_to_the_slow_version_whatever_is_done(rng):
 
 def test_one_costly_micro_batch_is_shared_out():
     tokens, cost = np.full(8, 4), np.array([9.0, 9, 9, 9, 1, 1, 1, 1])
-    limits = Limits(tokens, 16, np.ones(8, dtype=np.int64))
+    limits = Limits(tokens, 16)
     evened = redistribute_rows([[0, 1, 2, 3], [4, 5, 6, 7]], np.array([[0, 1]]), cost, limits)
     assert [cost[group].sum() for group in evened] == [20, 20]
 
@@ -119,7 +119,7 @@ def test_documents_stay_within_their_limit():
     """The costly rows have three documents each, of at most four in a micro-batch: dealing them is impossible."""
     tokens, cost = np.full(4, 4), np.array([9.0, 9, 1, 1])
     for documents, expected in (([1, 1, 1, 1], [10, 10]), ([2, 2, 3, 3], [18, 2])):
-        limits = Limits(tokens, 16, np.array(documents), 4)
+        limits = Limits(tokens, 16, ((np.array(documents), 4),))
         micro_batches = [[0, 1], [2, 3]]
         evened = redistribute_rows(micro_batches, np.array([[0, 1]]), cost, limits)
         assert [cost[group].sum() for group in evened] == expected

@@ -15,7 +15,8 @@ MOST_DOCUMENTS = st.one_of(st.none(), st.integers(4, 12))
 
 
 def limits_of(tokens, max_tokens, documents=None, max_documents=None):
-    return Limits(tokens, max_tokens, np.ones_like(tokens) if documents is None else documents, max_documents)
+    documents = np.ones_like(tokens) if documents is None else documents
+    return Limits(tokens, max_tokens, () if max_documents is None else ((documents, max_documents),))
 
 
 def total(rows, tokens):
@@ -131,7 +132,7 @@ def check_fill(tokens, max_tokens, more, world_size, seed, documents=None, max_d
     assert len(groups) == wanted
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(tokens)))
     assert max(int(tokens[group].sum()) for group in groups) <= max_tokens
-    assert max_documents is None or max(int(limits.documents[group].sum()) for group in groups) <= max_documents
+    assert all(max(int(has[group].sum()) for group in groups) <= most for has, most in limits.others)
     assert all(groups)
     return ways
 
