@@ -21,9 +21,9 @@ from transformers import Trainer
 from hf_packing.attention import has_local_weights, inner_model, input_device
 from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
+from hf_packing.training.whole_rows import Collate, collate_rows
 
 Batch = Mapping[str, Any]
-Collate = Callable[[list[Any]], Any]
 _Change = Callable[[list[Batch]], list[Batch] | None]
 """A function that changes the labels of three batches: all rows, the first rows, and the others."""
 
@@ -185,7 +185,7 @@ def _ask(
     """
     parts = [list(rows), list(rows[:_FIRST_ROWS]), list(rows[_FIRST_ROWS:])]
     try:
-        collated: list[Batch] = [dict(collate(part)) for part in parts]
+        collated: list[Batch] = [dict(collate_rows(collate, part)) for part in parts]
     except _ERRORS as error:
         raise PackingError(
             f"data_collator: expected a collator that pads rows of different lengths, got "

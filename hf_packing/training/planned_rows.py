@@ -27,7 +27,9 @@ from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
 from hf_packing.training.whole_rows import (
     REAL_ROWS,
     Collate,
+    collate_rows,
     lengths_in,
+    pixels_per_patch_of,
     read_rows,
     refuse_long_rows,
     sizes_of_rows,
@@ -131,7 +133,7 @@ class PlannedRows:
         """
         self.models = unpad_models(trainer, self.prove, {})
         rows = read_rows(dataset, _rows_to_ask(self._sizes(trainer, dataset, collate)))
-        alone = dict(collate(rows[:1]))
+        alone = dict(collate_rows(collate, rows[:1]))
         self.masks_padding = False
         if all(name in alone for name in POSITIONS):
             own = loss_of_batch(trainer, self.kind, alone)
@@ -214,7 +216,8 @@ class PlannedRows:
         known = self._measured
         current = trainer.train_dataset
         if known is None or known.dataset is not current or len(known.sizes) != len(dataset):
-            known = self._measured = _MeasuredRows(current, collate, sizes_of_rows(dataset, collate))
+            pixels = pixels_per_patch_of(inner_model(trainer.model).config)
+            known = self._measured = _MeasuredRows(current, collate, sizes_of_rows(dataset, collate, pixels))
         return known.sizes
 
 

@@ -49,6 +49,10 @@ _METRICS = "_metrics"
 """The attribute in which SFTTrainer collects metrics of batches."""
 
 
+_PICTURES = {"image", "images", "pixel_values"}
+"""Columns of pictures, as collators of TRL and processors of transformers name them."""
+
+
 _ON_TRAINER = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
 
 
@@ -132,11 +136,13 @@ def refuse_changed_settings(before: dict[str, Any], trainer: Trainer) -> None:
 def keeps_rows_whole(trainer: Any) -> bool:
     """Return whether `attach` keeps the trainer's collator and loss, and forms micro-batches of whole rows.
 
-    This is so for models that are no language models, and for trainers of TRL that train on pairs. All other trainers
-    train on rows of tokens, which attach joins into packed rows.
+    This is so for models that are no language models, for trainers of TRL that train on pairs, and for rows with
+    pictures. All other trainers train on rows of tokens, which attach joins into packed rows.
     """
     if not isinstance(trainer, Trainer) or getattr(trainer, "model", None) is None:
         return False
+    if hasattr(inner_model(trainer.model).config, "vision_config") and _has_pictures(trainer.train_dataset):
+        return True
     of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.startswith("trl.")]
     if of_trl:
         return "SFTTrainer" not in of_trl
@@ -145,6 +151,14 @@ def keeps_rows_whole(trainer: Any) -> bool:
     if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:
         return False
     return inner.get_output_embeddings() is None and not isinstance(trainer.data_collator, PackingCollator)
+
+
+def _has_pictures(dataset: Any) -> bool:
+    """Return whether the rows of a map-style dataset have pictures in one of the usual columns."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and hasattr(dataset, "__getitem__") and len(dataset):
+        names = dataset[0] if isinstance(dataset[0], Mapping) else None
+    return not _PICTURES.isdisjoint(names or ())
 
 
 def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:

@@ -6,6 +6,7 @@ the collator gets this row alone.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,6 +86,11 @@ def read_rows(dataset: Any, numbers: Sequence[int]) -> list[Any]:
     return [dataset[number] for number in numbers]
 
 
+def collate_rows(collate: Collate, rows: Sequence[Any]) -> Any:
+    """Return the batch that a collator makes of some rows. It gets copies, since some collators change their rows."""
+    return collate([dict(row) if isinstance(row, Mapping) else row for row in rows])
+
+
 def checked_batch(batch: Any) -> Mapping[str, Any]:
     """Return a batch that a collator made, if its tokens can be counted.
 
@@ -142,27 +148,60 @@ def refuse_streams_and_packs(name: str, dataset: Any) -> None:
         )
 
 
-def sizes_of_rows(dataset: Any, collate: Collate) -> RowSizes:
-    """Return the sizes of a dataset's rows, in tokens that the collator makes of each row alone.
+def patches_in(batch: Mapping[str, Any], pixels_per_patch: int) -> int:
+    """Return the number of patches of the pictures in a batch.
+
+    Args:
+        batch: a batch with pixel_values: numbers [patches, values], [pictures, patches, values] or [..., pictures,
+            channels, height, width]; or without pictures.
+        pixels_per_patch: height times width of a patch.
+    """
+    patches = 0
+    for name, pixels in batch.items():
+        if name.startswith(_PIXELS) and isinstance(pixels, Tensor) and pixels.numel():
+            if pixels.ndim <= 3:
+                patches += pixels[..., 0].numel()
+            else:
+                patches += -(-pixels.select(-3, 0).numel() // pixels_per_patch)
+    return patches
+
+
+_PIXELS = "pixel_values"
+
+
+def pixels_per_patch_of(config: Any) -> int | None:
+    """Return height times width of the patches of a model's vision tower; None for a model without one."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return None
+    size = getattr(vision, "patch_size", None) or 1
+    return math.prod(size) if isinstance(size, (list, tuple)) else int(size) ** 2
+
+
+def sizes_of_rows(dataset: Any, collate: Collate, pixels_per_patch: int | None = None) -> RowSizes:
+    """Return the sizes of a dataset's rows, in tokens and patches that the collator makes of each row alone.
 
     The collator gets a few rows, among them the shortest and the longest. If it makes as many tokens as the column
-    `input_ids` has, the other sizes are the lengths in this column. Otherwise the collator gets every row.
+    `input_ids` has, the other sizes are the lengths in this column. Otherwise, or if the model takes pictures, the
+    collator gets every row.
 
     Args:
         dataset: a map-style dataset, as the collator gets it.
         collate: the trainer's collator.
+        pixels_per_patch: height times width of a patch; None for a model without a vision tower.
 
     Raises:
         PackingError: the collator makes batches whose tokens cannot be counted.
     """
     sample = b"".join(_content(read_rows(dataset, [number]), collate) for number in rows_to_sample(len(dataset)))
-    in_column = _sizes_in_column(dataset, collate)
+    in_column = _sizes_in_column(dataset, collate) if pixels_per_patch is None else None
     if in_column is not None:
         return replace(in_column, sample=sample)
     numbers = tqdm(range(len(dataset)), desc="Measuring rows with the collator", unit=" rows")
-    measured = [_measure(dataset, number, collate) for number in numbers]
-    tokens, squares = (np.array(each, dtype=np.int64) for each in zip(*measured, strict=True))
-    return RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=sample)
+    measured = [_measure(dataset, number, collate, pixels_per_patch) for number in numbers]
+    tokens, squares, patches = (np.array(each, dtype=np.int64) for each in zip(*measured, strict=True))
+    sizes = RowSizes(tokens, (tokens > 0).astype(np.int64), squares, sample=sample)
+    return replace(sizes, patches=patches) if patches.any() else sizes
 
 
 def _sizes_in_column(dataset: Any, collate: Collate) -> RowSizes | None:
@@ -178,20 +217,23 @@ def _sizes_in_column(dataset: Any, collate: Collate) -> RowSizes | None:
     by_length = np.argsort(sizes.tokens, kind="stable")
     asked = np.unique(np.concatenate([rows_to_sample(len(dataset)), by_length[:8], by_length[-8:]])).tolist()
     as_in_column = all(
-        _measure(dataset, number, collate) == (sizes.tokens[number], sizes.squared_lengths[number]) for number in asked
+        _measure(dataset, number, collate)[:2] == (sizes.tokens[number], sizes.squared_lengths[number])
+        for number in asked
     )
     return sizes if as_in_column else None
 
 
-def _measure(dataset: Any, number: int, collate: Collate) -> tuple[int, int]:
-    """Return the number of tokens of a row, and the sum of the squared lengths of its sequences."""
-    lengths = lengths_in(checked_batch(collate(read_rows(dataset, [number]))))
-    return int(lengths.sum()), int(lengths.square().sum())
+def _measure(dataset: Any, number: int, collate: Collate, pixels_per_patch: int | None = None) -> tuple[int, int, int]:
+    """Return the tokens of a row, the sum of the squared lengths of its sequences, and the patches of its pictures."""
+    batch = checked_batch(collate_rows(collate, read_rows(dataset, [number])))
+    lengths = lengths_in(batch)
+    patches = 0 if pixels_per_patch is None else patches_in(batch, pixels_per_patch)
+    return int(lengths.sum()), int(lengths.square().sum()), patches
 
 
 def _content(rows: list[Any], collate: Collate) -> bytes:
     """Return a digest of the batch that a collator makes of some rows, 8 bytes; zeros if the collator is random."""
-    once, twice = (_digest(checked_batch(collate(rows))) for _ in range(2))
+    once, twice = (_digest(checked_batch(collate_rows(collate, rows))) for _ in range(2))
     return once if once == twice else bytes(8)
 
 

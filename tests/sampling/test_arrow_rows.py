@@ -107,7 +107,7 @@ def test_other_columns_are_left_to_the_dataset(column):
 def test_lists_of_pairs(kind):
     pairs = [[[1, 2], [3, 4], [5, 6]], [], [[7, 8]]]
     dataset = datasets.Dataset(pa.table({"offsets": pa.array(pairs, kind)}))
-    for given in (dataset, dataset.select([2, 0, 1]), dataset.select(range(1, 3))):
-        rows = ArrowRows.open(given, ["offsets"]).read(range(len(given)))
-        assert [row["offsets"].tolist() for row in rows] == given["offsets"][:]
+    for rows_of in (dataset, dataset.select([2, 0, 1]), dataset.select(range(1, 3))):
+        rows = ArrowRows.open(rows_of, ["offsets"]).read(range(len(rows_of)))
+        assert [row["offsets"].tolist() for row in rows] == rows_of["offsets"][:]
         assert {row["offsets"].shape[1] for row in rows} == {2}
