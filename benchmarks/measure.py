@@ -87,14 +87,16 @@ def machine(*packages: str) -> str:
     return f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
 
 
-def in_turn(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def in_turn(
+    sides: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Time each side in seconds; every round calls all sides in turn, so that drift affects them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, call in sides.items():
-            began = time.perf_counter()
+            began = clock()
             call()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(clock() - began)
     return seconds
 
 

@@ -4,7 +4,7 @@ python benchmarks/padded_batches.py
 
 A BERT classifier of 4 layers is trained on batches of 32 rows, padded to the longest row of the batch: rows in random
 order, rows sorted by length, and rows in random order after patch_model. Slots are tokens with padding. Then a Llama
-of 6 layers is trained with TRL's DPOTrainer on pairs in the same three ways. Last, the memory that a reward model keeps
+of 4 layers is trained with TRL's DPOTrainer on pairs in the same three ways. Last, the memory that a reward model keeps
 for the backward pass is compared. All sides run in turn, on one thread; times are those of the process. Before that,
 the losses of all sides are compared.
 """
@@ -132,7 +132,7 @@ def prefer(arguments: argparse.Namespace) -> None:
         return " ".join(f"w{word}" for word in rng.integers(5, VOCABULARY, length))
 
     pairs = [{"prompt": text(60), "chosen": " " + text(90), "rejected": " " + text(80)} for _ in range(arguments.pairs)]
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
     torch.manual_seed(0)
     policy = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0))
 
@@ -211,7 +211,7 @@ def keep() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=128, help="documents of each length distribution")
-    parser.add_argument("--pairs", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
