@@ -3,7 +3,8 @@
 torchrun --nproc-per-node 2 whole_rows_process.py FOLDER '{"NAME": {"kind": "classifier", ...}, ...}'
 
 Every process writes the rows of each of its micro-batches into FOLDER/NAME/rows-RANK.jsonl, one line for a micro-batch,
-and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt.
+and rank 0 writes the parameters after training into FOLDER/NAME/parameters.pt. A run with "evaluate" only writes the
+metrics of its dataset into FOLDER/NAME/metrics-RANK.json.
 """
 
 import json
@@ -192,13 +193,18 @@ def main(folder, runs):
     trl.trainer.utils._ChunkedLogProbFunction = ExactLogProbs
     datasets.disable_progress_bars()
     for name, run in runs.items():
-        settings = {"kind": "classifier", "kill": 0, "resume": False, "dropout": 0.0} | run
-        kind, kill, resume, dropout = (settings.pop(each) for each in ("kind", "kill", "resume", "dropout"))
+        settings = {"kind": "classifier", "kill": 0, "resume": False, "dropout": 0.0, "evaluate": False} | run
+        own = ("kind", "kill", "resume", "dropout", "evaluate")
+        kind, kill, resume, dropout, evaluate = (settings.pop(each) for each in own)
         into = folder / name
         into.mkdir(parents=True, exist_ok=True)
         trainer = trainer_of(kind, into / "checkpoints", dropout=dropout, **settings)
         trainer.data_collator = recorded = Recorded(trainer.data_collator)
         hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
+        if evaluate:
+            metrics = trainer.evaluate(trainer.train_dataset)
+            (into / f"metrics-{PartialState().process_index}.json").write_text(json.dumps(metrics))
+            continue
         if kill:
             trainer.add_callback(KilledAt(kill))
         with (into / f"rows-{PartialState().process_index}.jsonl").open("a") as recorded.file:

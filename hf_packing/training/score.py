@@ -90,7 +90,7 @@ def score(
         Scores: log-likelihoods, numbers of tokens, whether the tokens are the most probable ones, and perplexities.
 
     Raises:
-        PackingError: an argument has a wrong value; a document is no list of integers, or has labels of another length;
+        PackingError: an argument has a wrong value; a document is no list of integers; labels are not its own tokens;
             or `hidden` is None and the model has no likelihoods of documents, since it sees the tokens that it
             predicts.
         ModelNotSupportedError: it cannot be proven that documents are isolated.
@@ -148,6 +148,12 @@ def _read(documents: Any) -> list[_Row]:
         if len(labels) != len(tokens):
             raise PackingError(
                 f"labels: expected a label for each of the {len(tokens)} tokens of document {number}, got {len(labels)}"
+            )
+        other = np.flatnonzero((labels != IGNORED_LABEL) & (labels != tokens))
+        if len(other):
+            raise PackingError(
+                f"labels: expected the document's own tokens, or {IGNORED_LABEL} for tokens that are not scored, got "
+                f"{labels[other[0]]} for token {other[0]} of document {number}, which is {tokens[other[0]]}"
             )
         labels[:1] = IGNORED_LABEL  # the first token follows nothing
         rows.append(_Row(tokens, labels))

@@ -163,6 +163,10 @@ def test_bad_arguments():
         hfp.PackingError, match="labels: expected a label for each of the 2 tokens of document 0, got 1"
     ):
         hfp.score(model, [{"input_ids": [5, 6], "labels": [5]}])
+    with pytest.raises(
+        hfp.PackingError, match="labels: expected the document's own tokens, or -100 .* got 7 for token 1"
+    ):
+        hfp.score(model, [{"input_ids": [5, 6], "labels": [-100, 7]}])
     with pytest.raises(hfp.PackingError, match="BertForMaskedLM sees the tokens that it predicts, .* hidden='mean'"):
         hfp.score(patched_tiny("bert", "masked"), rows)
     with pytest.raises(hfp.PackingError, match="BertModel has no head that predicts tokens; pass hidden='mean'"):

@@ -308,6 +308,21 @@ def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
 
 
 @pytest.mark.slow
+def test_evaluation_loss_on_two_processes(tmp_path):
+    """Rows that accelerate repeats, so that both processes have as many, count once in a mean of labeled tokens."""
+    size = 4
+    assert ROWS % (2 * size)
+    run = {"kind": "tokens", "evaluate": True, "per_device_eval_batch_size": size}
+    launch("whole_rows_process.py", tmp_path, json.dumps({"eval": run}), ranks=2)
+    found = [json.loads((tmp_path / "eval" / f"metrics-{rank}.json").read_text())["eval_loss"] for rank in range(2)]
+    trainer = trainer_of("tokens", tmp_path)
+    whole = trainer.data_collator(list(trainer.get_train_dataloader().dataset))
+    with torch.no_grad():
+        expected = float(trainer.model.eval()(**whole).loss)
+    assert found == pytest.approx([expected] * 2, rel=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_log_probs")
 @pytest.mark.parametrize("kind", ["classifier", "dpo", "reward"])
 def test_two_processes(kind, tmp_path):
