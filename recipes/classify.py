@@ -14,21 +14,18 @@ from typing import Any
 
 import datasets
 import numpy as np
-import torch
 from accelerate import PartialState
 from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer, read_documents
+from documents import load_tokenizer, read_documents, train_and_test
+from models import load_with_head, small_bert
+from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import (
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
-    set_seed,
 )
 
 import hf_packing as hfp
@@ -39,41 +36,25 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", help="a .jsonl, .json, .parquet or .csv file with text and label")
     parser.add_argument("--eval_data", help="rows to evaluate on; default: 10 percent of --data")
     parser.add_argument("--model", help="name or folder; default: a small BERT from scratch")
-    parser.add_argument("--tokenizer", help="name or folder; default: that of --model, or one trained on the texts")
     parser.add_argument("--max_length", type=positive, default=512, help="longer texts are truncated, and counted")
     parser.add_argument("--max_tokens", type=positive, default=4096, help="tokens of a micro-batch on each process")
     parser.add_argument("--rows_per_step", type=positive, help="mean number of rows in an optimizer step")
-    parser.add_argument("--gradient_accumulation_steps", type=positive, default=1)
-    parser.add_argument("--epochs", type=positive, default=1)
-    parser.add_argument("--max_steps", type=positive, help="optimizer steps, instead of --epochs")
-    parser.add_argument("--learning_rate", type=float, default=1e-4)
-    parser.add_argument("--save_steps", type=positive, default=500, help="optimizer steps between checkpoints")
-    parser.add_argument("--output_dir", default="outputs/classify")
-    parser.add_argument("--resume_from_checkpoint", action="store_true", help="resume from the last one")
+    add_training(parser, "outputs/classify", 1e-4)
     return parser.parse_args(flags)
 
 
 def main(flags: Sequence[str] | None = None) -> dict[str, float]:
     given = parse(flags)
     checkpoint = checkpoint_of_trainer(given.output_dir, given.resume_from_checkpoint)
-    with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():
+    with PartialState(cpu=on_cpu()).main_process_first():
         train, test = read(given)
         tokenizer = load_tokenizer(given.tokenizer or given.model, train)
         names = sorted(set(train["label"]), key=str)
         train, test = (tokenize(rows, tokenizer, names, given.max_length) for rows in (train, test))
+    small = small_bert(len(tokenizer), given.max_length, num_labels=len(names))
     trainer = Trainer(
-        load_model(given.model, tokenizer, len(names), given.max_length),
-        TrainingArguments(
-            given.output_dir,
-            num_train_epochs=given.epochs,
-            max_steps=given.max_steps or -1,
-            learning_rate=given.learning_rate,
-            gradient_accumulation_steps=given.gradient_accumulation_steps,
-            use_cpu=not torch.accelerator.is_available(),
-            save_steps=given.save_steps,
-            report_to="none",
-            logging_steps=10,
-        ),
+        load_with_head(AutoModelForSequenceClassification, given.model, small, num_labels=len(names)),
+        TrainingArguments(**training_arguments(given)),
         train_dataset=train,
         eval_dataset=test,
         data_collator=DataCollatorWithPadding(tokenizer),
@@ -93,11 +74,7 @@ def read(given: argparse.Namespace) -> tuple[datasets.Dataset, datasets.Dataset]
     rows = read_documents(given.data)
     if given.data is None:
         rows = rows.map(lambda row: {"label": int("(self" in row["text"].split("\n", 1)[0])}, desc="Labeling")
-    if given.eval_data is None:
-        split = rows.train_test_split(test_size=0.1, seed=0)
-        parts = (split["train"], split["test"])
-    else:
-        parts = (rows, read_documents(given.eval_data, "--eval_data"))
+    parts = train_and_test(rows, given.eval_data)
     for flag, part in zip(("--data", "--eval_data"), parts, strict=True):
         if not {"text", "label"} <= set(part.column_names):
             raise SystemExit(f"{flag}: expected columns text and label, got {', '.join(part.column_names)}")
@@ -121,16 +98,6 @@ def tokenize(
     if at_limit:
         PartialState().print(f"{at_limit:,} of {len(tokens):,} texts have {max_length} tokens or were truncated to it")
     return tokens
-
-
-def load_model(name: str | None, tokenizer: PreTrainedTokenizerBase, labels: int, max_length: int) -> PreTrainedModel:
-    set_seed(0)
-    if name:
-        return AutoModelForSequenceClassification.from_pretrained(name, num_labels=labels)
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=len(tokenizer), max_position_embeddings=max_length, num_labels=labels, **sizes)
-    )
 
 
 def accuracy(predicted: EvalPrediction) -> dict[str, float]:

@@ -2,10 +2,11 @@
 
 import ast
 import sysconfig
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -68,6 +69,18 @@ def read_documents(data: str | None, flag: str = "--data") -> datasets.Dataset:
         raise
 
 
+def train_and_test(
+    rows: datasets.Dataset,
+    eval_data: str | None,
+    read: Callable[[str, str], datasets.Dataset] = read_documents,
+) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return the rows to train on, and those of --eval_data, or else a tenth of the rows, to evaluate on."""
+    if eval_data is not None:
+        return rows, read(eval_data, "--eval_data")
+    split = rows.train_test_split(test_size=0.1, seed=0)
+    return split["train"], split["test"]
+
+
 def as_text(row: dict) -> str:
     """Return the text of a row; chats are written as ChatML."""
     return render(row, kind_of(row), chatml).text
@@ -95,6 +108,31 @@ def train_tokenizer(documents: datasets.Dataset) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(map(as_text, documents), trainer, length=len(documents))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+
+
+def train_word_pieces(documents: datasets.Dataset) -> PreTrainedTokenizerFast:
+    """Return a tokenizer like BERT's, trained on the documents: word pieces, and a token for masks."""
+    names = {name: f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    tokenizer = Tokenizer(models.WordPiece(unk_token=names["unk"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=list(names.values()))
+    tokenizer.train_from_iterator(map(as_text, documents), trainer, length=len(documents))
+    sep, cls = ((names[name], tokenizer.token_to_id(names[name])) for name in ("sep", "cls"))
+    tokenizer.post_processor = processors.BertProcessing(sep, cls)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in names.items()}
+    )
+
+
+def load_tokenizer_for(name: str | None, rows: datasets.Dataset, columns: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Return the named tokenizer, or one trained on the texts in these columns of the rows, joined."""
+    if name:
+        return load_tokenizer(name, rows)
+    if not isinstance(rows[0][columns[0]], str):
+        raise SystemExit("--tokenizer: expected one with a chat template, since --data has messages, got none")
+    texts = ["".join(row[column] for column in columns) for row in rows]
+    return train_tokenizer(datasets.Dataset.from_dict({"text": texts}))
 
 
 def load_tokenizer(name: str | None, documents: datasets.Dataset) -> PreTrainedTokenizerBase:

@@ -1,0 +1,181 @@
+"""The recipes for reward models, GRPO and masked language models, run as a user runs them, on less."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import grpo
+import mlm
+import numpy as np
+import pytest
+import reward
+import torch
+from documents import train_tokenizer, train_word_pieces
+from processes import HANGS, TORCHRUN
+from recipe_inputs import exits, save_tiny_model, write
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+MAIN = {"reward": reward.main, "mlm": mlm.main, "grpo": grpo.main}
+FLAGS = {
+    "reward": ("--max_tokens", 200, "--max_length", 40),
+    "mlm": ("--max_tokens", 100, "--max_length", 16, "--whole_words"),
+    "grpo": ("--max_completion_length", 8, "--num_generations", 4, "--per_device_train_batch_size", 8),
+}
+
+
+def words(number, seed=0):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(["aa", "bb", "cc."], rng.integers(1, 20))) for _ in range(number)]
+
+
+def preferred(number=31, **more):
+    answers = zip(words(number, 1), words(number, 2), strict=True)
+    return [{"chosen": chosen, "rejected": rejected, **more} for chosen, rejected in answers]
+
+
+def texts(number=40):
+    return [{"text": text} for text in words(number)]
+
+
+def prompts(number=12):
+    return [{"prompt": "say " * (n % 4 + 1)} for n in range(number)]
+
+
+ROWS = {"reward": preferred(prompt="say "), "mlm": texts(), "grpo": prompts()}
+
+
+def flags_of(recipe, folder, *more):
+    data = write(folder / "rows.jsonl", ROWS[recipe])
+    return [*map(str, ("--data", data, *FLAGS[recipe], "--output_dir", folder / "out", *more))]
+
+
+def test_reward(tmp_path, capsys):
+    """The accuracy is that of the saved model on each pair alone; long pairs are counted."""
+    pairs = preferred(26)
+    short = write(tmp_path / "test.jsonl", pairs)
+    long = write(tmp_path / "train.jsonl", [*preferred(), {"chosen": "aa " * 99, "rejected": "bb"}])  # without prompts
+    flags = flags_of("reward", tmp_path, "--eval_data", short, "--max_steps", 3, "--pairs_per_step", 5)
+    accuracy = reward.main([*flags, "--data", str(long)])["eval_accuracy"]
+    said = capsys.readouterr().out
+    assert "1 of 32 pairs for training have more than 40 tokens: left out" in said
+    assert "the loss is a mean of rows" in said
+    assert f"accuracy on 26 pairs: {accuracy:.3f}" in said
+    model, tokenizer = (
+        kind.from_pretrained(tmp_path / "out") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
+
+    def rewarded(text):
+        with torch.no_grad():
+            return model(**tokenizer(text + tokenizer.eos_token, return_tensors="pt")).logits.item()
+
+    assert accuracy == np.mean([rewarded(row["chosen"]) > rewarded(row["rejected"]) for row in pairs])
+    assert 0 < accuracy < 1
+
+
+def test_mlm(tmp_path, capsys):
+    metrics = mlm.main(flags_of("mlm", tmp_path, "--documents_per_step", 9))
+    said = capsys.readouterr().out
+    assert "texts longer than 16 tokens were split: 36 texts are " in said
+    assert f" documents: {metrics['eval_loss']:.4f}" in said
+
+
+@pytest.mark.parametrize("train", [train_tokenizer, train_word_pieces])
+def test_splitting_loses_no_token(train):
+    rows = datasets.Dataset.from_list(texts())
+    tokenizer = train(rows)
+    documents = mlm.tokenize(rows, tokenizer, 7, whole_words=False)
+    assert max(map(len, documents["input_ids"])) == 7
+    kept = [np.array(row["input_ids"])[np.array(row["special_tokens_mask"]) == 0] for row in documents]
+    whole = [token for text in rows["text"] for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert np.concatenate(kept).tolist() == whole
+
+
+def test_whole_words_of_tokens_that_begin_with_a_space():
+    tokenizer = train_tokenizer(datasets.Dataset.from_list([{"text": "x"}]))  # a token for each byte
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    (document,) = mlm.tokenize(datasets.Dataset.from_list([{"text": "aa" + " bb" * 40}]), tokenizer, 200, True)
+    torch.manual_seed(0)
+    ids, special, places = (
+        torch.tensor([document[name]]) for name in ("input_ids", "special_tokens_mask", "offset_mapping")
+    )
+    _, labels = mlm.masking(tokenizer, 0.3, True).torch_mask_tokens(ids, special, places)
+    of_word = [set(word.tolist()) for word in (labels[0] != -100).split([2] + [3] * 40)]
+    assert all(len(chosen) == 1 for chosen in of_word)
+    assert {True} in of_word
+    assert {False} in of_word
+
+
+def test_grpo(tmp_path, capsys):
+    model = save_tiny_model(tmp_path / "model")
+    flags = flags_of("grpo", tmp_path, "--max_steps", 1, "--reward", "length:20", "--model", model, "--beta", 0.1)
+    trainer = grpo.main(flags)
+    said = capsys.readouterr().out
+    assert "model: LlamaForCausalLM, its tokens run as one packed row" in said
+    assert "ref_model: LlamaForCausalLM, its tokens run as one packed row" in said
+    assert f"mean reward: {trainer.state.log_history[0]['rewards/length/mean']:.3f} in the first 1 steps" in said
+
+
+def test_rewards_of_grpo():
+    assert grpo.reward_of("length:4")(["abcd", "abc", "abcdef", "", "a" * 9]) == [1, 0.75, 0.5, 0, 0]
+    assert grpo.reward_of("regex:a:?b+")(["abbc", "a:b", "", "c"]) == [0.75, 1, 0, 0]
+    assert grpo.reward_of("length:2")([[{"role": "assistant", "content": "ab"}]]) == [1]
+    for wrong in ("length:0", "length:x", "regex:", "regex:(", "short"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+            grpo.reward_of(wrong)
+
+
+def test_refused(tmp_path):
+    rows = {"a": [{"text": "a"}], "b": preferred(margin=1.0), "c": [{"prompt": [{"role": "user", "content": "a"}]}]}
+    files = {name: str(write(tmp_path / f"{name}.jsonl", data)) for name, data in rows.items()}
+    none = "--output_dir", str(tmp_path / "out")
+    assert exits(grpo.main, ["--data", files["a"], *none]) == "--data: expected a column prompt, got text"
+    assert "expected 0 without --model" in exits(grpo.main, ["--data", files["c"], "--beta", "1", *none])
+    assert "with a chat template" in exits(grpo.main, ["--data", files["c"], *none])
+    assert (
+        exits(reward.main, ["--data", files["a"], *none]) == "--data: expected columns chosen, rejected, got no chosen"
+    )
+    assert "expected no column margin" in exits(reward.main, ["--data", files["b"], *none])
+    assert exits(mlm.main, ["--data", files["c"], *none]) == "--data: expected a column text, got prompt"
+    model = str(save_tiny_model(tmp_path / "model"))
+    flags = flags_of("mlm", tmp_path)
+    assert "expected one with a mask token" in exits(mlm.main, [*flags, "--tokenizer", model])
+    assert "got 1.5" in exits(mlm.main, [*flags, "--mlm_probability", "1.5"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", list(MAIN))
+def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path):
+    flags = flags_of(recipe, tmp_path, "--max_steps", 2, "--save_steps", 1, "--gradient_accumulation_steps", 2)
+    whole = MAIN[recipe](flags)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert "has one of an earlier run" in exits(MAIN[recipe], flags)
+    for name in ("checkpoint-2", "model.safetensors"):
+        path = tmp_path / "out" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = load_file(tmp_path / "out" / "checkpoint-1" / "model.safetensors")
+    assert any(not torch.equal(before[name], weights[name]) for name in weights)
+    again = MAIN[recipe]([*flags, "--resume_from_checkpoint"])
+    resumed = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+    if recipe != "grpo":
+        assert again["eval_loss"] == whole["eval_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", list(MAIN))
+def test_two_processes(recipe, tmp_path):
+    start = [sys.executable, *TORCHRUN, "2", str(RECIPES / f"{recipe}.py"), *flags_of(recipe, tmp_path)]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=HANGS, check=False, env=os.environ)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ends = {"reward": "accuracy on 4 pairs", "mlm": "loss on ", "grpo": "mean reward: "}
+    assert ends[recipe] in done.stdout
+    assert done.stdout.count(ends[recipe]) == 1
+    assert (tmp_path / "out" / "model.safetensors").exists()
