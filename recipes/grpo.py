@@ -1,6 +1,6 @@
-r"""Train with GRPOTrainer, without computing the padding of its batches. How it samples completions does not change.
+"""Train with GRPOTrainer, without computing the padding of its batches. How it samples completions does not change.
 
-    python recipes/grpo.py --data prompts.jsonl --model Qwen/Qwen3-0.6B --reward "regex:\b\d+\b"
+    python recipes/grpo.py --data prompts.jsonl --model Qwen/Qwen3-0.6B --max_completion_length 256
     torchrun --nproc-per-node 2 recipes/grpo.py --data prompts.jsonl --model Qwen/Qwen3-0.6B --reward length:200
 
 Rows have a `prompt`: a text, or messages. Without --data, the prompts are first lines of functions of the Python
@@ -40,7 +40,9 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reward", type=reward_of, default="regex:[aeiou]+", help="default: %(default)s; see above")
     parser.add_argument("--num_generations", type=positive, default=8, help="completions of each prompt")
     parser.add_argument("--per_device_train_batch_size", type=positive, default=16, help="completions of a micro-batch")
-    parser.add_argument("--max_completion_length", type=positive, default=32, help="tokens of a completion")
+    parser.add_argument(
+        "--max_completion_length", type=positive, default=32, help="tokens of a completion; default: 32"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling")
     parser.add_argument("--beta", type=float, default=0.0, help="weight of the distance to --model as it was")
     add_training(parser, "outputs/grpo", None, "1e-6 with --model, 1e-2 without")
