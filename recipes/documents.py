@@ -96,33 +96,28 @@ def kind_of(row: dict) -> str:
         ) from None
 
 
-def train_tokenizer(documents: datasets.Dataset) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE trained on the documents."""
+def train_tokenizer(documents: datasets.Dataset, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE trained on the documents, the same on every process, with more special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=["<|endoftext|>", "<|pad|>"],
+        special_tokens=["<|endoftext|>", "<|pad|>", *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(map(as_text, documents), trainer, length=len(documents))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
 
 
-def train_word_pieces(documents: datasets.Dataset) -> PreTrainedTokenizerFast:
-    """Return a tokenizer like BERT's, trained on the documents: word pieces, and a token for masks."""
-    names = {name: f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    tokenizer = Tokenizer(models.WordPiece(unk_token=names["unk"]))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=list(names.values()))
-    tokenizer.train_from_iterator(map(as_text, documents), trainer, length=len(documents))
-    sep, cls = ((names[name], tokenizer.token_to_id(names[name])) for name in ("sep", "cls"))
-    tokenizer.post_processor = processors.BertProcessing(sep, cls)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in names.items()}
-    )
+def train_masked_tokenizer(documents: datasets.Dataset) -> PreTrainedTokenizerFast:
+    """Return a tokenizer for masked language models: with tokens around each text, and one for masks."""
+    names = {name: f"<|{name}|>" for name in ("cls", "sep", "mask")}
+    tokenizer = train_tokenizer(documents, list(names.values()))
+    tokenizer.add_special_tokens({f"{name}_token": token for name, token in names.items()})
+    sep, cls = ((names[name], tokenizer.convert_tokens_to_ids(names[name])) for name in ("sep", "cls"))
+    tokenizer.backend_tokenizer.post_processor = processors.BertProcessing(sep, cls)
+    return tokenizer
 
 
 def load_tokenizer_for(name: str | None, rows: datasets.Dataset, columns: Sequence[str]) -> PreTrainedTokenizerBase:

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 from accelerate import PartialState
 from checkpoints import checkpoint_of_trainer, positive
-from documents import load_tokenizer, read_documents, train_and_test, train_word_pieces
+from documents import load_tokenizer, read_documents, train_and_test, train_masked_tokenizer
 from models import load_with_head, small_bert
 from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import (
@@ -48,7 +48,7 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
     with PartialState(cpu=on_cpu()).main_process_first():
         train, test = train_and_test(read(given.data), given.eval_data, read)
         name = given.tokenizer or given.model
-        tokenizer = load_tokenizer(name, train) if name else train_word_pieces(train)
+        tokenizer = load_tokenizer(name, train) if name else train_masked_tokenizer(train)
         collator = masking(tokenizer, given.mlm_probability, given.whole_words)
         train, test = (tokenize(texts, tokenizer, given.max_length, given.whole_words) for texts in (train, test))
     trainer = Trainer(
