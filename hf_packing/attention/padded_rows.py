@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_packing.attention.packed_row import PackedRow, Sharing, borders_from_positions
-from hf_packing.attention.token_axes import Path, map_leaves
+from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX
-from hf_packing.errors import PackingError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Side = Literal["right", "left", "both"]
 """Where the padding of a batch is: after the tokens of every row, before the tokens of every row, or elsewhere, such as
@@ -64,14 +64,14 @@ class PaddedRows:
         lengths: number of tokens in each row that are not padding.
         side: where the padding is.
         has_positions: whether the caller of the model has passed position_ids.
-        has_media: whether the caller has passed other floats than embeddings and labels, such as pictures.
+        media: names of the caller's arguments with other floats than embeddings and labels, such as pictures.
     """
 
     kept: Tensor
     lengths: tuple[int, ...]
     side: Side = "right"
     has_positions: bool = False
-    has_media: bool = False
+    media: tuple[str, ...] = ()
 
     @cached_property
     def row(self) -> PackedRow:
@@ -214,7 +214,7 @@ def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
                 f"attention_mask: expected no padding between the tokens of a row, but row {number} has {length} "
                 f"tokens between {start} and {end}; move its padding to one side"
             )
-    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None, _has_media(inputs))
+    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None, _media(inputs))
     given = next((name for name in _BORDERS if inputs.get(name) is not None), None)
     if given is not None:
         raise PackingError(f"{given}: expected no borders beside an attention_mask with padding; pass only one of them")
@@ -223,11 +223,38 @@ def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
     return rows
 
 
-def _has_media(inputs: Mapping[str, Any]) -> bool:
-    known = ("inputs_embeds", "labels")
-    return any(
-        isinstance(value, Tensor) and value.is_floating_point() and name not in known for name, value in inputs.items()
-    )
+def _media(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    floats = (name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point())
+    return tuple(name for name in floats if name not in ("inputs_embeds", "labels"))
+
+
+def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> None:
+    """Raise ModelNotSupportedError if a batch has pictures or sound, and a backbone gets more of them than embeddings
+    of tokens: attention masks, or floats that have no axes of rows and tokens.
+
+    Args:
+        backbone: name of the backbone's class.
+        inputs: keyword arguments of the backbone's forward, for the padded batch.
+        rows: the places of the tokens in the batch.
+    """
+    if not rows.media:
+        return
+    refused = f"{backbone}: padded batches with pictures or sound are not supported for this model, since it"
+    mask = inputs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        raise ModelNotSupportedError(
+            f"{refused} makes attention masks of its own for them, which a batch without padding does not have; call "
+            "unpatch_model"
+        )
+    for path, leaf in leaves({name: value for name, value in inputs.items() if name != "attention_mask"}):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
+        is_of_tokens = leaf.shape[:2] == rows.kept.shape and "cross_attention" not in path[0]
+        if not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3):
+            raise ModelNotSupportedError(
+                f"{refused} reads them beside the tokens: it got {path[0]} of shape {list(leaf.shape)} for rows and "
+                f"tokens of shape {list(rows.kept.shape)}; call unpatch_model"
+            )
 
 
 def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:
@@ -240,7 +267,7 @@ def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:
     rows, position_ids = math.prod(others), inputs.get("position_ids")
     device = next(each.device for each in inputs.values() if isinstance(each, Tensor))
     kept = torch.ones(rows, tokens, dtype=torch.bool, device=device)
-    found = PaddedRows(kept, (tokens,) * rows, "right", position_ids is not None, _has_media(inputs))
+    found = PaddedRows(kept, (tokens,) * rows, "right", position_ids is not None, _media(inputs))
     if position_ids is not None:
         _check_positions(position_ids, found)
     return found

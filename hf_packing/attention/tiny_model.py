@@ -26,6 +26,7 @@ _AUTO_CLASSES = {
     "token classification": ("TOKEN_CLASSIFICATION", modeling_auto.AutoModelForTokenClassification),
     "question answering": ("QUESTION_ANSWERING", modeling_auto.AutoModelForQuestionAnswering),
     "multiple choice": ("MULTIPLE_CHOICE", modeling_auto.AutoModelForMultipleChoice),
+    "pictures": ("IMAGE_TEXT_TO_TEXT", modeling_auto.AutoModelForImageTextToText),
 }
 """Maps each kind of model to a part of the name of its table in transformers, and to its auto class."""
 
@@ -74,7 +75,7 @@ def tiny_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig:
 
     The arguments have the same meaning as in `tiny_model`.
     """
-    return _small_config(CONFIG_MAPPING[model_type], kind, changes)
+    return small_config(CONFIG_MAPPING[model_type], kind, changes)
 
 
 def randomize(model: nn.Module) -> None:
@@ -116,21 +117,21 @@ def _scale_of(name: str, parameter: nn.Parameter) -> float:
     return float(1.2 / max(inputs, 1) ** 0.5)
 
 
-def _small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any]) -> PreTrainedConfig:
+def small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any]) -> PreTrainedConfig:
     fields = {field.name: field.default for field in dataclasses.fields(cls)}
     small = {name: value for name, value in (SETTINGS | THRESHOLDS).items() if name in fields}
     for name, default in fields.items():
         if ("drop" in name or name.endswith("pdrop")) and isinstance(default, (float, int)) and default is not False:
             small[name] = 0.0
-    for name, inner in _inner_configs(cls).items():
-        small[name] = _small_config(inner, "inner", {}).to_dict()
+    for name, inner in inner_configs(cls).items():
+        small[name] = small_config(inner, "inner", {}).to_dict()
     fixed = _SETTINGS_OF_TYPE.get(cls.model_type, {}) | changes
     if kind == "causal" and "is_decoder" in fields:
         fixed = fixed | {"is_decoder": True}
     return _accepted(cls, small, fixed)
 
 
-def _inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
+def inner_configs(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
     """Return a dictionary that maps the name of each configuration nested in `cls` to the class of that configuration.
 
     If `cls` allows any class for a nested configuration, the dictionary contains the class of the default value.

@@ -24,6 +24,7 @@ from hf_packing.attention.padded_rows import (
     Unpadding,
     has_axes_first,
     read_padded_rows,
+    refuse_media,
     rows_without_padding,
     use_rows,
 )
@@ -176,7 +177,7 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
 
     Raises:
         PackingError: the backbone does not get the tokens of the padded batch; or encoder_hidden_states are given.
-        ModelNotSupportedError: the model makes masks of its own for pictures.
+        ModelNotSupportedError: the model makes masks of its own for pictures, or the backbone gets pictures.
     """
     tokens = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if tokens is None else tokens
@@ -192,12 +193,7 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
             f"attention_mask: expected the same mask for {type(backbone).__name__} as for the whole model, which has "
             "changed it; call unpatch_model"
         )
-    if rows.has_media and mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        raise ModelNotSupportedError(
-            f"{type(backbone).__name__}: padded batches with pictures or sound are not supported for this model, "
-            "since it makes attention masks of its own for them, which a batch without padding does not have; call "
-            "unpatch_model"
-        )
+    refuse_media(type(backbone).__name__, inputs, rows)
     if inputs.get("encoder_hidden_states") is not None:
         raise PackingError("encoder_hidden_states: expected None on a patched model, got encoder states")
     left_out = {"attention_mask", "use_cache", *_CACHES}
