@@ -249,7 +249,7 @@ def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> 
     for path, leaf in leaves({name: value for name, value in inputs.items() if name != "attention_mask"}):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
-        is_of_tokens = leaf.shape[:2] == rows.kept.shape and "cross_attention" not in path[0]
+        is_of_tokens = leaf.shape[:2] == rows.kept.shape and "cross_attention" not in str(path[0])
         if not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3):
             raise ModelNotSupportedError(
                 f"{refused} reads them beside the tokens: it got {path[0]} of shape {list(leaf.shape)} for rows and "

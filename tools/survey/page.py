@@ -8,8 +8,11 @@ from statistics import median
 from tools.survey.heads import EXACT as EXACT_ROWS
 from tools.survey.heads import HEADS, MeasuredHead
 from tools.survey.measure import EXACT, Measured
+from tools.survey.pictures import MeasuredPictures
 
 COMMAND = "python -m tools.survey"
+
+PICTURES = "Texts and pictures"
 
 TITLES = {"causal": "Causal language models", "masked": "Masked language models"}
 
@@ -19,9 +22,15 @@ STOCK_IS_WRONG = 1e-3
 _HEAD = ("architecture", "unpatched", "route", "run by segment", "packed", "logits", "gradients", "why no faster route")
 
 
-def page(results: Sequence[Measured], versions: str, heads: Sequence[MeasuredHead] = ()) -> str:
+def page(
+    results: Sequence[Measured],
+    versions: str,
+    heads: Sequence[MeasuredHead] = (),
+    pictures: Sequence[MeasuredPictures] = (),
+) -> str:
     """Return the full text of docs/SUPPORTED_MODELS.md."""
     lines = ["# Supported models", "", *_summary(results, versions), *(_other_heads(heads) if heads else [])]
+    lines += _pictures(pictures) if pictures else []
     for kind, title in TITLES.items():
         own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
         lines += _table(title, _HEAD, [_cells(each) for each in own if each.route])
@@ -32,6 +41,13 @@ def page(results: Sequence[Measured], versions: str, heads: Sequence[MeasuredHea
         absent = [[each.name, _one_line(each.reason, 160)] for each in own if not each.built]
         lines += _table(f"Not measured: {title.lower()}", ("architecture", "why no tiny model could be built"), absent)
     return "\n".join(lines) + "\n"
+
+
+def with_pictures(text: str, pictures: Sequence[MeasuredPictures]) -> str:
+    """Return the text of a page with other measurements of pictures."""
+    before, _, after = text.partition(f"\n## {TITLES['causal']}\n")
+    before = before.partition(f"\n## {PICTURES}, ")[0]
+    return "\n".join([before.rstrip("\n"), *_pictures(pictures), "", f"## {TITLES['causal']}", after])
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -104,6 +120,46 @@ def _other_heads(results: Sequence[MeasuredHead]) -> list[str]:
             wrong,
         ),
     ]
+
+
+def _pictures(results: Sequence[MeasuredPictures]) -> list[str]:
+    """Return the lines about models that see pictures, on padded batches."""
+    found = {status: sorted((r for r in results if r.status == status), key=lambda r: r.name) for status in _RESULTS}
+    built = sum(len(found[status]) for status in ("exact", "refused", "WRONG", "as unpatched"))
+    taken = [each for status in ("exact", "WRONG", "as unpatched") for each in found[status]]
+    rows = [
+        [each.name, each.status + (", by length" if each.by_length else ""), _figure(each.difference)]
+        + [_figure(each.gradient), _one_line(each.reason, 160)]
+        for each in sorted(taken, key=lambda each: each.name)
+    ]
+    lines = [
+        "",
+        f"## {PICTURES}, on padded batches",
+        "",
+        f"`{COMMAND} --pictures` measures this section alone. A patched model takes padded batches of documents with",
+        "and without pictures: its vision tower runs as before, and its text backbone without the padding. Here, float64",
+        "models get documents with no, one and two pictures, padded on the right or left, and a single padded row.",
+        "Exact means that the backbone gets only the real tokens, and that the logits of every row and the gradients",
+        f"of all parameters, of text and vision, differ by at most {EXACT_ROWS:g} from those of each document alone,",
+        f"with its own pictures, on the unpatched model. Of {built} models, {len(found['exact'])} are exact, "
+        f"{len(found['refused'])} are refused with",
+        f'the reason, and {len(found["WRONG"])} are wrong. "As unpatched": the same as the unpatched model on the same',
+        "batch, in which rows already affect each other.",
+    ]
+    lines += _table(PICTURES, ("architecture", "result", "logits", "gradients", "problem"), rows)
+    refused = [[each.name, _one_line(each.reason, 300)] for each in found["refused"]]
+    lines += _table(f"Refused: {PICTURES.lower()}", ("architecture", "reason"), refused)
+    why = [[r.name, _one_line(r.reason, 160)] for status in _NOT_MEASURED for r in found[status]]
+    return lines + _table(f"Not measured: {PICTURES.lower()}", ("architecture", "why"), sorted(why))
+
+
+_NOT_MEASURED = ("not built", "cannot run alone")
+
+_RESULTS = ("exact", "refused", "WRONG", "as unpatched", *_NOT_MEASURED)
+
+
+def _figure(value: float) -> str:
+    return "" if isnan(value) else f"{value:.0e}"
 
 
 def _cell_of_head(each: MeasuredHead | None) -> str:
