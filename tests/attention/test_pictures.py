@@ -9,6 +9,8 @@ from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
+from tools.survey.picture_inputs import batch_of, make_documents
+from tools.survey.picture_models import picture_model
 
 PICTURE, START, END, VIDEO = 120, 122, 123, 121
 TEXT = {
@@ -142,3 +144,30 @@ def test_masks_of_its_own_for_pictures_are_refused():
         torch.tensor([[13, 14, 15]]), token_type_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False
     ).logits
     assert torch.allclose(logits[1, places[1]], alone[0], atol=1e-9)
+
+
+def test_pictures_before_the_tokens_of_a_row_are_refused():
+    """GIT lays a picture before the text, in the module that gets the tokens without padding."""
+    model = picture_model("git")
+    documents = make_documents(model)
+    hfp.patch_model(model)
+    for some, more in ((documents, 0), (documents[:1], 0), (documents[:1], 4)):
+        for side in ("right", "left"):
+            batch, _ = batch_of(model, some, side, more)
+            with pytest.raises(hfp.ModelNotSupportedError, match="pictures or sound are not .*it got pixel_values of"):
+                model(**batch)
+    ids = batch["input_ids"]
+    assert model(ids, attention_mask=batch["attention_mask"]).logits.shape[:2] == ids.shape
+
+
+def test_attention_to_pictures_is_refused():
+    """In Mllama, tokens see the 17 places of a picture, which may be as many as the tokens of the longest row."""
+    model, ratio = hfp.patch_model(picture_model("mllama")), torch.ones(2, 1, dtype=torch.long)
+    ratios = {"aspect_ratio_ids": ratio, "aspect_ratio_mask": ratio[..., None]}
+    for length in (9, 17):
+        ids = torch.arange(2 * length).view(2, length) + 8
+        mask = torch.ones_like(ids)
+        mask[1, :3] = 0
+        with pytest.raises(hfp.ModelNotSupportedError, match="it got cross_attention_states of shape"):
+            model(ids, attention_mask=mask, **ratios, pixel_values=torch.randn(2, 1, 1, 3, 16, 16).double())
+    assert model(ids, attention_mask=mask).logits.shape[:2] == ids.shape

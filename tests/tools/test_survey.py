@@ -3,10 +3,9 @@
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import transformers
+from survey_page import IS_CURRENT, PAGE, ROOT, same_figure, same_reason
 from tiers import fast_only
 
 from hf_packing.attention.find_route import known_routes
@@ -14,10 +13,6 @@ from hf_packing.attention.tiny_model import THRESHOLDS
 from tools.survey.heads import HEADS, MeasuredHead, head_jobs, measure_head, measure_heads
 from tools.survey.measure import EXACT, KINDS, Measured, all_jobs, feedings, make_documents, measure, measure_all
 from tools.survey.page import TITLES, page
-
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "SUPPORTED_MODELS.md").read_text()
-IS_CURRENT = f"transformers {transformers.__version__} " in PAGE
 
 Rows = dict[tuple[str, str], list[str]]
 """The cells of a page by section and architecture."""
@@ -57,26 +52,6 @@ def read_heads(text: str) -> dict[str, list[str]]:
     table = text.partition("\n## Heads\n")[2].partition("\n## ")[0]
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()[3:] if line]
     return {name: [cell.strip() for cell in cells] for name, *cells in rows}
-
-
-def masked(reason: str) -> str:
-    """A reason without its numbers, which processors round differently, and without what follows from a set's order."""
-    return re.sub(r"KeyError: '\w+'", "KeyError", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", reason))
-
-
-def same_reason(one: str, other: str) -> bool:
-    """Whether two reasons are the same but for numbers, which may shift where a long one is cut."""
-    if one.endswith("...") and other.endswith("..."):
-        one, other = masked(one[:-10]), masked(other[:-10])
-        shorter = min(len(one), len(other))
-        return one[:shorter] == other[:shorter]
-    return masked(one) == masked(other)
-
-
-def same_figure(one: str, other: str) -> bool:
-    """Whether two figures are of about the same size, as far as processors round alike."""
-    sizes = [max(float(each), 1e-6) for each in (one, other)]
-    return max(sizes) <= 100 * min(sizes) and (sizes[0] > EXACT) == (sizes[1] > EXACT)
 
 
 def disagreement(measured: Measured, text: str) -> str:

@@ -136,15 +136,15 @@ def _pictures(results: Sequence[MeasuredPictures]) -> list[str]:
         "",
         f"## {PICTURES}, on padded batches",
         "",
-        f"`{COMMAND} --pictures` measures this section alone. A patched model takes padded batches of documents with",
-        "and without pictures: its vision tower runs as before, and its text backbone without the padding. Here, float64",
-        "models get documents with no, one and two pictures, padded on the right or left, and a single padded row.",
+        f"`{COMMAND} --pictures` measures this section alone. A patched model takes padded batches of documents",
+        "with and without pictures: its vision tower runs as before, and its text backbone without the padding. Here,",
+        "float64 models get documents with no, one and two pictures, padded on the right or left, and one padded row.",
         "Exact means that the backbone gets only the real tokens, and that the logits of every row and the gradients",
         f"of all parameters, of text and vision, differ by at most {EXACT_ROWS:g} from those of each document alone,",
         f"with its own pictures, on the unpatched model. Of {built} models, {len(found['exact'])} are exact, "
         f"{len(found['refused'])} are refused with",
-        f'the reason, and {len(found["WRONG"])} are wrong. "As unpatched": the same as the unpatched model on the same',
-        "batch, in which rows already affect each other.",
+        f'the reason, and {len(found["WRONG"])} are wrong. "As unpatched": the same as the unpatched model on the',
+        "same batch, in which rows already affect each other.",
     ]
     lines += _table(PICTURES, ("architecture", "result", "logits", "gradients", "problem"), rows)
     refused = [[each.name, _one_line(each.reason, 300)] for each in found["refused"]]
