@@ -35,8 +35,8 @@ def architectures(kind: str) -> list[str]:
     """Return the names of all model types, such as "llama", for which transformers has this kind of model.
 
     Args:
-        kind: "causal", "masked", "sequence classification", "token classification", "question answering" or
-            "multiple choice".
+        kind: "causal", "masked", "sequence classification", "token classification", "question answering", "multiple
+            choice" or "pictures", for models that see pictures and return the logits of a text.
     """
     return sorted(getattr(modeling_auto, f"MODEL_FOR_{_AUTO_CLASSES[kind][0]}_MAPPING_NAMES"))
 
@@ -70,11 +70,7 @@ def tiny_model(model_type: str, kind: str, dtype: torch.dtype = torch.float32, *
 
 
 def tiny_config(model_type: str, kind: str, **changes: Any) -> PreTrainedConfig:
-    """Build a configuration with small sizes and no dropout. If the configuration class rejects a small size, the
-    default value is used.
-
-    The arguments have the same meaning as in `tiny_model`.
-    """
+    """Build a configuration with small sizes and no dropout; see `tiny_model` for the arguments."""
     return small_config(CONFIG_MAPPING[model_type], kind, changes)
 
 
@@ -118,6 +114,7 @@ def _scale_of(name: str, parameter: nn.Parameter) -> float:
 
 
 def small_config(cls: type[PreTrainedConfig], kind: str, changes: dict[str, Any]) -> PreTrainedConfig:
+    """Build a configuration of a class with small sizes. Where the class rejects one, it has the default value."""
     fields = {field.name: field.default for field in dataclasses.fields(cls)}
     small = {name: value for name, value in (SETTINGS | THRESHOLDS).items() if name in fields}
     for name, default in fields.items():
