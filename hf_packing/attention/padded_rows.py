@@ -247,7 +247,7 @@ def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> 
             "unpatch_model"
         )
     for path, leaf in leaves({name: value for name, value in inputs.items() if name != "attention_mask"}):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or has_axes_first(path, leaf, rows.kept.shape):
             continue
         is_of_tokens = leaf.shape[:2] == rows.kept.shape and "cross_attention" not in str(path[0])
         if not is_of_tokens and leaf.ndim >= (2 if path[0] in rows.media else 3):

@@ -130,7 +130,7 @@ def wrong_order(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("break_it", "status", "reason"),
-    [(padding_stays, "WRONG", "the backbone got 112 tokens"), (wrong_order, "as unpatched", "")],
+    [(padding_stays, "WRONG", "the backbone got 188 tokens"), (wrong_order, "as unpatched", "")],
 )
 def test_a_wrong_batch_of_pictures_is_noticed(monkeypatch, break_it, status, reason):
     break_it(monkeypatch)

@@ -1,5 +1,6 @@
 """Build tiny models that see pictures, with a tiny vision tower, for any such model type of transformers."""
 
+import copy
 import dataclasses
 from contextlib import suppress
 from typing import Any
@@ -24,7 +25,7 @@ def picture_model(name: str) -> PreTrainedModel:
     """
     cls = CONFIG_MAPPING[name]
     names = {each.name for each in dataclasses.fields(cls)}
-    of_type = _OF_TYPE.get(name, {})
+    of_type = copy.deepcopy(_OF_TYPE.get(name, {}))  # since configurations change their settings
     changes: dict[str, Any] = {key: value for key, value in _TOP.items() if key in names}
     for inner, kind in inner_configs(cls).items():
         known = {each.name for each in dataclasses.fields(kind)}
@@ -111,8 +112,8 @@ _TILES = {"image_grid_pinpoints": [[SIDE, SIDE], [SIDE, 2 * SIDE]]}
 
 _OF_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("internvl", "qianfan_ocr"), _SQUARE),
-    **dict.fromkeys(("qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl", "hunyuan_vl"), _MROPE_TEXT),
-    **dict.fromkeys(("glm_ocr", "glmga", "glm4v_moe"), _PARTLY_ROTARY),
+    **dict.fromkeys(("qwen2_5_vl", "glm4v", "glm46v", "paddleocr_vl", "hunyuan_vl", "glm_ocr", "glmga"), _MROPE_TEXT),
+    "glm4v_moe": _PARTLY_ROTARY,
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _INTERLEAVED_TEXT),
     **dict.fromkeys(("cosmos3_omni", "cosmos3_edge"), _INTERLEAVED_TEXT),
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"), _TILES),
