@@ -77,6 +77,8 @@ def train_and_test(
     """Return the rows to train on, and those of --eval_data, or else a tenth of the rows, to evaluate on."""
     if eval_data is not None:
         return rows, read(eval_data, "--eval_data")
+    if len(rows) < 2:
+        raise SystemExit(f"--data: expected two rows or more, or rows in --eval_data, got {len(rows)}")
     split = rows.train_test_split(test_size=0.1, seed=0)
     return split["train"], split["test"]
 

@@ -88,6 +88,20 @@ def test_krell(tmp_path, shared_data):  # noqa: ARG001
 
 
 @pytest.mark.slow
+def test_packed_squad(tmp_path):
+    found = tables("packed_squad", tmp_path)
+    packs = starting_with(found, "88,641 lengths like SQuAD's, 172.")[1:]
+    assert len(packs) == 6
+    for row in packs:
+        assert number(row[2]) == pytest.approx(number(row[3]), rel=0.006)
+    speeds = {row[0]: row for row in starting_with(found, "A BERT")[1:]}
+    slots = [number(row[1]) for row in speeds.values()]
+    assert slots == sorted(slots, reverse=True)
+    assert number(speeds["token budget"][1]) == 1
+    assert "is the same in all four: yes" in " ".join((tmp_path / "packed_squad.md").read_text().split())
+
+
+@pytest.mark.slow
 def test_fewer_truncations(tmp_path):
     found = tables("fewer_truncations", tmp_path)
     for row in starting_with(found, "Table 2")[1:]:

@@ -1,0 +1,212 @@
+"""The recipes that answer questions and embed texts, run as a user runs them, on less."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import answer_scores
+import answer_windows
+import datasets
+import numpy as np
+import pytest
+import squad
+from function_data import described, questions
+from processes import HANGS, TORCHRUN
+from recipe_inputs import exits, write
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+FUNCTIONS = [
+    '    def area(self, width, height=2):\n        """Return it.\n\n        In m2."""\n        return width * height\n',
+    "def nothing():\n    pass\n",
+    'def größe(text, *, encoding="ü"):\n    é = len(text)\n    return (é, encoding)\n',
+    "def two(x):\n    if x:\n        return 1\n    return 2\n",
+    "def stars(*args):\n    return args\n",
+]
+
+
+def asked(number=40, none_every=5):
+    """Questions about long and short texts; some have no answer."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for n in range(number):
+        words = [str(word) for word in rng.choice(["aa", "bb", "cc"], rng.integers(5, 60))]
+        place = int(rng.integers(len(words)))
+        words[place] = "gold"
+        found = {"text": ["gold"], "answer_start": [len(" ".join([*words[:place], ""]))]}
+        answers = {"text": [], "answer_start": []} if n % none_every == 1 else found
+        rows.append({"question": f"where {n}", "context": " ".join(words), "answers": answers})
+    return rows
+
+
+def flags_for(folder, rows, **others):
+    data = write(folder / "rows.jsonl", rows)
+    known = {"data": data, "max_tokens": 200, "max_length": 32, "doc_stride": 8, "output_dir": folder / "out"}
+    return [text for name, value in (known | others).items() for text in (f"--{name}", str(value))]
+
+
+def test_squad(tmp_path, capsys):
+    flags = flags_for(tmp_path, asked(), rows_per_step=5, epochs=2)
+    metrics = squad.main(flags)
+    assert 0 <= metrics["eval_exact_match"] <= metrics["eval_f1"] <= 100
+    said = capsys.readouterr().out
+    assert "36 questions, 29 with an answer, in " in said
+    assert "the answers to 0 questions are in no window" in said
+    assert "the loss is a mean of rows" in said
+    assert "on 4 questions: exact match" in said
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_answers_are_in_the_windows_that_have_them():
+    rows = datasets.Dataset.from_list(asked())
+    tokenizer = squad.load_pair_tokenizer(squad.parse([]), rows)
+    found = answer_windows.cut_into_windows(rows, "--data", tokenizer, max_length=24, doc_stride=8)
+    assert len(found) > len(rows)
+    right = 0
+    for window in found:
+        row, start, end = rows[window["row"]], window["start_positions"], window["end_positions"]
+        assert window["input_ids"][0] == tokenizer.eos_token_id
+        text = tokenizer.decode(window["input_ids"][start : end + 1])
+        in_context = [place for place in window["offsets"] if place[0] >= 0]
+        first, last = in_context[0][0], in_context[-1][1]
+        gold = row["answers"]["answer_start"]
+        if gold and first <= gold[0] and gold[0] + len("gold") <= last:
+            assert text.strip() == "gold"
+            right += 1
+        else:
+            assert start == end == answer_windows.NO_ANSWER
+    assert right >= 32
+
+    logits = np.full((2, len(found), 24), -9.0)
+    for number, (first, last) in enumerate(zip(found["start_positions"], found["end_positions"], strict=True)):
+        logits[:, number, [first, last]] = [[9 + (first > 0)], [9 + (last > 0)]]
+    predicted = answer_scores.predict(*logits, found, rows, max_answer_tokens=8)
+    assert [text.strip() for text in predicted] == ["gold" if each["text"] else "" for each in rows["answers"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "right", "scores"),
+    [
+        ("The  Gold.", ["silver", "gold"], (1, 1)),
+        ("gold and silver", ["gold"], (0, 0.5)),
+        ("", [], (1, 1)),
+        ("gold", [], (0, 0)),
+        ("", ["gold"], (0, 0)),
+    ],
+)
+def test_words_are_compared_as_squad_does(text, right, scores):
+    assert answer_scores.best_of(text, right) == pytest.approx(scores)
+
+
+def test_questions_about_functions():
+    rows = list(questions(datasets.Dataset.from_dict({"text": FUNCTIONS[:1] + FUNCTIONS[:3] + FUNCTIONS[2:]})))
+    found = {row["question"]: row["answers"]["text"][0] for row in rows}
+    assert found == {
+        "What does area return?": "width * height",
+        "Which arguments does area take?": "self, width, height=2",
+        "Which arguments does größe take?": 'text, *, encoding="ü"',
+        "What does größe return?": "(é, encoding)",
+        "Which arguments does two take?": "x",
+        "What does stars return?": "args",
+    }
+    for row in rows:
+        start, text = row["answers"]["answer_start"][0], row["answers"]["text"][0]
+        assert row["context"][start : start + len(text)] == text
+
+
+def test_functions_without_their_docstrings():
+    (row,) = described(datasets.Dataset.from_dict({"text": FUNCTIONS}))
+    assert row == {
+        "anchor": "Return it.",
+        "positive": "def area(self, width, height=2):\n    return width * height\n",
+    }
+
+
+def test_squad_refuses(tmp_path):
+    def refusal(rows, **others):
+        return exits(squad.main, flags_for(tmp_path, rows, **others))
+
+    rows = asked(20)
+    assert refusal([{"question": "a", "context": "b"}]) == (
+        "--data: expected columns question, context, answers, got no answers"
+    )
+    wrong = [{**row, "answers": {"text": ["gold"], "answer_start": [999]}} for row in rows]
+    assert "expected the answer 'gold' in the context at character 999, got ''" in refusal(wrong)
+    assert "expected questions of less than --max_length - --doc_stride = 2 tokens" in refusal(rows, max_length=10)
+
+
+@pytest.mark.slow
+def test_resume(tmp_path):
+    flags = flags_for(tmp_path, asked(), max_steps=4, save_steps=2)
+    whole = squad.main(flags)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    again = squad.main([*flags, "--resume_from_checkpoint"])
+    assert again["eval_loss"] == whole["eval_loss"]
+
+
+def torchrun(recipe, flags):
+    start = [sys.executable, *TORCHRUN, "2", str(RECIPES / recipe), *flags]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=HANGS, check=False, env=os.environ)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_squad_on_two_processes(tmp_path):
+    said = torchrun("squad.py", flags_for(tmp_path, asked(), epochs=2))
+    assert "2 x " in said  # ranks x micro-batches
+    assert said.count("on 4 questions: exact match") == 1
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def pairs(folder, number=60):
+    rng = np.random.default_rng(1)
+    names = [f"{chr(97 + n % 26)}{n}" for n in range(number)]
+    rows = [{"anchor": f"about {name}", "positive": f"{name} " * int(rng.integers(1, 12))} for name in names]
+    known = {"data": write(folder / "pairs.jsonl", rows), "batch_size": 8, "max_length": 32, "max_steps": 4}
+    return [text for name, value in (known | {"save_steps": 2}).items() for text in (f"--{name}", str(value))]
+
+
+@pytest.mark.slow
+def test_embed(tmp_path, capsys):
+    pytest.importorskip("sentence_transformers")
+    import embed
+
+    flags = [*pairs(tmp_path), "--output_dir", str(tmp_path / "out")]
+    whole = embed.main(flags)
+    said = capsys.readouterr().out
+    assert "padding on the right or left is taken out" in said
+    assert "0 of 108 texts to train on have 32 tokens or are truncated to it" in said
+    assert "anchors are closest to their own text among all of them" in said
+    assert max(whole["difference"], whole["difference_of_score"]) < 1e-5
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert embed.main([*flags, "--resume_from_checkpoint"])["accuracy"] == whole["accuracy"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.slow
+def test_embed_on_two_processes(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    said = torchrun("embed.py", [*pairs(tmp_path), "--output_dir", str(tmp_path / "out")])
+    assert said.count("anchors are closest") == 1
+
+
+@pytest.mark.slow
+def test_embeddings_are_those_of_the_encoder_without_the_patch(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    import embed
+
+    import hf_packing as hfp
+
+    texts = [f"word {n} " * (n % 7 + 1) for n in range(40)]
+    given = embed.parse(["--output_dir", str(tmp_path), "--max_length", "64"])
+    model = embed.load_model(given, datasets.Dataset.from_dict({"positive": texts})).double()
+    alone = np.concatenate([model.encode([text]) for text in texts])
+    hfp.patch_model(model[0].auto_model)
+    for side in ("right", "left"):
+        model.tokenizer.padding_side = side
+        assert np.abs(model.encode(texts, batch_size=8) - alone).max() < 1e-12
