@@ -78,10 +78,7 @@ def main(flags: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def read(data: str | None, flag: str = "--data") -> datasets.Dataset:
-    pairs = read_pairs(data, ("chosen", "rejected"), ("prompt", "margin"), flag)
-    if "margin" in pairs.column_names:
-        raise SystemExit(f"{flag}: expected no column margin, which patched models do not take, got one; remove it")
-    return pairs
+    return read_pairs(data, ("chosen", "rejected"), ("prompt", "margin"), flag)
 
 
 def differences(logits: Tensor, _: Tensor | None) -> Tensor:

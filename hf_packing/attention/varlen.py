@@ -29,7 +29,7 @@ NAME_WITH_LOCAL_MASKS = "packed_varlen_local"
 attention mask. Under this name, `packed_varlen` gets a `LocalMask` as its attention_mask."""
 
 _HARMLESS = frozenset(
-    ["cache_position", "deterministic", "ignore_index", "labels", "num_items_in_batch", "output_attentions"]
+    ["cache_position", "deterministic", "ignore_index", "labels", "margin", "num_items_in_batch", "output_attentions"]
     + ["output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "return_dict"]
     + ["seq_idx", "shift_labels", "use_cache"]
 )

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import datasets
+import numpy as np
 from transformers import TrainingArguments
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, OFFSET_MAPPING, SPECIAL_TOKENS_MASK
@@ -18,6 +19,12 @@ from hf_packing.training.ranks import PlannedFrom
 
 _EVALUATION = -1
 """The number that stands for the epoch in the seeds of an evaluation, so that every evaluation has the same masks."""
+
+_SAMPLED = 64
+"""Number of rows in which words are looked for."""
+
+_SEVERAL = 8
+"""Rows with at least this number of tokens are expected to have several words."""
 
 _MASKING = "masking"
 """The checkpoint entry that tells how tokens were masked."""
@@ -36,7 +43,8 @@ class MaskedRows(SampledRows):
         masking: how tokens are masked.
 
     Raises:
-        PackingError: the dataset has labels or loss masks, or lacks a column that the masking needs.
+        PackingError: the dataset has labels or loss masks, or lacks a column that the masking needs; or words cannot be
+            told from the offsets of tokens.
     """
 
     def __init__(
@@ -54,6 +62,8 @@ class MaskedRows(SampledRows):
         self._same_masks = isinstance(sampler.batching, (InOrder, FilledInOrder))
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             self._check_columns(visible_columns(dataset))
+        if masking.whole_words:
+            self._check_words()
 
     @property
     def batches(self) -> Iterable[list[Any]]:
@@ -102,6 +112,18 @@ class MaskedRows(SampledRows):
                         f"input_ids, got {len(row[name])}"
                     )
 
+    def _check_words(self) -> None:
+        """Raise PackingError if no gaps divide words in a sample of rows, so that a row is masked as a whole or not."""
+        sampled = np.unique(np.linspace(0, len(self.sampler.rows.sizes) - 1, _SAMPLED).round().astype(int)).tolist()
+        rows = super().__getitems__([(number, False) for number in sampled])
+        in_rows = [offsets for row in rows if len(offsets := _of_characters(row)) >= _SEVERAL]
+        if in_rows and not any((offsets[1:, 0] != offsets[:-1, 1]).any() for offsets in in_rows):
+            raise PackingError(
+                f"{OFFSET_MAPPING}: expected gaps between words, by which {type(self.masking.collator).__name__} finds "
+                f"whole words, but {len(in_rows)} rows with {_SEVERAL} tokens or more have none, and each would be one "
+                "word. Use a tokenizer whose offsets leave out spaces, or whole_word_mask=False"
+            )
+
     def _check_columns(self, names: Iterable[str]) -> None:
         names = set(names).difference(self.unread)
         collator = type(self.masking.collator).__name__
@@ -116,6 +138,12 @@ class MaskedRows(SampledRows):
                 f"dataset: expected a column {OFFSET_MAPPING!r}, since {collator} has whole_word_mask=True, got "
                 f"columns: {', '.join(sorted(names)) or 'none'}; call the tokenizer with return_offsets_mapping=True"
             )
+
+
+def _of_characters(row: Row) -> Any:
+    """Return the offsets of the tokens that stand for characters, and are not special, int64 [tokens, 2]."""
+    offsets = np.array(row[OFFSET_MAPPING], dtype=np.int64).reshape(-1, 2)
+    return offsets[offsets[:, 1] > offsets[:, 0]]
 
 
 class _WithEpoch:

@@ -293,6 +293,20 @@ REFUSED = {
 }
 
 
+def without_spaces():
+    """As of a byte-level tokenizer whose tokens have the space before a word."""
+
+    def closed(row):
+        ends = np.cumsum([last - first for first, last in row["offset_mapping"]])
+        starts = [0, *ends[:-1].tolist()]
+        return {"offset_mapping": [list(pair) for pair in zip(starts, ends.tolist(), strict=True)]}
+
+    return documents(columns=ALL).map(closed)
+
+
+REFUSED["one word"] = (lambda: collator(True), without_spaces, "offset_mapping: expected gaps between words, .* one wo")
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(tmp_path, kind):
     make, data, message = REFUSED[kind]

@@ -10,7 +10,18 @@ import torch
 from processes import launch
 from transformers import default_data_collator
 from trl.trainer import utils
-from whole_rows_process import BUDGET, LEARNING_RATE, ROWS, ExactLogProbs, Recorded, bert, classified, key, trainer_of
+from whole_rows_process import (
+    BUDGET,
+    LEARNING_RATE,
+    ROWS,
+    ExactLogProbs,
+    Recorded,
+    bert,
+    classified,
+    key,
+    paired,
+    trainer_of,
+)
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -150,6 +161,23 @@ def test_losses_of_dpo(losses, unit, tmp_path):
         assert trainer.planned_rows.unit == unit
         assert f"the loss is a mean of {unit}" in str(trainer.planned_rows)
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_margins_of_rewards(tmp_path):
+    """RewardTrainer passes the margins of pairs to the model, too, which has no use for them."""
+    rows = [{**row, "margin": 0.1 * number} for number, row in enumerate(paired())]
+    plain = trainer_of("reward", tmp_path)
+    trainer = trainer_of("reward", tmp_path, data=rows)
+    hfp.attach(trainer, hfp.TokenBudget(BUDGET["reward"]))
+    stock = trainer_of("reward", tmp_path, data=rows)
+    batch = stock.data_collator([stock.train_dataset[number] for number in range(6)])
+    assert batch["margin"].shape == (6,)
+    losses = [float(each.compute_loss(each.model, dict(batch))) for each in (trainer, stock)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    without = {name: value for name, value in batch.items() if name != "margin"}
+    assert abs(float(plain.compute_loss(plain.model, without)) - losses[1]) > 1e-3
+    trainer.train()
+    assert trainer.state.global_step == 3
 
 
 def test_a_loss_that_compares_rows_is_refused(tmp_path):
