@@ -8,7 +8,8 @@ the twelve ideas behind the code. The names in parentheses are the files that im
    and its modules can look up the borders while the model's forward runs (packed_row).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch. A table contains the kernels; a call runs on the first
-   kernel that takes it and passes a trial (varlen, choose_kernel, kernels, flex, exact_attention).
+   kernel that takes it and passes a trial (varlen, choose_kernel, kernels, flex, exact_attention,
+   compiled_exact_attention).
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,

@@ -1,19 +1,19 @@
-"""Compute exact attention within each segment of a packed row, in plain torch, on any device.
-
-Code compiled with torch.compile cannot read segment lengths from a tensor. Compiled code therefore calls a custom op,
-which has its own backward pass. The op takes the lengths from the current packed row, so that it need not wait for a
-GPU to copy them.
-"""
+"""Compute exact attention within each segment of a packed row, in plain torch, on any device."""
 
 from collections import defaultdict
-from typing import Any
+from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.packed_row import current_row
-from hf_packing.errors import PackingError
+_SHORT = 24
+"""Segments of at most this many tokens are short: padding them costs less than further calls."""
+
+_MANY_LENGTHS = 4
+"""Short segments are padded if they have at least this many different lengths."""
 
 
 def attend_by_segment(
@@ -29,7 +29,9 @@ def attend_by_segment(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute attention within each segment of a single row. Segments of equal length are computed in one call.
+    """Compute attention within each segment of a single row.
+
+    Segments of equal length are computed in one call, and so are all short segments, padded to the longest of them.
 
     Args:
         query: tensor [1, heads, tokens, head_dim].
@@ -47,14 +49,22 @@ def attend_by_segment(
     Returns:
         Attention output, [1, heads, tokens, value_dim].
     """
-    same_length: dict[int, list[int]] = defaultdict(list)
-    for segment, length in enumerate(lengths):
-        same_length[length].append(segment)
-    queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
+    short = _short_segments(lengths, window) if softcap is None and sinks is None else []
     outputs: list[Tensor] = [query] * len(lengths)
+    if short:
+        attended = _attend_padded(query, key, value, tuple(lengths), tuple(short), scale, is_causal, dropout)
+        if len(short) == len(lengths):
+            return attended
+        parts = torch.split(attended, [lengths[segment] for segment in short], dim=2)
+        for segment, output in zip(short, parts, strict=True):
+            outputs[segment] = output
+    same_length: dict[int, list[int]] = defaultdict(list)
+    for segment in sorted(set(range(len(lengths))).difference(short)):
+        same_length[lengths[segment]].append(segment)
+    queries, keys, values = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     for length, segments in same_length.items():
         q, k, v = (_cat([parts[segment] for segment in segments], 0) for parts in (queries, keys, values))
-        mask = None if window is None or window >= length else _window_mask(length, window, is_causal, query.device)
+        mask = None if window is None or window >= length else window_mask(length, window, is_causal, query.device)
         if softcap is None and sinks is None:
             causal = is_causal and mask is None
             gqa = q.shape[1] != k.shape[1]
@@ -68,12 +78,85 @@ def attend_by_segment(
     return _cat(outputs, 2)
 
 
+def _short_segments(lengths: list[int], window: int | None) -> list[int]:
+    """Return the segments to compute in one padded call; none if few calls are enough without padding."""
+    most = _SHORT if window is None else min(_SHORT, window)
+    short = [segment for segment, length in enumerate(lengths) if 0 < length <= most]
+    return short if len({lengths[segment] for segment in short}) >= _MANY_LENGTHS else []
+
+
+def _attend_padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    segments: tuple[int, ...],
+    scale: float,
+    is_causal: bool,
+    dropout: float,
+) -> Tensor:
+    """Compute attention within some segments in one call, padded to the longest of them.
+
+    Args:
+        query, key, value, scale, is_causal, dropout: arguments of `attend_by_segment`.
+        lengths: number of tokens in each segment of the row.
+        segments: the segments to compute.
+
+    Returns:
+        Attention output of these segments, one after the other, [1, heads, tokens of these segments, value_dim].
+    """
+    places, mask, real = (
+        torch.from_numpy(each).to(query.device) for each in _padded_places(lengths, segments, is_causal)
+    )
+
+    def padded(tensor: Tensor) -> Tensor:
+        heads, dim = tensor.shape[1], tensor.shape[3]
+        rows = tensor.transpose(1, 2).reshape(-1, heads * dim)
+        return F.embedding(places, rows).view(*places.shape, heads, dim).transpose(1, 2)  # its backward pass is fast
+
+    gqa = query.shape[1] != key.shape[1]
+    attended = F.scaled_dot_product_attention(
+        padded(query), padded(key), padded(value), mask, dropout, scale=scale, enable_gqa=gqa
+    )
+    heads, dim = attended.shape[1], attended.shape[3]
+    rows = attended.transpose(1, 2).reshape(-1, heads * dim)
+    return F.embedding(real, rows).view(1, -1, heads, dim).transpose(1, 2)
+
+
+@lru_cache(maxsize=16)
+def _padded_places(
+    lengths: tuple[int, ...], segments: tuple[int, ...], is_causal: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Return where the tokens of padded segments come from, which tokens they see, and where the real tokens are.
+
+    The layers of a model ask for the same row one after the other, so the answers are kept.
+
+    Args:
+        lengths: number of tokens in each segment of the row.
+        segments: the segments to pad.
+        is_causal: whether a token sees only itself and earlier tokens.
+
+    Returns:
+        Places in the row, int64 [segments, longest], where padding repeats the first token; what is seen, bool
+        [segments, 1, 1 or longest, longest]; and the places of real tokens among the padded, int64 [tokens].
+    """
+    length = np.array(lengths)
+    first = (length.cumsum() - length)[list(segments)]
+    length = length[list(segments)]
+    offset = np.arange(length.max())
+    real = offset < length[:, None]
+    mask = real[:, None, None]
+    if is_causal:
+        mask = mask & (offset[:, None] >= offset)
+    return first[:, None] + offset * real, mask, np.flatnonzero(real)
+
+
 def _cat(parts: list[Tensor], dim: int) -> Tensor:
     """Concatenate tensors along the axis `dim`. A single tensor is returned unchanged, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
+def window_mask(length: int, window: int, is_causal: bool, device: torch.device) -> Tensor:
     """Return a boolean mask [length, length] for attention within a window. An entry is True where the query (row)
     attends to the key (column)."""
     back = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
@@ -104,7 +187,7 @@ def _attend_with_scores(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and is_causal:
-        mask = _window_mask(query.shape[2], query.shape[2], True, query.device)
+        mask = window_mask(query.shape[2], query.shape[2], True, query.device)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
@@ -114,173 +197,3 @@ def _attend_with_scores(
     if sinks is not None:
         weights = weights[..., :-1]
     return F.dropout(weights, dropout) @ value
-
-
-@torch.library.custom_op("hf_packing::attend_by_segment", mutates_args=())
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the result of `attend_by_segment`, without dropout, and the segment lengths, int64 [segments], on the CPU.
-    The argument `cu_seq_lens`, int32 [segments + 1], contains the cumulative segment lengths, and takes the place of
-    the list of lengths. There may be empty segments at the end."""
-    row = current_row.get()
-    if row is not None and _is_same_memory(row.cu_seq_lens, cu_seq_lens):
-        lengths = list(row.lengths)
-    else:
-        lengths = [length for length in cu_seq_lens.diff().tolist() if length]
-    options: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "window": window, "softcap": softcap}
-    attended = attend_by_segment(query, key, value, lengths, sinks=sinks, **options).contiguous()
-    return attended, torch.tensor(lengths + [0] * (len(cu_seq_lens) - 1 - len(lengths)))
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-@torch.library.custom_op("hf_packing::attend_by_segment_backward", mutates_args=())
-def _backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segment_lengths: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to query, key, value and sinks. Without sinks, the last gradient is an empty
-    tensor.
-
-    Args:
-        gradient: gradient with respect to the attention output.
-        segment_lengths: the second result of the forward pass.
-        query, key, value, sinks, scale, is_causal, window, softcap: arguments of the forward pass, from which attention
-            is computed again.
-    """
-    lengths = [length for length in segment_lengths.tolist() if length]
-    mask = {length: _visible(length, window, is_causal, query.device) for length in set(lengths)}
-    parts = [torch.split(tensor, lengths, dim=2) for tensor in (gradient, query, key, value)]
-    found = [
-        _segment_gradients(g, q, k, v, mask[length], sinks, scale, softcap)
-        for length, g, q, k, v in zip(lengths, *parts, strict=True)
-    ]
-    of_query, of_key, of_value, of_sinks = zip(*found, strict=True)
-    along = [torch.cat(each, dim=2) for each in (of_query, of_key, of_value)]
-    summed = query.new_empty(0) if sinks is None else torch.stack(of_sinks).sum(0).to(sinks.dtype)
-    return along[0], along[1], along[2], summed
-
-
-def _visible(length: int, window: int | None, is_causal: bool, device: torch.device) -> Tensor:
-    return _window_mask(length, length if window is None else window, is_causal, device)
-
-
-def _segment_gradients(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients with respect to query, key, value and sinks for one segment.
-
-    The gradients are computed in float64 if the query is float64, otherwise in float32.
-    """
-    dtype, heads, kv_heads = torch.promote_types(query.dtype, torch.float32), query.shape[1], key.shape[1]
-    q, g = query.to(dtype), gradient.to(dtype)
-    k, v = (tensor.to(dtype).repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
-    scores = q @ k.transpose(2, 3) * scale
-    slope = 1.0 if softcap is None else 1 - torch.tanh(scores / softcap) ** 2
-    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
-    sink = None if sinks is None else sinks.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.softmax(scores if sink is None else torch.cat([scores, sink], dim=-1), dim=-1)
-    on_sink, weights = weights[..., -1:], weights[..., : scores.shape[-1]]
-    of_weights = g @ v.transpose(2, 3)
-    mean = (of_weights * weights).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - mean) * slope * scale
-    shared = [
-        each.reshape(1, kv_heads, heads // kv_heads, *each.shape[2:]).sum(2)
-        for each in (of_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g)
-    ]
-    of_sinks = -(on_sink * mean).sum((0, 2, 3))
-    return (of_scores @ k).to(query.dtype), shared[0].to(key.dtype), shared[1].to(value.dtype), of_sinks
-
-
-@_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    lengths = torch.empty(cu_seq_lens.shape[0] - 1, dtype=torch.int64, device="cpu")
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), lengths
-
-
-@_backward.register_fake
-def _(
-    gradient: Tensor,  # noqa: ARG001
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segment_lengths: Tensor,  # noqa: ARG001
-    sinks: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_sinks = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, _, sinks = inputs[:5]
-    ctx.save_for_backward(query, key, value, output[1], sinks)
-    ctx.options = inputs[5:]
-
-
-def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
-    query, key, value, lengths, sinks = ctx.saved_tensors
-    of_query, of_key, of_value, of_sinks = _backward(gradient, query, key, value, lengths, sinks, *ctx.options)
-    return of_query, of_key, of_value, None, None if sinks is None else of_sinks, None, None, None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
-
-
-def attend_by_segment_compiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_lens: Tensor,
-    sinks: Tensor | None,
-    *,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
-    """Return the result of `attend_by_segment`, computed by a custom op, so that torch.compile can compile the caller.
-
-    Args:
-        cu_seq_lens: cumulative segment lengths, int32 [segments + 1], in place of the list of lengths. The last one may
-            be repeated. All other arguments are explained in `attend_by_segment`.
-
-    Raises:
-        PackingError: dropout is not 0. The backward pass recomputes attention, and cannot repeat the dropout of the
-            forward pass.
-    """
-    if dropout:
-        raise PackingError(
-            f"dropout: expected 0 in compiled attention on {query.device.type}, got {dropout}; set the attention "
-            "dropout in the model's configuration to 0, or do not compile the model"
-        )
-    output: Tensor = _forward(query, key, value, cu_seq_lens, sinks, scale, is_causal, window, softcap)[0]
-    return output

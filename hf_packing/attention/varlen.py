@@ -18,7 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from hf_packing.attention.choose_kernel import Kernel, choose_kernel
-from hf_packing.attention.exact_attention import attend_by_segment, attend_by_segment_compiled
+from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
+from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.packed_row import borders_from_positions, check_borders, current_row
 from hf_packing.errors import PackingError
 

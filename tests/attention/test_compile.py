@@ -13,7 +13,8 @@ from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
 from hf_packing.attention import choose_kernel, kernels, varlen
-from hf_packing.attention.exact_attention import attend_by_segment, attend_by_segment_compiled
+from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
+from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.tiny_model import tiny_model

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from hf_packing.attention.exact_attention import attend_by_segment
 
@@ -32,7 +33,7 @@ def dense(query, key, value, lengths, *, scale, is_causal, window=None, softcap=
 
 @st.composite
 def cases(draw):
-    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 12), st.integers(20, 30)), min_size=1, max_size=9))
     how = {
         "scale": draw(st.sampled_from([0.3, 1.0])),
         "is_causal": draw(st.booleans()),
@@ -67,6 +68,27 @@ def test_by_segment_is_dense_with_a_mask(case):
         assert torch.allclose(ours_grad, theirs_grad, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "window", "calls"),
+    [([3, 5, 3, 9, 1, 24, 9], None, 1), ([3, 5, 9], None, 3), ([3, 5, 9, 1, 25, 40], None, 3), ([3, 5, 9, 8], 8, 4)],
+)
+def test_short_segments_of_many_lengths_take_one_call(lengths, window, calls, monkeypatch):
+    seen, attend = [], functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention", lambda q, *a, **k: seen.append(q) or attend(q, *a, **k)
+    )
+    tensors = [torch.randn(1, 2, sum(lengths), 4, dtype=torch.float64) for _ in range(3)]
+    how = {"scale": 0.5, "is_causal": True, "window": window}
+    with torch.inference_mode():  # whatever is kept of this call has to work with gradients, too
+        first = attend_by_segment(*tensors, lengths, **how)
+    assert len(seen) == calls
+    tensors = [each.requires_grad_() for each in tensors]
+    again = attend_by_segment(*tensors, lengths, **how)
+    again.sum().backward()
+    assert torch.equal(first, again)
+    assert torch.allclose(again, dense(*tensors, lengths, **how), atol=1e-12)
+
+
 def test_dropout_drops_and_keeps_the_mean():
     torch.manual_seed(0)
     query = key = torch.zeros(1, 1, 2000, 4)
@@ -77,3 +99,8 @@ def test_dropout_drops_and_keeps_the_mean():
         )
         assert output.std() > 0.01
         assert output.mean() == pytest.approx(1, abs=0.01)
+    short = [n % 20 + 1 for n in range(400)]
+    zeros, ones = torch.zeros(1, 1, sum(short), 4), torch.ones(1, 1, sum(short), 4)
+    output = attend_by_segment(zeros, zeros, ones, short, scale=1.0, is_causal=False, dropout=0.5)
+    assert output.std() > 0.01
+    assert output.mean() == pytest.approx(1, abs=0.1)
