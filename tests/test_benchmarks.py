@@ -42,7 +42,7 @@ TOY = {
         ["--hidden", "64", "--layers", "1", "--vocabulary", "500", "--tokens", "512", "--rounds", "1"],
         "peak memory of the proof",
     ),
-    "padded_batches.py": (["--rows", "32", "--pairs", "8", "--rounds", "1"], "kept for the backward pass"),
+    "padded_batches.py": (["--rows", "8", "--pairs", "4", "--rounds", "1"], "kept for the backward pass"),
     "score.py": (["--documents", "12", "--max-tokens", "1024", "--rounds", "1"], "times as fast"),
     "masking.py": (["--documents", "20", "--tokens", "1024", "--rounds", "1"], "ms for 16,384 tokens"),
     "gpu_train.py": (

@@ -350,29 +350,43 @@ def test_evaluation_loss_on_two_processes(tmp_path):
     assert found == pytest.approx([expected] * 2, rel=1e-6)
 
 
+ON_TWO = ("classifier", "dpo", "reward")
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tmp_path_factory):
+    """A folder with runs of each kind: an epoch, a few steps, and an unbroken run beside one that was killed."""
+    folder = tmp_path_factory.mktemp("two")
+    whole = {"max_steps": -1, "num_train_epochs": 1}
+    save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "dropout": 0.1}
+    runs = {"epoch": whole, "few": {"gradient_accumulation_steps": 2}, "unbroken": save}
+    unbroken = {f"{kind}/{name}": run | {"kind": kind} for kind in ON_TWO for name, run in runs.items()}
+    launch("whole_rows_process.py", folder, json.dumps(unbroken), ranks=2)
+    for kind in ON_TWO:
+        cut = {f"{kind}/cut": save | {"kind": kind, "kill": 3}}
+        launch("whole_rows_process.py", folder, json.dumps(cut), ranks=2, fails=True)
+        assert not (folder / kind / "cut" / "parameters.pt").exists()
+    resumed = {f"{kind}/cut": save | {"kind": kind, "resume": True} for kind in ON_TWO}
+    launch("whole_rows_process.py", folder, json.dumps(resumed), ranks=2)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("exact_log_probs")
-@pytest.mark.parametrize("kind", ["classifier", "dpo", "reward"])
-def test_two_processes(kind, tmp_path):
+@pytest.mark.parametrize("kind", ON_TWO)
+def test_two_processes(kind, on_two_processes, tmp_path):
     """Each row once an epoch; parameters are those of one process with padded batches; a killed run resumes exactly."""
-    whole = {"kind": kind, "max_steps": -1, "num_train_epochs": 1}
-    few = {"kind": kind, "gradient_accumulation_steps": 2}
-    save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "kind": kind, "dropout": 0.1}
-    launch("whole_rows_process.py", tmp_path, json.dumps({"epoch": whole, "few": few, "unbroken": save}), ranks=2)
-    launch("whole_rows_process.py", tmp_path, json.dumps({"cut": save | {"kill": 3}}), ranks=2, fails=True)
-    assert not (tmp_path / "cut" / "parameters.pt").exists()
-    launch("whole_rows_process.py", tmp_path, json.dumps({"cut": save | {"resume": True}}), ranks=2)
-
-    seen = [read_rows(tmp_path / "epoch" / f"rows-{rank}.jsonl") for rank in range(2)]
+    folder = on_two_processes / kind
+    seen = [read_rows(folder / "epoch" / f"rows-{rank}.jsonl") for rank in range(2)]
     assert len(seen[0]) == len(seen[1]) > 1
     counts = Counter(json.dumps(row) for rank in seen for batch in rank for row in batch)
     assert len(counts) == ROWS
     assert set(counts.values()) == {1}
 
-    first, second = (read_rows(tmp_path / "few" / f"rows-{rank}.jsonl") for rank in range(2))
+    first, second = (read_rows(folder / "few" / f"rows-{rank}.jsonl") for rank in range(2))
     assert len(first) == len(second) >= 6  # accelerate reads one more than it needs
     steps = [[row for batch in (*first[n : n + 2], *second[n : n + 2]) for row in batch] for n in (0, 2, 4)]
-    assert apart(torch.load(tmp_path / "few" / "parameters.pt"), by_hand(kind, tmp_path, steps)) < 1e-12
+    assert apart(torch.load(folder / "few" / "parameters.pt"), by_hand(kind, tmp_path, steps)) < 1e-12
 
-    unbroken, resumed = (torch.load(tmp_path / name / "parameters.pt") for name in ("unbroken", "cut"))
+    unbroken, resumed = (torch.load(folder / name / "parameters.pt") for name in ("unbroken", "cut"))
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
