@@ -11,8 +11,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from trl.trainer import utils
-from whole_rows_process import LEARNING_RATE, ExactLogProbs, arguments
+from whole_rows_process import LEARNING_RATE, arguments
 
 import hf_packing as hfp
 from hf_packing.training.whole_rows import patches_in, pixels_per_patch_of
@@ -105,8 +104,8 @@ class Recorded:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_sft_with_pictures(accumulation, processor, chats, tmp_path, monkeypatch):
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+@pytest.mark.usefixtures("exact_log_probs")
+def test_sft_with_pictures(accumulation, processor, chats, tmp_path):
     ours = sft(tmp_path, processor, chats, gradient_accumulation_steps=accumulation, max_steps=2)
     ours.data_collator = Recorded(ours.data_collator)
     summary = hfp.attach(ours, hfp.TokenBudget(200, max_patches=48))

@@ -1,24 +1,18 @@
 """attach with a TokenBudget keeps rows whole for heads and pairs: gradients are those of the padded optimizer step."""
 
-import json
-from collections import Counter
-
 import datasets
 import numpy as np
 import pytest
 import torch
-from processes import launch
+from padded_steps import apart, by_hand, read_rows
 from transformers import default_data_collator
-from trl.trainer import utils
 from whole_rows_process import (
     BUDGET,
     LEARNING_RATE,
     ROWS,
-    ExactLogProbs,
     Recorded,
     bert,
     classified,
-    key,
     paired,
     trainer_of,
 )
@@ -41,51 +35,11 @@ KINDS = {
 """Kinds of trainers, and what their loss is a mean of."""
 
 
-@pytest.fixture
-def exact_log_probs(monkeypatch):
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
-
-
 def attached(kind, folder, budget=None, **changes):
     trainer = trainer_of(kind, folder, **changes)
     trainer.data_collator = Recorded(trainer.data_collator)
     hfp.attach(trainer, budget or hfp.TokenBudget(BUDGET[kind]))
     return trainer
-
-
-def by_hand(kind, folder, steps):
-    """Parameters after steps of the stock trainer's loss, unpatched and padded, without dropout.
-
-    Args:
-        steps: for each optimizer step, the keys of its rows.
-    """
-    trainer = trainer_of(kind, folder)
-    rows = {json.dumps(key(row)): row for row in trainer.get_train_dataloader().dataset}
-    model = trainer.model.train()
-    for step in steps:
-        batch = trainer.data_collator([rows[json.dumps(each)] for each in step])
-        if kind == "answers":
-            outputs = model(**{name: value for name, value in batch.items() if "positions" not in name})
-            loss = span_loss(outputs.start_logits, outputs.end_logits, batch)
-        else:
-            loss = trainer.compute_loss(model, batch)
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= LEARNING_RATE * parameter.grad
-    return model.state_dict()
-
-
-def apart(ours, theirs):
-    """Largest difference of a parameter, relative to the largest parameter."""
-    largest = max(float(each.abs().max()) for each in theirs.values())
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / largest
-
-
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -333,60 +287,3 @@ def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
     assert find_loss_unit(trainer, type(trainer), rows, trainer.data_collator) == "rows"
     assert {mode: dict(values) for mode, values in trainer._metrics.items()} == metrics
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-@pytest.mark.slow
-def test_evaluation_loss_on_two_processes(tmp_path):
-    """Rows that accelerate repeats, so that both processes have as many, count once in a mean of labeled tokens."""
-    size = 4
-    assert ROWS % (2 * size)
-    run = {"kind": "tokens", "evaluate": True, "per_device_eval_batch_size": size}
-    launch("whole_rows_process.py", tmp_path, json.dumps({"eval": run}), ranks=2)
-    found = [json.loads((tmp_path / "eval" / f"metrics-{rank}.json").read_text())["eval_loss"] for rank in range(2)]
-    trainer = trainer_of("tokens", tmp_path)
-    whole = trainer.data_collator(list(trainer.get_train_dataloader().dataset))
-    with torch.no_grad():
-        expected = float(trainer.model.eval()(**whole).loss)
-    assert found == pytest.approx([expected] * 2, rel=1e-6)
-
-
-ON_TWO = ("classifier", "dpo", "reward")
-
-
-@pytest.fixture(scope="module")
-def on_two_processes(tmp_path_factory):
-    """A folder with runs of each kind: an epoch, a few steps, and an unbroken run beside one that was killed."""
-    folder = tmp_path_factory.mktemp("two")
-    whole = {"max_steps": -1, "num_train_epochs": 1}
-    save = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "dropout": 0.1}
-    runs = {"epoch": whole, "few": {"gradient_accumulation_steps": 2}, "unbroken": save}
-    unbroken = {f"{kind}/{name}": run | {"kind": kind} for kind in ON_TWO for name, run in runs.items()}
-    launch("whole_rows_process.py", folder, json.dumps(unbroken), ranks=2)
-    for kind in ON_TWO:
-        cut = {f"{kind}/cut": save | {"kind": kind, "kill": 3}}
-        launch("whole_rows_process.py", folder, json.dumps(cut), ranks=2, fails=True)
-        assert not (folder / kind / "cut" / "parameters.pt").exists()
-    resumed = {f"{kind}/cut": save | {"kind": kind, "resume": True} for kind in ON_TWO}
-    launch("whole_rows_process.py", folder, json.dumps(resumed), ranks=2)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("exact_log_probs")
-@pytest.mark.parametrize("kind", ON_TWO)
-def test_two_processes(kind, on_two_processes, tmp_path):
-    """Each row once an epoch; parameters are those of one process with padded batches; a killed run resumes exactly."""
-    folder = on_two_processes / kind
-    seen = [read_rows(folder / "epoch" / f"rows-{rank}.jsonl") for rank in range(2)]
-    assert len(seen[0]) == len(seen[1]) > 1
-    counts = Counter(json.dumps(row) for rank in seen for batch in rank for row in batch)
-    assert len(counts) == ROWS
-    assert set(counts.values()) == {1}
-
-    first, second = (read_rows(folder / "few" / f"rows-{rank}.jsonl") for rank in range(2))
-    assert len(first) == len(second) >= 6  # accelerate reads one more than it needs
-    steps = [[row for batch in (*first[n : n + 2], *second[n : n + 2]) for row in batch] for n in (0, 2, 4)]
-    assert apart(torch.load(folder / "few" / "parameters.pt"), by_hand(kind, tmp_path, steps)) < 1e-12
-
-    unbroken, resumed = (torch.load(folder / name / "parameters.pt") for name in ("unbroken", "cut"))
-    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)

@@ -1,0 +1,43 @@
+"""Optimizer steps of a stock trainer on padded batches, to compare the steps of an attached trainer with."""
+
+import json
+
+import torch
+from whole_rows_process import LEARNING_RATE, key, trainer_of
+
+from hf_packing.training.span_loss import span_loss
+
+
+def by_hand(kind, folder, steps):
+    """Parameters after steps of the stock trainer's loss, unpatched and padded, without dropout.
+
+    Args:
+        steps: for each optimizer step, the keys of its rows.
+    """
+    trainer = trainer_of(kind, folder)
+    rows = {json.dumps(key(row)): row for row in trainer.get_train_dataloader().dataset}
+    model = trainer.model.train()
+    for step in steps:
+        batch = trainer.data_collator([rows[json.dumps(each)] for each in step])
+        if kind == "answers":
+            outputs = model(**{name: value for name, value in batch.items() if "positions" not in name})
+            loss = span_loss(outputs.start_logits, outputs.end_logits, batch)
+        else:
+            loss = trainer.compute_loss(model, batch)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= LEARNING_RATE * parameter.grad
+    return model.state_dict()
+
+
+def apart(ours, theirs):
+    """Largest difference of a parameter, relative to the largest parameter."""
+    largest = max(float(each.abs().max()) for each in theirs.values())
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / largest
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
