@@ -1,14 +1,15 @@
 """Mask documents with the user's masking collator, each by itself, with seeds that only depend on the document.
 
-The collator's generator gets a seed that is a hash of the masking's seed, the epoch and the number of the document in
-the dataset. So masks do not depend on batches, ranks, workers or a resumed run.
+A document's seed is a hash of the masking's seed, the epoch and the number of the document in the dataset. So masks do
+not depend on batches, ranks, workers or a resumed run. Documents are masked together if the collator masks as those of
+transformers do. For any other, the collator's generator gets the seed, and its method is called for each document.
 """
 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from transformers import DataCollatorForLanguageModeling, TrainingArguments
 from hf_packing.collate import read_integers, read_segment_lengths
 from hf_packing.columns import INPUT_IDS, LABELS, OFFSET_MAPPING, SEGMENT_COLUMNS, SPECIAL_TOKENS_MASK
 from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
 from hf_packing.sampling.sampled_rows import Row
+from hf_packing.training.drawn_masks import draw_masks, masks_as_stock
 from hf_packing.training.ranks import PlannedFrom
 
 _NOT_SETTINGS = {"seed", "return_tensors", "pad_to_multiple_of"}
@@ -78,37 +81,91 @@ class Masking:
             places: where each row comes from.
             epoch: number of the epoch.
         """
+        rows = list(rows)
+        documents = [
+            _Document.of(row, f"{self.seed} {epoch} {number} {start}")
+            for row, (number, start) in zip(rows, places, strict=True)
+        ]
+        masked = self._together(documents) if masks_as_stock(self.collator) else self._one_by_one(documents)
+        unread = (SPECIAL_TOKENS_MASK, OFFSET_MAPPING)
+        kept = ({name: values for name, values in row.items() if name not in unread} for row in rows)
+        return [{**row, INPUT_IDS: tokens, LABELS: labels} for row, (tokens, labels) in zip(kept, masked, strict=True)]
+
+    def _together(self, documents: list["_Document"]) -> list[tuple[IntArray, IntArray]]:
+        """Return the masked tokens and the labels of each row, int64 [tokens]."""
+        rows = [document.row for document in documents]
+        special = [
+            np.asarray(
+                row[SPECIAL_TOKENS_MASK]
+                if SPECIAL_TOKENS_MASK in row
+                else self.collator.tokenizer.get_special_tokens_mask(
+                    document.tokens.tolist(), already_has_special_tokens=True
+                ),
+                dtype=bool,
+            )
+            for row, document in zip(rows, documents, strict=True)
+        ]
+        offsets = None
+        if self.whole_words:
+            offsets = np.concatenate([np.asarray(row[OFFSET_MAPPING], dtype=np.int64).reshape(-1, 2) for row in rows])
+        masked, labels = draw_masks(
+            self.collator,
+            np.concatenate([document.tokens for document in documents]),
+            np.array([length for document in documents for length in document.lengths]),
+            np.array([seed for document in documents for seed in document.seeds], dtype=np.uint64),
+            np.concatenate(special),
+            offsets,
+        )
+        ends = np.cumsum([len(document.tokens) for document in documents])[:-1]
+        return list(zip(np.split(masked, ends), np.split(labels, ends), strict=True))
+
+    def _one_by_one(self, documents: list["_Document"]) -> list[tuple[IntArray, IntArray]]:
+        """Return the masked tokens and the labels of each row, int64 [tokens]."""
         generator, before = torch.Generator(), getattr(self.collator, "generator", None)
         self.collator.generator = generator
         try:
-            return [
-                self._masked(row, f"{self.seed} {epoch} {number} {start}", generator)
-                for row, (number, start) in zip(rows, places, strict=True)
-            ]
+            return [self._masked(document, generator) for document in documents]
         finally:
             self.collator.generator = before
 
-    def _masked(self, row: Row, key: str, generator: torch.Generator) -> Row:
-        """Return a row with masked tokens and labels; `key` and the number of a segment decide the segment's masks."""
-        ids = read_integers(INPUT_IDS, row, 0).astype(np.int64)
-        borders = [0, len(ids)]
-        if not row.keys().isdisjoint(SEGMENT_COLUMNS):
-            borders = np.cumsum([0, *read_segment_lengths([row], [ids])]).tolist()
-        of_token = {}
+    def _masked(self, document: "_Document", generator: torch.Generator) -> tuple[IntArray, IntArray]:
+        row, of_token = document.row, {}
         if SPECIAL_TOKENS_MASK in row:
             of_token[SPECIAL_TOKENS_MASK] = torch.from_numpy(np.array(row[SPECIAL_TOKENS_MASK], dtype=bool))[None]
         if self.whole_words:
             of_token[OFFSET_MAPPING] = torch.from_numpy(np.array(row[OFFSET_MAPPING], dtype=np.int64))[None]
-        inputs = torch.from_numpy(ids)[None]
+        inputs = torch.from_numpy(document.tokens)[None]
         masked = []
-        for segment, (begin, end) in enumerate(pairwise(borders)):
-            seed = hashlib.blake2b(f"{key} {segment}".encode(), digest_size=8).digest()
-            generator.manual_seed(int.from_bytes(seed, "little"))
+        for seed, (begin, end) in zip(
+            document.seeds, pairwise(np.cumsum([0, *document.lengths]).tolist()), strict=True
+        ):
+            generator.manual_seed(seed)
             given = {name: values[:, begin:end] for name, values in of_token.items()}
             masked.append(self.collator.torch_mask_tokens(inputs[:, begin:end], **given))
         tokens, labels = masked[0] if len(masked) == 1 else (torch.cat(each, 1) for each in zip(*masked, strict=True))
-        kept = {name: values for name, values in row.items() if name not in (SPECIAL_TOKENS_MASK, OFFSET_MAPPING)}
-        return {**kept, INPUT_IDS: tokens[0].numpy(), LABELS: labels[0].numpy()}
+        return tokens[0].numpy(), labels[0].numpy()
+
+
+class _Document(NamedTuple):
+    """A row to mask, which is a document or a packed row of several segments."""
+
+    row: Row
+    tokens: IntArray
+    """int64 [tokens]."""
+    lengths: list[int]
+    """Number of tokens in each segment."""
+    seeds: list[int]
+    """The seed of each segment's masks, below 2**64."""
+
+    @classmethod
+    def of(cls, row: Row, key: str) -> "_Document":
+        """Return a row with its seeds; `key` and the number of a segment decide the segment's seed."""
+        tokens = read_integers(INPUT_IDS, row, 0).astype(np.int64)
+        lengths = [len(tokens)]
+        if not row.keys().isdisjoint(SEGMENT_COLUMNS):
+            lengths = list(read_segment_lengths([row], [tokens]))
+        digests = (hashlib.blake2b(f"{key} {segment}".encode(), digest_size=8) for segment in range(len(lengths)))
+        return cls(row, tokens, lengths, [int.from_bytes(digest.digest(), "little") for digest in digests])
 
 
 def masking_of(collator: Any, args: TrainingArguments, planned_from: PlannedFrom | None = None) -> Masking:

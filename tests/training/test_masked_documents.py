@@ -1,5 +1,6 @@
 """Masks of a collator with mlm=True: of the document, the epoch and the seed alone, and drawn as the collator draws."""
 
+from dataclasses import fields
 from itertools import pairwise
 
 import datasets
@@ -50,10 +51,31 @@ def read(rows, epoch=0):
     return found
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(60, 400), st.integers(1, 3), st.integers(0, 3), st.booleans(), st.integers(0, 9))
-def test_masks_do_not_depend_on_batches_or_ranks(budget, ranks, epoch, whole_words, seed):
-    data, masking = documents(columns=ALL), Masking(collator(whole_words), seed)
+class OwnMethod(DataCollatorForLanguageModeling):
+    """Its method is called for each document."""
+
+    def torch_mask_tokens(self, *args, **columns):
+        return super().torch_mask_tokens(*args, **columns)
+
+
+def own_collator(whole_words=False):
+    return OwnMethod(**{field.name: getattr(collator(whole_words), field.name) for field in fields(OwnMethod)})
+
+
+MAKERS = (collator, own_collator)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(60, 400),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.booleans(),
+    st.integers(0, 9),
+    st.sampled_from(MAKERS),
+)
+def test_masks_do_not_depend_on_batches_or_ranks(budget, ranks, epoch, whole_words, seed, maker):
+    data, masking = documents(columns=ALL), Masking(maker(whole_words), seed)
     expected = read(rows_of(data, hfp.TokenBudget(60), masking), epoch)
     found = {}
     for rank in range(ranks):
@@ -94,11 +116,12 @@ def test_an_evaluation_has_the_same_masks_each_time():
     assert read(rows) != read(training)
 
 
+@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("columns", [("input_ids",), ("input_ids", "special_tokens_mask")])
-def test_rates(columns):
+def test_rates(columns, maker):
     """15 % of the tokens, of which 80 % are hidden and 10 % another token; within three standard deviations."""
     data = documents(1500, columns, longest=60)
-    found = read(rows_of(data, hfp.TokenBudget(1000), Masking(collator(), 11)))
+    found = read(rows_of(data, hfp.TokenBudget(1000), Masking(maker(), 11)))
     ids, labels = (np.concatenate([found[row][which] for row in range(len(data))]) for which in range(2))
     whole = np.concatenate(data["input_ids"])
     chosen, special = labels != -100, (whole == CLS) | (whole == SEP)
@@ -114,9 +137,10 @@ def test_rates(columns):
     check(ids[chosen] == whole[chosen], 0.1 + 0.1 / 99)
 
 
-def test_whole_words():
+@pytest.mark.parametrize("maker", MAKERS)
+def test_whole_words(maker):
     data = documents(400, ALL)
-    found = read(rows_of(data, hfp.TokenBudget(500), Masking(collator(True), 2)))
+    found = read(rows_of(data, hfp.TokenBudget(500), Masking(maker(True), 2)))
     words = 0
     for number, (ids, labels) in found.items():
         chosen = np.array(labels) != -100
