@@ -11,6 +11,7 @@ the losses of all sides are compared.
 
 import argparse
 import copy
+import statistics
 import tempfile
 import time
 import warnings
@@ -21,7 +22,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
-from measure import figure, machine, ratio, recorded
+from measure import figure, machine, recorded
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedTokenizerFast
@@ -69,6 +70,12 @@ def seconds(call: Callable[[], None]) -> float:
     return time.process_time() - began
 
 
+def spread(slow: list[float], fast: list[float]) -> str:
+    """Return the median of the ratios round by round, with the smallest and the largest, to two places."""
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def compare(name: str, sides: dict[str, Callable[[], None]], rounds: int, slots: float | None) -> None:
     """Run all sides in turn, and print how much faster the last one is than the others."""
     found: dict[str, list[float]] = {side: [] for side in sides}
@@ -78,7 +85,7 @@ def compare(name: str, sides: dict[str, Callable[[], None]], rounds: int, slots:
         for side, call in sides.items():
             found[side].append(seconds(call))
     *others, last = sides
-    text = ", ".join(f"{ratio(found[other], found[last])} over {other}" for other in others)
+    text = ", ".join(f"{spread(found[other], found[last])} over {other}" for other in others)
     share = "" if slots is None else f"; slots / tokens of random batches: {slots:.2f}"
     print(f"{name:22} without padding: {text}{share}")
     figure(name=name, slots=slots, seconds=found)
@@ -128,7 +135,7 @@ def prefer(arguments: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
 
     def text(median: int) -> str:
-        length = int(np.clip(rng.lognormal(np.log(median), 0.85), 4, 700))
+        length = int(np.clip(rng.lognormal(np.log(median), 0.85), 4, 400))
         return " ".join(f"w{word}" for word in rng.integers(5, VOCABULARY, length))
 
     pairs = [{"prompt": text(60), "chosen": " " + text(90), "rejected": " " + text(80)} for _ in range(arguments.pairs)]
@@ -210,8 +217,8 @@ def keep() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=128, help="documents of each length distribution")
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--rows", type=int, default=96, help="documents of each length distribution")
+    parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

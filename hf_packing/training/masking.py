@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 
@@ -93,31 +94,27 @@ class Masking:
 
     def _together(self, documents: list["_Document"]) -> list[tuple[IntArray, IntArray]]:
         """Return the masked tokens and the labels of each row, int64 [tokens]."""
-        rows = [document.row for document in documents]
-        special = [
-            np.asarray(
-                row[SPECIAL_TOKENS_MASK]
-                if SPECIAL_TOKENS_MASK in row
-                else self.collator.tokenizer.get_special_tokens_mask(
-                    document.tokens.tolist(), already_has_special_tokens=True
-                ),
-                dtype=bool,
-            )
-            for row, document in zip(rows, documents, strict=True)
-        ]
         offsets = None
         if self.whole_words:
-            offsets = np.concatenate([np.asarray(row[OFFSET_MAPPING], dtype=np.int64).reshape(-1, 2) for row in rows])
+            of_rows = (np.asarray(document.row[OFFSET_MAPPING], dtype=np.int64) for document in documents)
+            offsets = np.concatenate([pairs.reshape(-1, 2) for pairs in of_rows])
         masked, labels = draw_masks(
             self.collator,
             np.concatenate([document.tokens for document in documents]),
             np.array([length for document in documents for length in document.lengths]),
             np.array([seed for document in documents for seed in document.seeds], dtype=np.uint64),
-            np.concatenate(special),
+            np.concatenate([self._is_special(document) for document in documents]),
             offsets,
         )
         ends = np.cumsum([len(document.tokens) for document in documents])[:-1]
         return list(zip(np.split(masked, ends), np.split(labels, ends), strict=True))
+
+    def _is_special(self, document: "_Document") -> npt.NDArray[np.bool_]:
+        if SPECIAL_TOKENS_MASK in document.row:
+            return np.asarray(document.row[SPECIAL_TOKENS_MASK], dtype=bool)
+        tokenizer = self.collator.tokenizer
+        special = tokenizer.get_special_tokens_mask(document.tokens.tolist(), already_has_special_tokens=True)
+        return np.array(special, dtype=bool)
 
     def _one_by_one(self, documents: list["_Document"]) -> list[tuple[IntArray, IntArray]]:
         """Return the masked tokens and the labels of each row, int64 [tokens]."""
