@@ -135,7 +135,7 @@ def prefer(arguments: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
 
     def text(median: int) -> str:
-        length = int(np.clip(rng.lognormal(np.log(median), 0.85), 4, 400))
+        length = int(np.clip(rng.lognormal(np.log(median), 0.85), 4, 700))
         return " ".join(f"w{word}" for word in rng.integers(5, VOCABULARY, length))
 
     pairs = [{"prompt": text(60), "chosen": " " + text(90), "rejected": " " + text(80)} for _ in range(arguments.pairs)]
@@ -218,7 +218,7 @@ def keep() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=96, help="documents of each length distribution")
-    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
