@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,10 @@ _SHORT = 24
 
 _MANY_LENGTHS = 4
 """Short segments are padded if they have at least this many different lengths."""
+
+
+_WORTH_A_CALL = 4096
+"""Short segments are computed in two calls instead of one if this saves so many scores in each head."""
 
 
 def attend_by_segment(
@@ -31,7 +36,7 @@ def attend_by_segment(
 ) -> Tensor:
     """Compute attention within each segment of a single row.
 
-    Segments of equal length are computed in one call, and so are all short segments, padded to the longest of them.
+    Segments of equal length are computed in one call, and so are short segments, padded to the longest of a group.
 
     Args:
         query: tensor [1, heads, tokens, head_dim].
@@ -95,7 +100,7 @@ def _attend_padded(
     is_causal: bool,
     dropout: float,
 ) -> Tensor:
-    """Compute attention within some segments in one call, padded to the longest of them.
+    """Compute attention within some segments in one or two calls, padded to the longest segment of each call.
 
     Args:
         query, key, value, scale, is_causal, dropout: arguments of `attend_by_segment`.
@@ -105,29 +110,43 @@ def _attend_padded(
     Returns:
         Attention output of these segments, one after the other, [1, heads, tokens of these segments, value_dim].
     """
-    places, mask, real = (
-        torch.from_numpy(each).to(query.device) for each in _padded_places(lengths, segments, is_causal)
-    )
+    device = query.device
+    layout = _padded_places(lengths, segments, is_causal)
+    places, real = (torch.from_numpy(each).to(device) for each in (layout.places, layout.real))
+    sizes = [segments_of_group * longest for segments_of_group, longest in layout.shapes]
 
-    def padded(tensor: Tensor) -> Tensor:
+    def padded(tensor: Tensor) -> list[Tensor]:
         heads, dim = tensor.shape[1], tensor.shape[3]
-        rows = tensor.transpose(1, 2).reshape(-1, heads * dim)
-        return F.embedding(places, rows).view(*places.shape, heads, dim).transpose(1, 2)  # its backward pass is fast
+        rows = tensor.transpose(1, 2).reshape(-1, heads * dim).index_select(0, places)
+        groups = zip(torch.split(rows, sizes), layout.shapes, strict=True)
+        return [group.view(*shape, heads, dim).transpose(1, 2) for group, shape in groups]
 
-    gqa = query.shape[1] != key.shape[1]
-    attended = F.scaled_dot_product_attention(
-        padded(query), padded(key), padded(value), mask, dropout, scale=scale, enable_gqa=gqa
-    )
-    heads, dim = attended.shape[1], attended.shape[3]
-    rows = attended.transpose(1, 2).reshape(-1, heads * dim)
-    return F.embedding(real, rows).view(1, -1, heads, dim).transpose(1, 2)
+    gqa, attended = query.shape[1] != key.shape[1], []
+    for q, k, v, mask in zip(padded(query), padded(key), padded(value), layout.masks, strict=True):
+        seen = torch.from_numpy(mask).to(device)
+        output = F.scaled_dot_product_attention(q, k, v, seen, dropout, scale=scale, enable_gqa=gqa)
+        attended.append(output.transpose(1, 2).flatten(0, 1))
+    heads, dim = attended[0].shape[1:]
+    rows = _cat([each.flatten(1) for each in attended], 0)
+    return rows.index_select(0, real).view(1, -1, heads, dim).transpose(1, 2)
+
+
+class _PaddedPlaces(NamedTuple):
+    """Where the tokens of padded segments come from, what they see, and where the real tokens are."""
+
+    places: npt.NDArray[np.int64]
+    """int64 [padded tokens]: places in the row, group by group. Padding repeats the first token of its segment."""
+    shapes: list[tuple[int, int]]
+    """The number of segments in each group, and the tokens to which they are padded."""
+    masks: list[npt.NDArray[np.bool_]]
+    """What the tokens of each group see, bool [segments, 1, 1 or longest, longest]."""
+    real: npt.NDArray[np.int64]
+    """int64 [tokens]: places among the padded tokens, in the order of the row."""
 
 
 @lru_cache(maxsize=16)
-def _padded_places(
-    lengths: tuple[int, ...], segments: tuple[int, ...], is_causal: bool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Return where the tokens of padded segments come from, which tokens they see, and where the real tokens are.
+def _padded_places(lengths: tuple[int, ...], segments: tuple[int, ...], is_causal: bool) -> _PaddedPlaces:
+    """Return how to pad segments in at most two groups: the short ones, and the shortest of them.
 
     The layers of a model ask for the same row one after the other, so the answers are kept.
 
@@ -135,20 +154,41 @@ def _padded_places(
         lengths: number of tokens in each segment of the row.
         segments: the segments to pad.
         is_causal: whether a token sees only itself and earlier tokens.
-
-    Returns:
-        Places in the row, int64 [segments, longest], where padding repeats the first token; what is seen, bool
-        [segments, 1, 1 or longest, longest]; and the places of real tokens among the padded, int64 [tokens].
     """
     length = np.array(lengths)
     first = (length.cumsum() - length)[list(segments)]
     length = length[list(segments)]
-    offset = np.arange(length.max())
-    real = offset < length[:, None]
-    mask = real[:, None, None]
-    if is_causal:
-        mask = mask & (offset[:, None] >= offset)
-    return first[:, None] + offset * real, mask, np.flatnonzero(real)
+    begin = length.cumsum() - length  # of each segment among the real tokens
+    shapes, masks, places = [], [], []
+    real_places, before = np.zeros(length.sum(), np.int64), 0
+    for group in _two_groups(length):
+        offset = np.arange(length[group].max())
+        real = offset < length[group, None]
+        mask = real[:, None, None]
+        masks.append(mask & (offset[:, None] >= offset) if is_causal else mask)
+        shapes.append(real.shape)
+        places.append((first[group, None] + offset * real).ravel())
+        real_places[(begin[group, None] + offset)[real]] = before + np.flatnonzero(real)
+        before += real.size
+    return _PaddedPlaces(np.concatenate(places), shapes, masks, real_places)
+
+
+def _two_groups(length: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Divide segments into two groups of similar lengths, if this saves enough work; else return one group.
+
+    Args:
+        length: int64 [segments]: number of tokens in each segment.
+
+    Returns:
+        For each group, the indices of its segments, ascending.
+    """
+    ordered = np.sort(length)
+    number = np.arange(1, len(ordered))
+    work = number * ordered[:-1] ** 2 + number[::-1] * ordered[-1] ** 2
+    best = int(work.argmin())
+    if len(ordered) * ordered[-1] ** 2 - work[best] < _WORTH_A_CALL:
+        return [np.arange(len(length))]
+    return [np.flatnonzero(length <= ordered[best]), np.flatnonzero(length > ordered[best])]
 
 
 def _cat(parts: list[Tensor], dim: int) -> Tensor:

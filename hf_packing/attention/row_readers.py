@@ -8,6 +8,7 @@ the row, such as the first or the last one, where there is padding.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -42,14 +43,16 @@ class RowReader(ReplacedForward):
         return output if rows is None else map_leaves(output, lambda _, leaf: _with_empty_rows(leaf, rows))
 
     def _run(self, row: PackedRow, inputs: Any) -> Any:
-        parts: list[Any] = [None] * len(row.lengths)
+        calls = row.calls(self.sharing)
+        found: list[list[Tensor]] = []
         output: Any = None
-        for call in row.calls(self.sharing):
+        for call in calls:
             args, kwargs = into_rows(inputs, row, call.slices)
             output = self.forward(*args, **kwargs)
-            for number, segment in enumerate(call.segments):
-                parts[segment] = [tensor[number] for tensor in tensors_in(output)]
-        joined = map(torch.stack, zip(*parts, strict=True))
+            found.append(tensors_in(output))
+        order = [segment for call in calls for segment in call.segments]
+        place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=found[0][0].device)
+        joined = (torch.cat(parts).index_select(0, place) for parts in zip(*found, strict=True))
         return map_leaves(output, lambda _, leaf: next(joined) if isinstance(leaf, Tensor) else leaf)
 
 
@@ -70,15 +73,22 @@ class RowsInBackbone(ReplacedForward):
 def into_rows(value: Any, row: PackedRow, slices: list[tuple[int, int]]) -> Any:
     """Return nested tensors, with every tensor of shape [1, tokens, ...] replaced by a tensor that has the tokens of
     each slice in a row of its own, padded on the right with zeros."""
-    longest = max(end - start for start, end in slices)
+    start, end = np.array(slices).reshape(-1, 2).T
+    length = end - start
+    longest = int(length.max())
+    offset = np.arange(longest)
+    real = offset < length[:, None]
+    places = (start[:, None] + offset)[real]  # of the tokens in the packed row, document by document
+    takes_all = len(places) == row.tokens and bool((places == np.arange(row.tokens)).all())
 
     def cut(_: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.shape[:2] != (1, row.tokens):
+        if not isinstance(leaf, Tensor) or leaf.shape[:2] != (1, row.tokens) or not longest:
             return leaf
-        parts = [leaf[0, start:end] for start, end in slices]
-        if len({len(part) for part in parts}) == 1:
-            return torch.stack(parts)
-        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) if longest else leaf
+        taken = leaf[0] if takes_all else leaf[0].index_select(0, torch.from_numpy(places).to(leaf.device))
+        if not real.all():
+            within = torch.from_numpy(np.flatnonzero(real)).to(leaf.device)
+            taken = taken.new_zeros(real.size, *taken.shape[1:]).index_copy(0, within, taken)
+        return taken.view(*real.shape, *leaf.shape[2:])
 
     return map_leaves(value, cut)
 

@@ -70,9 +70,16 @@ def test_by_segment_is_dense_with_a_mask(case):
 
 @pytest.mark.parametrize(
     ("lengths", "window", "calls"),
-    [([3, 5, 3, 9, 1, 24, 9], None, 1), ([3, 5, 9], None, 3), ([3, 5, 9, 1, 25, 40], None, 3), ([3, 5, 9, 8], 8, 4)],
+    [
+        ([3, 5, 3, 9, 1, 24, 9], None, 1),
+        ([*range(1, 25)], None, 2),
+        ([23, 2, 3, 4, 60, *[24, 5] * 12], None, 3),
+        ([3, 5, 9], None, 3),
+        ([3, 5, 9, 1, 25, 40], None, 3),
+        ([3, 5, 9, 8], 8, 4),
+    ],
 )
-def test_short_segments_of_many_lengths_take_one_call(lengths, window, calls, monkeypatch):
+def test_short_segments_of_many_lengths_take_few_calls(lengths, window, calls, monkeypatch):
     seen, attend = [], functional.scaled_dot_product_attention
     monkeypatch.setattr(
         functional, "scaled_dot_product_attention", lambda q, *a, **k: seen.append(q) or attend(q, *a, **k)
