@@ -4,10 +4,10 @@ python benchmarks/padded_batches.py
 
 A BERT classifier of 4 layers is trained on batches of 32 rows, padded to the longest row of the batch: rows in random
 order, rows sorted by length, and rows in random order after patch_model. Slots are tokens with padding. The model is
-BERT-Mini, of width 256; for the shortest documents, where a call costs most, also BERT-Small, of width 512. Then a Llama
-of 4 layers is trained with TRL's DPOTrainer on pairs in the same three ways. Last, the memory that a reward model keeps
-for the backward pass is compared. All sides run in turn, on one thread; times are those of the process. Before that,
-the losses of all sides are compared.
+BERT-Mini, of width 256; for the shortest documents, where a call costs most, also BERT-Small, of width 512. Then a
+Llama of 4 layers is trained with TRL's DPOTrainer on pairs in the same three ways. Last, the memory that a reward model
+keeps for the backward pass is compared. All sides run in turn, on one thread; times are those of the process. Before
+that, the losses of all sides are compared.
 """
 
 import argparse
