@@ -32,7 +32,7 @@ THIRD_PARTY = {
     "errors": set(),
     "columns": {"numpy"},
     "planning": {"numpy"},
-    "data": {"numpy", "pyarrow", "datasets", "filelock", "huggingface_hub", "tokenizers", "transformers"},
+    "data": {"numpy", "pyarrow", "datasets", "filelock", "fsspec", "huggingface_hub", "tokenizers", "transformers"},
     "strategies": {"numpy", "scipy", "tqdm"},
     "collate": {"numpy", "torch"},
     "fixed_shapes": {"torch"},

@@ -7,6 +7,7 @@ map_batch.py       pack one batch of `datasets.map`
 token_columns.py   choose the columns to pack, and read their token lists as NumPy arrays
 packed_rows.py     build packed rows from documents according to a plan; restore the documents
 cache.py           store packed rows on disk with the data that `unpack` needs; remove files of killed processes
+streams/           pack streams as they are read
 
 These files make tokenized documents:
 

@@ -30,7 +30,13 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
 
-DatasetOrDict = TypeVar("DatasetOrDict", datasets.Dataset, datasets.DatasetDict)
+DatasetOrDict = TypeVar(
+    "DatasetOrDict",
+    datasets.Dataset,
+    datasets.DatasetDict,
+    datasets.IterableDataset,
+    datasets.IterableDatasetDict,
+)
 
 
 @runtime_checkable
@@ -46,31 +52,48 @@ class PlansLengths(Protocol):
 
 
 def pack(
-    dataset: DatasetOrDict, strategy: PlansLengths, *, position_ids: bool = True, load_from_cache_file: bool = True
+    dataset: DatasetOrDict,
+    strategy: PlansLengths,
+    *,
+    position_ids: bool = True,
+    load_from_cache_file: bool = True,
+    window_packs: int = 64,
+    streams: int | None = None,
 ) -> DatasetOrDict:
-    """Pack a tokenized dataset, with one plan for all documents of the dataset or split.
+    """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
+
+    A stream, which is an IterableDataset, is planned in windows. The emptiest packs of a window, at most a quarter, are
+    not made, and their documents wait for the next window, at most four times. The order of the rows in a window is
+    random, as the strategy's seed says. `state_dict` of the packed stream is exact.
 
     Args:
-        dataset: Dataset or DatasetDict with `input_ids`. TRL's loss masks, `completion_mask` and `assistant_masks`, are
-            applied to the labels and dropped. Other columns with one number for each token, such as labels or weights,
-            are packed like input_ids. An attention_mask is dropped, and all other columns are left out. Warnings say
-            what is applied, left out, dropped or skipped. Columns hidden by `with_format(columns=[...])` are ignored.
+        dataset: Dataset, DatasetDict, IterableDataset or IterableDatasetDict with `input_ids`. TRL's loss masks,
+            `completion_mask` and `assistant_masks`, are applied to the labels and dropped. Other columns with one
+            number for each token, such as labels or weights, are packed like input_ids. An attention_mask is dropped,
+            and all other columns are left out. Warnings say what is applied, left out, dropped or skipped. Columns
+            hidden by `with_format(columns=[...])` are ignored.
         strategy: a strategy such as BestFit(2048).
         position_ids: whether packed rows get a column `position_ids`. Without this column the dataset is a third
             smaller, but works only with trainers that pass seq_lengths to the collator: SFTTrainer with
             padding_free, or Trainer with remove_unused_columns=False.
         load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
-            and the same version of hf_packing.
+            and the same version of hf_packing. Rows of a stream are not stored.
+        window_packs: packs in a window of a stream, at least 1. A larger window leaves less padding, and needs more
+            memory.
+        streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
+            their own, from which rows are taken in turn. Rows and their order then do not depend on the number of ranks
+            and workers, if that number divides `streams`; 64 suits most runs. With None, each rank and each worker
+            packs the shards that it reads.
 
     Returns:
-        A dataset of the same kind, memory-mapped, with one row for each pack. The columns are `input_ids`, `labels`
-        (-100 at the first token of every segment; made from input_ids if the documents have no labels),
-        `position_ids` (restarting at every segment) and `seq_lengths` (tokens of every segment). If the strategy has
-        several capacities, the column `bucket` has the capacity of the pack in tokens.
+        A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
+        `input_ids`, `labels` (-100 at the first token of every segment; made from input_ids if the documents have no
+        labels), `position_ids` (restarting at every segment) and `seq_lengths` (tokens of every segment). If the
+        strategy has several capacities, the column `bucket` has the capacity of the pack in tokens.
 
     Raises:
-        PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, is not
-            map-style, or has a transform.
+        PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
+            transform, or is a stream with a shuffle buffer.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -79,6 +102,10 @@ def pack(
         [[3, 1], [2]]
     """
     _check_strategy(strategy)
+    if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
+        from hf_packing.data.streams.pack_stream import pack_stream
+
+        return pack_stream(dataset, strategy, window_packs=window_packs, streams=streams, position_ids=position_ids)
     pack_each = partial(pack_split, position_ids=position_ids, load_from_cache_file=load_from_cache_file)
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
@@ -196,8 +223,8 @@ def _check_strategy(strategy: Any) -> None:
 def _check_map_style(name: str, dataset: Any) -> None:
     if not isinstance(dataset, datasets.Dataset):
         raise PackingError(
-            f"{name}: expected a Dataset or a DatasetDict, got {type(dataset).__name__}; an IterableDataset can be "
-            "packed batch by batch with .map(strategy, batched=True, batch_size=10_000, remove_columns=[...])"
+            f"{name}: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got "
+            f"{type(dataset).__name__}"
         )
 
 

@@ -73,11 +73,11 @@ def pack_rows(
     large = {name: pa.types.is_large_list(column.type) for name, column in columns.items()}
     of_tokens = {INPUT_IDS: input_ids, LABELS: labels, **packed}
     arrays = {
-        name: _list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
+        name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
     }
     if position_ids:
-        arrays[POSITION_IDS] = _list_array(_positions(length), row_tokens, large[INPUT_IDS])
-    arrays[SEQ_LENGTHS] = _list_array(length, np.diff(offsets))
+        arrays[POSITION_IDS] = list_array(_positions(length), row_tokens, large[INPUT_IDS])
+    arrays[SEQ_LENGTHS] = list_array(length, np.diff(offsets))
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     return PackedRows(pa.table(arrays), first_labels, int((labels != IGNORED_LABEL).sum()))
@@ -125,7 +125,7 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
         values = column.gather(pack[order], start_in_pack[order], length)
         if name == LABELS and first_labels is not None:
             values[np.cumsum(length, dtype=np.int64) - length] = first_labels[order]
-        arrays[name] = _list_array(values, document_tokens, pa.types.is_large_list(column.type))
+        arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(column.type))
     return pa.table(arrays)
 
 
@@ -179,7 +179,7 @@ def _positions(length: IntArray) -> npt.NDArray[np.int32]:
     return np.concatenate([ramp[:0], *(ramp[:tokens] for tokens in length.tolist())])
 
 
-def _list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:
+def list_array(values: npt.NDArray[Any], lengths: IntArray, large: bool = False) -> pa.Array:
     """Return an Arrow list array with one list per row: a LargeListArray if needed or requested, else a ListArray.
 
     Args:

@@ -129,7 +129,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
     columns = {name: TokenColumn(name, table.column(name), row_numbers) for name in (INPUT_IDS, *others)}
     check_same_lengths(columns)
     if (mask := columns.pop(ATTENTION_MASK, None)) is not None:
-        _check_no_padding(mask)
+        check_no_padding(mask)
     return columns
 
 
@@ -241,7 +241,8 @@ def blocks_of_rows(row_tokens: IntArray, tokens: int) -> Iterator[tuple[int, int
         first = last
 
 
-def _check_no_padding(mask: TokenColumn) -> None:
+def check_no_padding(mask: TokenColumn) -> None:
+    """Raise PackingError if an attention_mask has a value other than 1."""
     for first, end in blocks_of_rows(mask.length, TOKENS_AT_ONCE):
         rows = np.arange(first, end)
         values = mask.gather(rows, np.zeros_like(rows), mask.length[rows])

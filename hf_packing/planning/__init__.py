@@ -10,6 +10,7 @@ The modules, with the input and the output of each module:
     assign.py          PatternTable -> PackingPlan         assign documents to packs
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
     plan.py            arrays -> PackingPlan               store a plan, and check that the plan is valid
+    windows.py         PackingPlan -> packs that wait      plan a stream window by window
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
     metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 

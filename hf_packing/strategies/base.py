@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -27,6 +27,9 @@ from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Patterns, cut_by_overflow
 from hf_packing.planning.permutation import check_seed
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.windows import WindowPlan, packs_with_room, seed_of_window
+
+_S = TypeVar("_S", bound="Strategy")
 
 
 def _package_version() -> str:
@@ -58,6 +61,30 @@ class Strategy(ABC):
     @abstractmethod
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         """Return a plan for documents of the given lengths. The lengths must be a result of `check_lengths`."""
+
+    @property
+    def largest_capacity(self) -> int:
+        """The largest capacity of a pack, in tokens."""
+        return int(max(getattr(self, "bucket_lengths", None) or [getattr(self, "max_length", 1)]))
+
+    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
+        """Plan one window of a stream, with a seed of its own.
+
+        Args:
+            lengths: lengths of the window's documents, as for `plan_lengths`. Documents and parts of documents that
+                have waited since the last window come first.
+            number: number of the window in the stream, from 0.
+
+        Returns:
+            WindowPlan: the plan, and the packs that documents of the next window could fill.
+        """
+        plan = self.with_seed_of_window(number).plan_lengths(lengths)
+        return WindowPlan(plan, packs_with_room(plan, getattr(self, "max_documents", None)))
+
+    def with_seed_of_window(self: _S, number: int) -> _S:
+        """Return the strategy with the seed of a window of a stream; the same strategy if it has no seed."""
+        seed = seed_of_window(getattr(self, "seed", None), number)
+        return self if seed is None else replace(self, seed=seed)  # type: ignore[call-arg]
 
     def __call__(self, batch: Any, *others: Any, **options: Any) -> Any:
         if others or options:
@@ -192,7 +219,6 @@ def load_scipy_optimize(strategy: str) -> Any:
 
 
 _REGISTERED: dict[str, type[Strategy]] = {}
-_S = TypeVar("_S", bound=Strategy)
 
 
 def register_strategy(strategy: type[_S]) -> type[_S]:

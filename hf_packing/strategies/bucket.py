@@ -21,6 +21,7 @@ from hf_packing.planning.open_packs import Remaining
 from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Cuts, Pattern, Patterns, cuts_from_list, patterns_from_list
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.windows import WindowPlan, packs_with_room
 from hf_packing.strategies.base import CountingStrategy, Strategy, check_optional_seed, register_strategy
 from hf_packing.strategies.sequential import concatenate_and_cut
 
@@ -113,6 +114,10 @@ class BucketByLength(Strategy):
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, tuple(self.bucket_lengths), self.seed)
+
+    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
+        plan = self.with_seed_of_window(number).plan_lengths(lengths)
+        return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
 
 
 def _check_bucket_lengths(bucket_lengths: Any) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from hf_packing.planning.lengths import (
 from hf_packing.planning.open_packs import best_fit_patterns, first_fit_patterns
 from hf_packing.planning.permutation import check_seed, random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.windows import WindowPlan, packs_with_room
 from hf_packing.strategies.base import Strategy, check_max_documents, check_optional_seed, register_strategy
 
 _Order = Literal["random", "longest_first", "dataset"]
@@ -59,6 +60,10 @@ class FixedLength(Strategy):
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
         return concatenate_and_cut(lengths, (self.max_length,), self.seed)
+
+    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
+        plan = self.with_seed_of_window(number).plan_lengths(lengths)
+        return WindowPlan(plan, packs_with_room(plan, share=0.0), all_wait=True)
 
 
 class _Concatenated(NamedTuple):
@@ -172,14 +177,22 @@ class FirstCome(Strategy):
         )
 
     def plan_lengths(self, lengths: IntArray) -> PackingPlan:
+        return self._plan(lengths)[0]
+
+    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
+        plan, order = self.with_seed_of_window(number)._plan(lengths)
+        return WindowPlan(plan, order == plan.num_packs - 1, all_wait=True)
+
+    def _plan(self, lengths: IntArray) -> tuple[PackingPlan, IntArray]:
+        """Return the plan, and the turn in which each pack was filled, int64 [packs], from 0."""
         pieces = cut_to_pieces(lengths, self.max_length, self.overflow)
         pieces = pieces.take(_arrival(pieces.length, self.order, self.seed))
         first = _first_of_each_pack(pieces.length, self.max_length, self.max_documents or len(pieces.length))
-        offsets = np.append(first, len(pieces.length))
+        offsets, filled = np.append(first, len(pieces.length)), np.arange(len(first))
         if self.seed is not None:
-            segments, offsets, _ = shuffle_packs(offsets, self.seed)
+            segments, offsets, filled = shuffle_packs(offsets, self.seed)
             pieces = pieces.take(segments)
-        return PackingPlan(
+        plan = PackingPlan(
             document_length=lengths,
             segment_document=pieces.document,
             segment_start=pieces.start,
@@ -188,6 +201,7 @@ class FirstCome(Strategy):
             pack_capacity=np.full(len(first), self.max_length, dtype=np.int32),
             proven_lower_bound=-(-len(pieces.length) // self.max_documents) if self.max_documents else 0,
         )
+        return plan, filled
 
 
 def _arrival(length: IntArray, order: _Order, seed: int | None) -> IntArray:

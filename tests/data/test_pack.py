@@ -164,7 +164,7 @@ def test_dataset_dict_and_splits():
 
 def test_errors_name_the_split():
     of_another_kind = DatasetDict(train=documents(), test=documents().to_iterable_dataset())
-    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: expected a Dataset or a DatasetDict, got Iterable"):
+    with pytest.raises(hfp.PackingError, match=r"dataset\['test'\]: expected a Dataset, a DatasetDict, an Iterable"):
         hfp.pack(of_another_kind, hfp.BestFit(4))
     of_other_columns = DatasetDict(train=documents(), test=Dataset.from_dict({"text": ["a"]}))
     with pytest.raises(
@@ -229,9 +229,9 @@ def test_packing_twice():
 def test_not_a_dataset():
     with pytest.raises(
         hfp.PackingError,
-        match="dataset: expected a Dataset or a DatasetDict, got IterableDataset; an IterableDataset can be",
+        match="dataset: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got list",
     ):
-        hfp.pack(documents().to_iterable_dataset(), hfp.BestFit(4))
+        hfp.pack([[1, 2]], hfp.BestFit(4))
     with pytest.raises(hfp.PackingError, match="strategy: expected a strategy such as BestFit"):
         hfp.pack(documents(), 4096)
 

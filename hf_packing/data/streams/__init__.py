@@ -1,0 +1,19 @@
+"""Pack streams, which are IterableDatasets, as they are read, with an exact state.
+
+pack_stream.py      check a stream, and put the packing between the source and its readers
+packed_examples.py  pack a stream window by window
+logical_streams.py  divide a stream into logical streams, whose rows do not depend on the number of ranks
+
+These files read the source:
+
+document_reader.py  read about as many tokens as wanted, and know the place in the stream
+shares.py           divide the shards into shares of equal size, and read one share
+shard_sizes.py      find the sizes of shards; notice changed files
+
+These files save the state:
+
+window_start.py     the start of a window, with the documents that wait for the window
+saved_state.py      the layout of saved states, and the refusal of states of other rows
+
+upstream.py         the private names of `datasets`
+"""

@@ -1,0 +1,138 @@
+"""Pack a stream as a fixed number of logical streams, whose rows do not depend on the number of ranks or workers.
+
+A logical stream is an equal share of the shards, with its own windows and its own state. Rows are taken from the
+logical streams in turn. Ranks and workers own logical streams, not files: `datasets` sees a logical stream as a shard.
+So a state that was saved on one number of ranks can be loaded on another.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.data.streams import upstream
+from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
+from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
+from hf_packing.data.streams.shard_sizes import fingerprint_of_files, sizes_of_shards
+from hf_packing.data.streams.shares import ShareOfShards, equal_shares
+from hf_packing.errors import PackingError
+
+
+class Turn(NamedTuple):
+    """One turn of a logical stream."""
+
+    stream: int
+    """The number of the logical stream."""
+    row: pa.Table | None
+    """The row of the turn, a table with one row; None if the logical stream has ended."""
+
+
+class LogicalStreams(upstream.BaseExamples):  # type: ignore[misc]
+    """The packed rows of some of the logical streams of a source, taken from each logical stream in turn.
+
+    Args:
+        examples: the object that reads the documents.
+        packing: how rows are made.
+        streams: the number of logical streams of the source.
+        owned: the logical streams to read; None for all.
+    """
+
+    is_typed = True
+
+    def __init__(
+        self, examples: upstream.Examples, packing: StreamPacking, streams: int, owned: tuple[int, ...] | None = None
+    ) -> None:
+        super().__init__()
+        self.ex_iterable, self.packing, self.streams = examples, packing, streams
+        self.owned = tuple(range(streams)) if owned is None else owned
+
+    @property
+    def features(self) -> datasets.Features:
+        return self.packing.features
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for key, row in self._iter_arrow():
+            yield key, row.to_pylist()[0]
+
+    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
+        for number, turn in enumerate(self.turns()):
+            if turn.row is not None:
+                yield f"{turn.stream}_{number}", turn.row
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> "LogicalStreams":
+        packing = self.packing.for_epoch(generator)
+        return LogicalStreams(self.ex_iterable.shuffle_data_sources(generator), packing, self.streams, self.owned)
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "LogicalStreams":
+        chosen = self.split_shard_indices_by_worker(num_shards, index, contiguous)
+        owned = tuple(self.owned[number] for number in chosen)
+        return LogicalStreams(self.ex_iterable, self.packing, self.streams, owned)
+
+    def reshard_data_sources(self) -> "LogicalStreams":
+        return LogicalStreams(self.ex_iterable.reshard_data_sources(), self.packing, self.streams, self.owned)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.owned)
+
+    def _init_state_dict(self) -> dict[str, Any]:
+        self._state_dict: dict[str, Any] = new_state(type(self))
+        return self._state_dict
+
+    def turns(self) -> Iterator[Turn]:
+        """Yield the turns of the logical streams: one turn of each, in order, until all have ended.
+
+        Raises:
+            PackingError: the state is of other logical streams, or of other files.
+        """
+        state = self._init_state_dict() if self._state_dict is None else self._state_dict
+        made_from = MadeFrom(str(self.packing), self.streams, fingerprint_of_files(self.ex_iterable))
+        parts = self._parts(made_from.files)
+        live: dict[int, dict[str, Any]] = {
+            stream: {"turns": 0, "state": part._init_state_dict()} for stream, part in parts.items()
+        }
+        if (saved := load(state, made_from)) is not None:
+            self._load(dict(saved), parts, live)
+        save(state, made_from, tuple(live.items()))
+        rows = {stream: part.single_rows() for stream, part in parts.items()}
+        turn, left = min((each["turns"] for each in live.values()), default=0), set(rows)
+        while left:
+            for stream, progress in live.items():
+                if progress["turns"] > turn:
+                    continue  # this stream had its turn before the state was saved
+                progress["turns"] = turn + 1
+                row = next(rows[stream], None) if stream in left else None
+                if row is None:
+                    left.discard(stream)
+                yield Turn(stream, row)
+            turn += 1
+
+    def _parts(self, files: str) -> dict[int, PackedExamples]:
+        """Return the packed rows of each owned logical stream."""
+        shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
+        return {
+            stream: PackedExamples(
+                ShareOfShards(self.ex_iterable, shares[stream]), replace(self.packing, stream=stream), files
+            )
+            for stream in self.owned
+        }
+
+    def _load(
+        self, saved: dict[int, dict[str, Any]], parts: dict[int, PackedExamples], live: dict[int, dict[str, Any]]
+    ) -> None:
+        """Load the saved progress of each owned logical stream."""
+        if missing := sorted(set(self.owned) - saved.keys()):
+            raise PackingError(
+                f"state_dict: expected the states of the logical streams {self.owned}, got a state without "
+                f"{missing}, which another rank or worker has read; merge the states of all of them first"
+            )
+        for stream, part in parts.items():
+            part.load_state_dict(saved[stream]["state"])
+            live[stream] = {"turns": saved[stream]["turns"], "state": part._state_dict}

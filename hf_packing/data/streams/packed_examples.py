@@ -1,0 +1,253 @@
+"""Pack a stream window by window, as an object that `datasets` reads examples from.
+
+A window has about `window_packs` packs. The emptiest packs of a window, at most a quarter, are not made: their
+documents wait for the next window, at most four times. The rows depend only on the documents in their order, the
+strategy and `window_packs`. The state of the stream is the start of the window and the number of rows that are out: a
+resumed stream reads and plans its window again, and passes over the rows that are out.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.columns import INPUT_IDS
+from hf_packing.data.packed_rows import pack_rows
+from hf_packing.data.streams import upstream
+from hf_packing.data.streams.document_reader import DocumentReader
+from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
+from hf_packing.data.streams.shard_sizes import fingerprint_of_files
+from hf_packing.data.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
+from hf_packing.data.token_columns import TOKENS_AT_ONCE, blocks_of_rows, find_token_columns
+from hf_packing.planning.lengths import IntArray, check_lengths
+from hf_packing.planning.permutation import derive_key
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.windows import WindowPlan, packs_that_wait, select_packs, tokens_of_packs
+
+_MOST_WINDOWS = 4
+"""A document waits for at most this many windows."""
+
+
+class PlansWindows(Protocol):
+    """The interface that a packed stream requires of a strategy."""
+
+    has_buckets: ClassVar[bool]
+
+    @property
+    def largest_capacity(self) -> int:
+        """The largest capacity of a pack, in tokens."""
+        ...
+
+    def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
+        """Return the plan of a window of a stream."""
+        ...
+
+
+@dataclass(frozen=True)
+class StreamPacking:
+    """How the rows of a packed stream are made."""
+
+    strategy: PlansWindows
+    window_packs: int
+    position_ids: bool
+    schema: pa.Schema
+    """Names and types of the documents' token columns, without attention_mask."""
+    epoch: int | None = None
+    """A number that changes the seed of the strategy, so that epochs differ; None for the first epoch."""
+    stream: int | None = None
+    """The number of the logical stream, which changes the seed of the strategy too."""
+
+    @property
+    def window_tokens(self) -> int:
+        """The number of tokens in a window."""
+        return self.window_packs * self.strategy.largest_capacity
+
+    @cached_property
+    def features(self) -> datasets.Features:
+        """Names and types of the columns of packed rows."""
+        columns = find_token_columns(self.schema.empty_table())
+        plan = self.strategy.plan_window(check_lengths([]), 0).plan
+        return datasets.Features.from_arrow_schema(self.rows(columns, plan, 0, 0).schema)
+
+    def rows(self, columns: Any, plan: PackingPlan, first: int, end: int) -> pa.Table:
+        """Return the packed rows of some packs of a plan."""
+        return pack_rows(
+            columns, plan, first, end, position_ids=self.position_ids, bucket=self.strategy.has_buckets
+        ).table
+
+    def plan(self, lengths: IntArray, number: int) -> WindowPlan:
+        """Return the plan of a window."""
+        strategy: Any = self.strategy
+        seed = getattr(strategy, "seed", None)
+        if seed is not None and (self.epoch is not None or self.stream is not None):
+            key = derive_key(seed, f"epoch {self.epoch}, logical stream {self.stream}")
+            strategy = replace(strategy, seed=int(key >> np.uint64(1)))
+        window: WindowPlan = strategy.plan_window(lengths, number)
+        return window
+
+    def for_epoch(self, generator: np.random.Generator) -> "StreamPacking":
+        """Return the packing of an epoch, given the random generator that `datasets` makes for the epoch."""
+        return replace(self, epoch=int(deepcopy(generator).integers(2**63)))
+
+    def __str__(self) -> str:
+        names = ", ".join(self.schema.names)
+        return f"{self.strategy!r} in windows of {self.window_packs} packs, from the columns {names}"
+
+
+class _Progress:
+    """Keeps the state of a stream up to date while the rows of a window go out.
+
+    Args:
+        state: the state of the stream.
+        made_from: what the rows depend on.
+        here: the start of the window.
+        following: the start of the next window.
+        rows: the number of rows in the window.
+        rows_out: the number of rows that are out.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        made_from: MadeFrom,
+        here: SavedWindow,
+        following: SavedWindow,
+        rows: int,
+        rows_out: int,
+    ) -> None:
+        self._state, self._made_from, self._here, self._following = state, made_from, here, following
+        self._rows, self._out = rows, rows_out
+        self.note(0)
+
+    def note(self, rows: int) -> None:
+        """Note that more rows are out."""
+        self._out += rows
+        ended = self._out == self._rows
+        save(self._state, self._made_from, (self._following, 0) if ended else (self._here, self._out))
+
+
+class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
+    """The packed rows of a stream, for an IterableDataset.
+
+    Args:
+        examples: the object that reads the documents.
+        packing: how rows are made.
+        files: a text that changes when a file of the source changes; None to read the files.
+    """
+
+    is_typed = True
+
+    def __init__(self, examples: upstream.Examples, packing: StreamPacking, files: str | None = None) -> None:
+        super().__init__()
+        self.ex_iterable, self.packing, self._files = examples, packing, files
+
+    @property
+    def features(self) -> datasets.Features:
+        return self.packing.features
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, row in enumerate(self.single_rows()):
+            yield f"row {number}", row.to_pylist()[0]
+
+    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
+        return ((f"row {number}", row) for number, row in enumerate(self.single_rows()))
+
+    def single_rows(self) -> Iterator[pa.Table]:
+        """Yield tables with one row each."""
+        for table, read in self._blocks():
+            for number in range(table.num_rows):
+                read(1)
+                yield table.slice(number, 1)
+
+    def shuffle_data_sources(self, generator: np.random.Generator) -> "PackedExamples":
+        return PackedExamples(self.ex_iterable.shuffle_data_sources(generator), self.packing.for_epoch(generator))
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "PackedExamples":
+        return PackedExamples(self.ex_iterable.shard_data_sources(num_shards, index, contiguous), self.packing)
+
+    def reshard_data_sources(self) -> "PackedExamples":
+        return PackedExamples(self.ex_iterable.reshard_data_sources(), self.packing)
+
+    @property
+    def num_shards(self) -> int:
+        return int(self.ex_iterable.num_shards)
+
+    def _init_state_dict(self) -> dict[str, Any]:
+        self.ex_iterable._init_state_dict()
+        self._state_dict: dict[str, Any] = new_state(type(self))
+        return self._state_dict
+
+    def _blocks(self) -> Iterator[tuple[pa.Table, Callable[[int], None]]]:
+        """Yield tables of packed rows, each with a function that notes in the state how many more rows were read."""
+        state = self._init_state_dict() if self._state_dict is None else self._state_dict
+        made_from = MadeFrom(str(self.packing), None, self._files or fingerprint_of_files(self.ex_iterable))
+        saved, rows_out = load(state, made_from) or (None, 0)
+        self.ex_iterable._init_state_dict()
+        start = WindowStart.load(saved, self.packing.schema)
+        reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place)
+        while not start.ended:
+            columns, plan, following = self._plan(reader, start)
+            progress = _Progress(state, made_from, start.save(), following.save(), plan.num_packs, rows_out)
+            for first, end in blocks_of_rows(tokens_of_packs(plan)[rows_out:], TOKENS_AT_ONCE):
+                yield self.packing.rows(columns, plan, rows_out + first, rows_out + end), progress.note
+            start, rows_out = following, 0
+        self._warn_of_losses(start.counts)
+
+    def _plan(self, reader: DocumentReader, start: WindowStart) -> tuple[Any, PackingPlan, WindowStart]:
+        """Read a window and plan it.
+
+        Returns:
+            The token columns of its documents, the plan of the packs to make, and the start of the next window.
+        """
+        schema = self.packing.schema
+        new = reader.read(max(self.packing.window_tokens - _tokens(start.waiting), 1))
+        columns = find_token_columns(pa.concat_tables([start.waiting, new]))
+        lengths = check_lengths(columns[INPUT_IDS].length)
+        window = self.packing.plan(lengths, start.number)
+        age = np.concatenate([start.age, np.zeros(new.num_rows, np.int8)])
+        waits = packs_that_wait(window, age, most_windows=_MOST_WINDOWS)
+        if reader.ended:
+            waits[:] = False
+        waiting, document = waiting_documents(columns, window.plan, waits, schema)
+        new_lengths = lengths[start.waiting.num_rows :]
+        packed = int(window.plan.segment_length.sum(dtype=np.int64))
+        counts = Counts(
+            documents=new.num_rows,
+            tokens=int(new_lengths.sum(dtype=np.int64)),
+            empty_documents=int((new_lengths == 0).sum()),
+            dropped_tokens=int(lengths.sum(dtype=np.int64)) - packed,
+            packs=int((~waits).sum()),
+        )
+        following = WindowStart(
+            place=reader.place,
+            waiting=waiting,
+            age=age[document] + np.int8(1),
+            number=start.number + 1,
+            counts=start.counts.plus(counts),
+            ended=reader.ended,
+        )
+        return columns, select_packs(window.plan, np.flatnonzero(~waits)), following
+
+    def _warn_of_losses(self, counts: Counts) -> None:
+        if counts.dropped_tokens:
+            warnings.warn(
+                f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, as configured by "
+                f"{self.packing.strategy!r}",
+                stacklevel=2,
+            )
+        if counts.empty_documents:
+            warnings.warn(f"pack skips {counts.empty_documents:,} documents without a token", stacklevel=2)
+
+
+def _tokens(documents: pa.Table) -> int:
+    return sum(len(chunk.flatten()) for chunk in documents.column(INPUT_IDS).chunks)

@@ -1,0 +1,69 @@
+"""Find the sizes of a stream's shards, and a fingerprint of its files that changes when a file changes."""
+
+import hashlib
+from functools import lru_cache
+
+import pyarrow.parquet as pq
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from hf_packing.data.streams import upstream
+
+_READ = 1 << 16
+"""Bytes read at the start and at the end of a file for its fingerprint."""
+
+
+def sizes_of_shards(examples: upstream.Examples) -> list[float]:
+    """Return the bytes of every shard; 1 for each shard if the stream is not read from files.
+
+    Args:
+        examples: the object that reads the stream.
+    """
+    found = upstream.shard_files(examples)
+    if found is None or len(found) != examples.num_shards:
+        return [1.0] * examples.num_shards
+    return [_size(file, groups) for file, groups in found]
+
+
+def fingerprint_of_files(examples: upstream.Examples) -> str:
+    """Return a text that changes when a file of the stream changes; an empty text if it is not read from files.
+
+    Of local files, the size, the beginning and the end count, but not the time, so that copies of the files will do. Of
+    other files, the size and the tag that the storage gives to each version count.
+    """
+    found = upstream.shard_files(examples)
+    if found is None:
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted({file for file, _ in found}):
+        digest.update(_fingerprint(file))
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=100_000)
+def _size(file: str, groups: tuple[int, ...] | None) -> float:
+    if groups is None:
+        system, path = url_to_fs(file)
+        return float(system.size(path) or 0)
+    sizes = _row_groups(file)
+    return float(sum(sizes[group] for group in groups))
+
+
+@lru_cache(maxsize=10_000)
+def _row_groups(file: str) -> list[int]:
+    system, path = url_to_fs(file)
+    with system.open(path, "rb") as stream:
+        facts = pq.ParquetFile(stream).metadata
+    return [facts.row_group(number).total_byte_size for number in range(facts.num_row_groups)]
+
+
+def _fingerprint(file: str) -> bytes:
+    system, path = url_to_fs(file)
+    if not isinstance(system, LocalFileSystem):
+        facts = system.info(path)
+        tags = [str(facts.get(name)) for name in ("size", "ETag", "etag", "xet_hash", "blob_id", "version_id")]
+        return "".join(tags).encode()
+    size = system.size(path) or 0
+    begin = system.read_block(path, 0, min(_READ, size)) if size else b""
+    end = system.read_block(path, max(size - _READ, 0), min(_READ, size)) if size else b""
+    return hashlib.blake2b(b"%d" % size + begin + end, digest_size=16).digest()

@@ -1,0 +1,100 @@
+"""The private names of `datasets` that streams use, all in one place.
+
+`tests/data/streams/test_upstream.py` says which name has changed when a new version of `datasets` changes one.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets.iterable_dataset import (
+    BufferShuffledExamplesIterable,
+    FormattedExamplesIterable,
+    _BaseExamplesIterable,
+)
+
+Examples = Any
+"""An object that reads examples, as `datasets` has one inside every IterableDataset."""
+
+BaseExamples: Any = _BaseExamplesIterable
+"""The base class of such objects."""
+
+
+def examples_of(stream: datasets.IterableDataset) -> Examples:
+    """Return the object that reads the examples of a stream, with the columns and types that the stream shows."""
+    examples = stream._ex_iterable
+    if stream.features is None or examples.features == stream.features:
+        return examples
+    return FormattedExamplesIterable(
+        examples, formatting=None, features=stream.features, token_per_repo_id=stream._token_per_repo_id
+    )
+
+
+def with_known_features(stream: datasets.IterableDataset) -> datasets.IterableDataset:
+    """Return the stream with its column names and types. If they are unknown, the first examples are read."""
+    if stream.features is not None:
+        return stream
+    try:
+        return stream._resolve_features()
+    except StopIteration:  # there is no example
+        return stream
+
+
+def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset) -> Any:
+    """Return an IterableDataset that reads `examples`.
+
+    Args:
+        examples: the object that reads the examples.
+        features: names and types of their columns.
+        like: the stream whose description, split, format, and share of a node the result gets.
+    """
+    known = like.info
+    info = datasets.DatasetInfo(
+        description=known.description,
+        citation=known.citation,
+        homepage=known.homepage,
+        license=known.license,
+        features=features,
+    )
+    return datasets.IterableDataset(
+        examples,
+        info=info,
+        split=like.split,
+        formatting=like._formatting,
+        distributed=like._distributed,
+        token_per_repo_id=like._token_per_repo_id,
+    )
+
+
+def has_shuffle_buffer(examples: Examples) -> bool:
+    """Return whether examples go through a shuffle buffer, whose content a saved state does not hold."""
+    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return isinstance(examples, BufferShuffledExamplesIterable) or any(
+        has_shuffle_buffer(each) for each in inner if each is not None
+    )
+
+
+def tables(examples: Examples) -> Iterator[pa.Table] | None:
+    """Return an iterator over the examples as Arrow tables; None if they come one by one, as dicts."""
+    return None if examples.iter_arrow is None else (table for _, table in examples.iter_arrow())
+
+
+def rows(examples: Examples) -> Iterator[dict[str, Any]]:
+    """Return an iterator over the examples as dicts."""
+    return (example for _, example in examples)
+
+
+def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:
+    """Return the file of each shard, and the row groups of the file that are in the shard (None for all).
+
+    The result is None if the stream is not read from files, or is made of several streams.
+    """
+    while getattr(examples, "ex_iterable", None) is not None:
+        examples = examples.ex_iterable
+    arguments = getattr(examples, "kwargs", {})
+    files = arguments.get("base_files") or arguments.get("files")
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        return None
+    groups = arguments.get("row_groups_list") or [None] * len(files)
+    return list(zip(files, groups, strict=True)) if len(groups) == len(files) else None
