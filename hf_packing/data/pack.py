@@ -62,9 +62,9 @@ def pack(
 ) -> DatasetOrDict:
     """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
 
-    A stream, which is an IterableDataset, is planned in windows. The emptiest packs of a window, at most a quarter, are
-    not made, and their documents wait for the next window, at most four times. The order of the rows in a window is
-    random, as the strategy's seed says. `state_dict` of the packed stream is exact.
+    A stream, which is an IterableDataset, is planned in windows. The documents of the emptiest packs of a window wait
+    for the next window, at most four times. The order of the rows in a window is random, as the strategy's seed says.
+    `state_dict` of the packed stream is exact.
 
     Args:
         dataset: Dataset, DatasetDict, IterableDataset or IterableDatasetDict with `input_ids`. TRL's loss masks,
@@ -78,8 +78,9 @@ def pack(
             padding_free, or Trainer with remove_unused_columns=False.
         load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
             and the same version of hf_packing. Rows of a stream are not stored.
-        window_packs: packs in a window of a stream, at least 1. A larger window leaves less padding, and needs more
-            memory.
+        window_packs: packs in a window of a stream, at least 1. A window has at least 16 documents per pack, unless
+            they are very long, and at most a quarter of `window_packs` packs wait for the next window. A larger window
+            leaves less padding, and needs more memory and a larger state.
         streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
             their own, from which rows are taken in turn. Rows and their order then do not depend on the number of ranks
             and workers, if that number divides `streams`; 64 suits most runs. With None, each rank and each worker

@@ -1,5 +1,6 @@
 """Plan a stream window by window: the seed of each window, and the packs that later documents could still fill."""
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,13 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
+
+MOST_WINDOWS = 4
+"""A document waits for at most this many windows."""
+
+_DOCUMENTS_PER_PACK = 16
+_MOST_TIMES = 32
+_MOST_TOKENS = 1 << 22
 
 _FULL = 1 / 512
 """A pack counts as full if at most this share of its capacity is free."""
@@ -53,31 +61,101 @@ def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: 
     return open_packs
 
 
-def packs_that_wait(window: WindowPlan, age: IntArray, *, most_windows: int) -> npt.NDArray[np.bool_]:
-    """Return the packs whose documents go into the next window, bool [packs]: the emptiest of the open packs.
+class WindowSize(NamedTuple):
+    """How much a window holds: so many tokens, and more tokens if these are too few documents to fill packs well."""
+
+    tokens: int
+    """The tokens that a window has at least, and four times the capacity that may wait for the next window."""
+    documents: int
+    """The documents that a window has at least, unless they have more than `most_tokens`."""
+    most_tokens: int
+    """A window is full when it has so many tokens."""
+
+    @classmethod
+    def of_packs(cls, packs: int, capacity: int) -> "WindowSize":
+        """Return the size of a window for about so many packs of a capacity in tokens."""
+        tokens = packs * capacity
+        return cls(tokens, _DOCUMENTS_PER_PACK * packs, max(tokens, min(_MOST_TIMES * tokens, _MOST_TOKENS)))
+
+
+def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple[PackingPlan, npt.NDArray[np.bool_]]:
+    """Choose the packs whose documents go into the next window: the emptiest open packs, at most a quarter.
+
+    A document that has waited for MOST_WINDOWS windows goes out. It changes places with a younger segment of a pack
+    that goes out: with the longest of the shorter ones, if the pack has room for the difference; else with the shortest
+    of the longer ones. If there is none, all segments of its own pack go out.
 
     Args:
         window: the plan of the window.
-        age: int32 [documents]: how often each document of the window has already waited.
-        most_windows: a pack with a document that has waited this often does not wait again.
+        age: int8 [documents]: for how many windows each document has waited.
+        size: the size of a window. Packs with at most a quarter of its tokens wait, so that the state stays small.
 
     Returns:
-        At most a quarter of the packs, and of the capacity of all packs, so that the state of a stream stays small. If
-        `all_wait` is True, these are all open packs.
+        The plan after these changes, and the packs that wait, bool [packs]. If `all_wait` is True, these are all open
+        packs.
     """
-    if window.all_wait:
-        return window.open
     plan = window.plan
-    waiting = np.zeros(plan.num_packs, dtype=bool)
-    if not plan.num_packs:
-        return waiting
-    oldest = np.maximum.reduceat(age[plan.segment_document], plan.pack_offsets[:-1])
-    candidates = np.flatnonzero(window.open & (oldest < most_windows))
-    free = 1 - tokens_of_packs(plan)[candidates] / plan.pack_capacity[candidates]
-    emptiest = candidates[np.argsort(-free, kind="stable")][: plan.num_packs // 4]
+    if window.all_wait or not plan.num_packs:
+        return plan, window.open
+    free = 1 - tokens_of_packs(plan) / plan.pack_capacity
+    candidates = np.flatnonzero(window.open)
+    emptiest = candidates[np.argsort(-free[candidates], kind="stable")][: plan.num_packs // 4]
     capacity = np.cumsum(plan.pack_capacity[emptiest], dtype=np.int64)
-    waiting[emptiest[capacity <= plan.pack_capacity.sum(dtype=np.int64) // 4]] = True
-    return waiting
+    waits = np.zeros(plan.num_packs, dtype=bool)
+    waits[emptiest[4 * capacity <= min(plan.pack_capacity.sum(dtype=np.int64), size.tokens)]] = True
+    return _send_old_documents(plan, waits, age[plan.segment_document] >= MOST_WINDOWS)
+
+
+def _send_old_documents(
+    plan: PackingPlan, waits: npt.NDArray[np.bool_], is_old: npt.NDArray[np.bool_]
+) -> tuple[PackingPlan, npt.NDArray[np.bool_]]:
+    """Exchange old segments of packs that wait for young ones of packs that go out; see `choose_waiting`.
+
+    Args:
+        plan: the plan of a window.
+        waits: bool [packs]: the packs that wait.
+        is_old: bool [segments]: the segments that must not wait.
+    """
+    pack = plan.pack_of_segment()
+    old = np.flatnonzero(waits[pack] & is_old)
+    if not len(old):
+        return plan, waits
+    young = np.flatnonzero(~waits[pack] & ~is_old)
+    young = young[np.argsort(plan.segment_length[young], kind="stable")]
+    room, waits = plan.pack_capacity - tokens_of_packs(plan), waits.copy()
+    partners, lengths = young.tolist(), plan.segment_length[young].tolist()
+    takes_place_of = np.arange(plan.num_segments)
+    for segment in old[np.argsort(-plan.segment_length[old], kind="stable")].tolist():
+        here, length = pack[segment], int(plan.segment_length[segment])
+        if not waits[here]:
+            continue
+        longer = bisect_right(lengths, length)
+        largest_room = room[~waits].max(initial=0)
+        found = None
+        for number in range(longer - 1, -1, -1):
+            if length - lengths[number] > largest_room:
+                break
+            if length - lengths[number] <= room[pack[partners[number]]]:
+                found = number
+                break
+        if found is None and longer < len(lengths) and lengths[longer] - length <= room[here]:
+            found = longer
+        if found is None:
+            waits[here] = False
+            continue
+        partner, other_length = partners.pop(found), lengths.pop(found)
+        takes_place_of[[segment, partner]] = partner, segment
+        room[here] += length - other_length
+        room[pack[partner]] += other_length - length
+    changed = PackingPlan(
+        document_length=plan.document_length,
+        segment_document=plan.segment_document[takes_place_of],
+        segment_start=plan.segment_start[takes_place_of],
+        segment_length=plan.segment_length[takes_place_of],
+        pack_offsets=plan.pack_offsets,
+        pack_capacity=plan.pack_capacity,
+    )
+    return changed, waits
 
 
 def select_packs(plan: PackingPlan, packs: IntArray) -> PackingPlan:

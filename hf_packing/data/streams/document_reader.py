@@ -56,19 +56,26 @@ class DocumentReader:
             return Place(self._state, self._used)
         return Place(self._examples.state_dict(), self._to_pass)
 
-    def read(self, tokens: int) -> pa.Table:
-        """Return the next documents: as few as have `tokens` tokens together, or all that are left.
+    def read(self, tokens: int, documents: int, most_tokens: int) -> pa.Table:
+        """Return the next documents: until they have so many tokens and are so many; all that are left if they are few.
+
+        Args:
+            tokens: the tokens to read at least.
+            documents: the documents to read at least, unless they have `most_tokens` tokens.
+            most_tokens: reading ends when the documents have so many tokens.
 
         Raises:
             PackingError: a column is missing, or an attention_mask has padding.
         """
         read = [self._schema.empty_table()]
-        while tokens > 0 and self._fill():
+        while (tokens > 0 or documents > 0) and most_tokens > 0 and self._fill():
             lengths = pc.fill_null(pc.list_value_length(self._rest.column(INPUT_IDS)), 0).to_numpy()
             total = np.cumsum(lengths, dtype=np.int64)
-            wanted = min(int(np.searchsorted(total, tokens)) + 1, len(total))
+            enough = max(int(np.searchsorted(total, tokens)) + 1 if tokens > 0 else 0, documents)
+            wanted = min(enough, int(np.searchsorted(total, most_tokens)) + 1, len(total))
             read.append(self._rest.slice(0, wanted))
-            tokens -= int(total[wanted - 1])
+            tokens, most_tokens = tokens - int(total[wanted - 1]), most_tokens - int(total[wanted - 1])
+            documents -= wanted
             self._rest = self._rest.slice(wanted)
             self._used += wanted
         return pa.concat_tables(read)

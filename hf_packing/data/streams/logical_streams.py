@@ -101,7 +101,7 @@ class LogicalStreams(upstream.BaseExamples):  # type: ignore[misc]
         if (saved := load(state, made_from)) is not None:
             self._load(dict(saved), parts, live)
         save(state, made_from, tuple(live.items()))
-        rows = {stream: part.single_rows() for stream, part in parts.items()}
+        rows = {stream: part.tables(one_row=True) for stream, part in parts.items()}
         turn, left = min((each["turns"] for each in live.values()), default=0), set(rows)
         while left:
             for stream, progress in live.items():

@@ -1,13 +1,13 @@
 """Pack a stream window by window, as an object that `datasets` reads examples from.
 
-A window has about `window_packs` packs. The emptiest packs of a window, at most a quarter, are not made: their
-documents wait for the next window, at most four times. The rows depend only on the documents in their order, the
+A window has `window_packs` packs, or more if these have few documents. The emptiest packs of a window are not made:
+their documents wait for the next window, at most four times. The rows depend only on the documents in their order, the
 strategy and `window_packs`. The state of the stream is the start of the window and the number of rows that are out: a
 resumed stream reads and plans its window again, and passes over the rows that are out.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,15 +23,12 @@ from hf_packing.data.streams import upstream
 from hf_packing.data.streams.document_reader import DocumentReader
 from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
-from hf_packing.data.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
+from hf_packing.data.streams.window_start import Counts, WindowStart, waiting_documents
 from hf_packing.data.token_columns import TOKENS_AT_ONCE, blocks_of_rows, find_token_columns
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.windows import WindowPlan, packs_that_wait, select_packs, tokens_of_packs
-
-_MOST_WINDOWS = 4
-"""A document waits for at most this many windows."""
+from hf_packing.planning.windows import WindowPlan, WindowSize, choose_waiting, select_packs, tokens_of_packs
 
 
 class PlansWindows(Protocol):
@@ -64,9 +61,9 @@ class StreamPacking:
     """The number of the logical stream, which changes the seed of the strategy too."""
 
     @property
-    def window_tokens(self) -> int:
-        """The number of tokens in a window."""
-        return self.window_packs * self.strategy.largest_capacity
+    def window_size(self) -> WindowSize:
+        """How much a window holds."""
+        return WindowSize.of_packs(self.window_packs, self.strategy.largest_capacity)
 
     @cached_property
     def features(self) -> datasets.Features:
@@ -100,38 +97,6 @@ class StreamPacking:
         return f"{self.strategy!r} in windows of {self.window_packs} packs, from the columns {names}"
 
 
-class _Progress:
-    """Keeps the state of a stream up to date while the rows of a window go out.
-
-    Args:
-        state: the state of the stream.
-        made_from: what the rows depend on.
-        here: the start of the window.
-        following: the start of the next window.
-        rows: the number of rows in the window.
-        rows_out: the number of rows that are out.
-    """
-
-    def __init__(
-        self,
-        state: dict[str, Any],
-        made_from: MadeFrom,
-        here: SavedWindow,
-        following: SavedWindow,
-        rows: int,
-        rows_out: int,
-    ) -> None:
-        self._state, self._made_from, self._here, self._following = state, made_from, here, following
-        self._rows, self._out = rows, rows_out
-        self.note(0)
-
-    def note(self, rows: int) -> None:
-        """Note that more rows are out."""
-        self._out += rows
-        ended = self._out == self._rows
-        save(self._state, self._made_from, (self._following, 0) if ended else (self._here, self._out))
-
-
 class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
     """The packed rows of a stream, for an IterableDataset.
 
@@ -156,18 +121,12 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
         return self._iter_arrow
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, row in enumerate(self.single_rows()):
+        for number, row in enumerate(self.tables(one_row=True)):
             yield f"row {number}", row.to_pylist()[0]
 
     def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
-        return ((f"row {number}", row) for number, row in enumerate(self.single_rows()))
-
-    def single_rows(self) -> Iterator[pa.Table]:
-        """Yield tables with one row each."""
-        for table, read in self._blocks():
-            for number in range(table.num_rows):
-                read(1)
-                yield table.slice(number, 1)
+        for number, table in enumerate(self.tables()):
+            yield f"rows {number}", table
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "PackedExamples":
         return PackedExamples(self.ex_iterable.shuffle_data_sources(generator), self.packing.for_epoch(generator))
@@ -187,8 +146,12 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
         self._state_dict: dict[str, Any] = new_state(type(self))
         return self._state_dict
 
-    def _blocks(self) -> Iterator[tuple[pa.Table, Callable[[int], None]]]:
-        """Yield tables of packed rows, each with a function that notes in the state how many more rows were read."""
+    def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
+        """Yield tables of packed rows, and note in the state before each that its rows are out.
+
+        Args:
+            one_row: True for tables of one row each.
+        """
         state = self._init_state_dict() if self._state_dict is None else self._state_dict
         made_from = MadeFrom(str(self.packing), None, self._files or fingerprint_of_files(self.ex_iterable))
         saved, rows_out = load(state, made_from) or (None, 0)
@@ -197,10 +160,17 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
         reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place)
         while not start.ended:
             columns, plan, following = self._plan(reader, start)
-            progress = _Progress(state, made_from, start.save(), following.save(), plan.num_packs, rows_out)
-            for first, end in blocks_of_rows(tokens_of_packs(plan)[rows_out:], TOKENS_AT_ONCE):
-                yield self.packing.rows(columns, plan, rows_out + first, rows_out + end), progress.note
+            here = start.save()
+            save(state, made_from, (here, rows_out))
+            left = tokens_of_packs(plan)[rows_out:]
+            for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, TOKENS_AT_ONCE)]:
+                table = self.packing.rows(columns, plan, first, end)
+                rows = 1 if one_row else table.num_rows
+                for begin in range(0, table.num_rows, rows):
+                    save(state, made_from, (here, first + begin + rows))
+                    yield table.slice(begin, rows)
             start, rows_out = following, 0
+        save(state, made_from, (start.save(), 0))
         self._warn_of_losses(start.counts)
 
     def _plan(self, reader: DocumentReader, start: WindowStart) -> tuple[Any, PackingPlan, WindowStart]:
@@ -210,17 +180,19 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
             The token columns of its documents, the plan of the packs to make, and the start of the next window.
         """
         schema = self.packing.schema
-        new = reader.read(max(self.packing.window_tokens - _tokens(start.waiting), 1))
+        size = self.packing.window_size
+        tokens, documents = _tokens(start.waiting), start.waiting.num_rows
+        new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
         columns = find_token_columns(pa.concat_tables([start.waiting, new]))
         lengths = check_lengths(columns[INPUT_IDS].length)
         window = self.packing.plan(lengths, start.number)
         age = np.concatenate([start.age, np.zeros(new.num_rows, np.int8)])
-        waits = packs_that_wait(window, age, most_windows=_MOST_WINDOWS)
-        if reader.ended:
-            waits[:] = False
-        waiting, document = waiting_documents(columns, window.plan, waits, schema)
+        plan, waits = window.plan, np.zeros(window.plan.num_packs, dtype=bool)
+        if not reader.ended:
+            plan, waits = choose_waiting(window, age, size)
+        waiting, document = waiting_documents(columns, plan, waits, schema)
         new_lengths = lengths[start.waiting.num_rows :]
-        packed = int(window.plan.segment_length.sum(dtype=np.int64))
+        packed = int(plan.segment_length.sum(dtype=np.int64))
         counts = Counts(
             documents=new.num_rows,
             tokens=int(new_lengths.sum(dtype=np.int64)),
@@ -236,7 +208,7 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
             counts=start.counts.plus(counts),
             ended=reader.ended,
         )
-        return columns, select_packs(window.plan, np.flatnonzero(~waits)), following
+        return columns, select_packs(plan, np.flatnonzero(~waits)), following
 
     def _warn_of_losses(self, counts: Counts) -> None:
         if counts.dropped_tokens:

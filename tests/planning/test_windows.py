@@ -1,0 +1,68 @@
+"""Windows of a stream: which packs wait, and what happens to documents that have waited long enough."""
+
+import numpy as np
+from any_strategy import any_strategy
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.planning.windows import MOST_WINDOWS, WindowSize, choose_waiting, select_packs, tokens_of_packs
+
+lengths_and_ages = st.lists(st.tuples(st.integers(0, 24), st.integers(0, MOST_WINDOWS)), max_size=60)
+
+
+def segments_of(plan):
+    columns = plan.segment_document, plan.segment_start, plan.segment_length
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@given(lengths_and_ages, any_strategy(), st.integers(1, 8))
+def test_at_most_a_quarter_waits_and_nobody_who_is_old(documents, strategy, packs):
+    lengths, age = (
+        np.array([each[0] for each in documents], np.int32),
+        np.array([each[1] for each in documents], np.int8),
+    )
+    window, size = strategy.plan_window(lengths, 3), WindowSize.of_packs(packs, strategy.largest_capacity)
+    plan, waits = choose_waiting(window, age, size)
+    assert segments_of(plan) == segments_of(window.plan)
+    assert np.array_equal(plan.pack_capacity, window.plan.pack_capacity)
+    if window.all_wait:
+        assert np.array_equal(waits, window.open)
+        return
+    assert 4 * waits.sum() <= plan.num_packs
+    assert 4 * plan.pack_capacity[waits].sum() <= size.tokens
+    waiting = select_packs(plan, np.flatnonzero(waits))
+    assert (age[waiting.segment_document] < MOST_WINDOWS).all()
+    out = select_packs(plan, np.flatnonzero(~waits))
+    assert segments_of(out) + segments_of(waiting) == sorted(segments_of(plan), key=lambda s: s in segments_of(waiting))
+
+
+def test_an_old_document_changes_places():
+    strategy = hfp.BestFit(10, seed=None)
+    lengths = np.array([7, 3, 6, 4, 8, 2, 6, 4, 5], np.int32)
+    window = strategy.plan_window(lengths, 0)
+    assert tokens_of_packs(window.plan).tolist() == [10, 10, 10, 10, 5]
+    young, size = np.zeros(9, np.int8), WindowSize.of_packs(8, 10)
+    plan, waits = choose_waiting(window, young, size)
+    assert plan == window.plan
+    assert waits.tolist() == [False, False, False, False, True]
+    plan, waits = choose_waiting(window, np.where(lengths == 5, MOST_WINDOWS, young), size)
+    assert waits.tolist() == [False, False, False, False, True]
+    assert tokens_of_packs(plan).tolist()[-1] == 6  # a document of 6 tokens waits instead
+    plan, waits = choose_waiting(window, np.full(9, MOST_WINDOWS, np.int8), size)
+    assert not waits.any()
+
+
+def test_windows_have_seeds_of_their_own():
+    lengths = np.full(64, 3, np.int32)
+    plans = [hfp.BestFit(6, seed=seed).plan_window(lengths, number).plan for seed in (0, 1) for number in (0, 1)]
+    assert len({plan.fingerprint for plan in plans}) == 4
+    assert hfp.BestFit(6).plan_window(lengths, 1).plan == plans[1]
+    same = [hfp.BestFit(6, seed=None).plan_window(lengths, number).plan for number in (0, 1)]
+    assert same[0] == same[1]
+
+
+def test_size_of_a_window():
+    assert WindowSize.of_packs(64, 8192) == (64 * 8192, 1024, 1 << 22)
+    assert WindowSize.of_packs(2, 100) == (200, 32, 6400)
+    assert WindowSize.of_packs(64, 131072).most_tokens == 64 * 131072
