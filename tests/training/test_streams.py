@@ -5,13 +5,19 @@ import os
 import subprocess
 import sys
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
+from document_streams import make_documents, stream_of
+from masking_process import tokenizer
 from processes import IN_THE_FAMILY, TORCHRUN
 from stream_process import DOCUMENTS, packed_stream, train
 from tiers import fast_only
+from tiny_models import build
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 
@@ -52,6 +58,33 @@ def test_another_loader_may_be_dispatched():
         1,
         2,
     ]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_a_packed_stream_trains_like_its_rows(kind, tmp_path, monkeypatch):
+    documents = [[token % 90 + 1 for token in document] for document in make_documents(120)]
+    packed = hfp.pack(stream_of(documents), hfp.BestFit(64), window_packs=2)
+    rows = datasets.Dataset.from_list(list(packed), features=packed.features)
+    monkeypatch.setattr(kind, "_get_train_sampler", lambda *_: torch.utils.data.SequentialSampler(rows))
+    settings = {"max_steps": len(rows) // 2, "per_device_train_batch_size": 2, "logging_steps": 1}
+    more = NOT_DISPATCHED | {"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    if kind is SFTTrainer:
+        more |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+
+    def losses(dataset):
+        model = hfp.patch_model(build("Llama"))
+        arguments = (SFTConfig if kind is SFTTrainer else TrainingArguments)(str(tmp_path), **settings, **more)
+        collator = hfp.PackingCollator()
+        trainer = kind(
+            model, args=arguments, train_dataset=dataset, data_collator=collator, processing_class=tokenizer()
+        )
+        trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+    found = losses(packed)
+    assert len(set(found)) > 5
+    assert found == losses(rows)
 
 
 def run(folder, **settings):
