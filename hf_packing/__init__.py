@@ -42,6 +42,7 @@ _HOME_OF = {
     "compare": "strategies.compare",
     "compute_loss": "training.batch_loss",
     "evaluation_loss": "training.loop",
+    "mix": "data.streams.mix",
     "pack": "data.pack",
     "packing_report": "report.report",
     "patch_model": "attention",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
     from hf_packing.data.pack import pack, unpack
+    from hf_packing.data.streams.mix import mix
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
     from hf_packing.planning.assign import DealtShard
     from hf_packing.planning.metrics import PackingMetrics
@@ -116,6 +118,7 @@ __all__ = [
     "compare",
     "compute_loss",
     "evaluation_loss",
+    "mix",
     "pack",
     "packing_report",
     "patch_model",

@@ -3,9 +3,12 @@
 pack_stream.py      check a stream, and put the packing between the source and its readers
 packed_examples.py  pack a stream window by window
 logical_streams.py  divide a stream into logical streams, whose rows do not depend on the number of ranks
+mix.py              mix streams, and check what is asked for
+mixed_examples.py   mix the documents of several sources, each with its share of the tokens
 
 These files read the source:
 
+sources.py          check a stream of documents, and find its token columns
 document_reader.py  read about as many tokens as wanted, and know the place in the stream
 shares.py           divide the shards into shares of equal size, and read one share
 shard_sizes.py      find the sizes of shards; notice changed files

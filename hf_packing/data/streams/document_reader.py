@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -68,20 +69,28 @@ class DocumentReader:
             PackingError: a column is missing, or an attention_mask has padding.
         """
         read = [self._schema.empty_table()]
-        while (tokens > 0 or documents > 0) and most_tokens > 0 and self._fill():
-            lengths = pc.fill_null(pc.list_value_length(self._rest.column(INPUT_IDS)), 0).to_numpy()
-            total = np.cumsum(lengths, dtype=np.int64)
+        while (tokens > 0 or documents > 0) and most_tokens > 0 and (table := self.at_hand()).num_rows:
+            total = np.cumsum(lengths_of(table), dtype=np.int64)
             enough = max(int(np.searchsorted(total, tokens)) + 1 if tokens > 0 else 0, documents)
             wanted = min(enough, int(np.searchsorted(total, most_tokens)) + 1, len(total))
-            read.append(self._rest.slice(0, wanted))
             tokens, most_tokens = tokens - int(total[wanted - 1]), most_tokens - int(total[wanted - 1])
             documents -= wanted
-            self._rest = self._rest.slice(wanted)
-            self._used += wanted
+            read.append(self.take(wanted))
         return pa.concat_tables(read)
 
-    def _fill(self) -> bool:
-        """Read tables until a document is at hand. Return False if the stream has ended."""
+    def at_hand(self) -> pa.Table:
+        """Return the next documents, as many as were read together; none if the stream has ended."""
+        self._fill()
+        return self._rest
+
+    def take(self, documents: int) -> pa.Table:
+        """Return so many of the documents at hand, and go on after them."""
+        taken, self._rest = self._rest.slice(0, documents), self._rest.slice(documents)
+        self._used += documents
+        return taken
+
+    def _fill(self) -> None:
+        """Read tables until a document is at hand, or the stream has ended."""
         while not self._rest.num_rows and not self.ended:
             self._state, self._used = self._examples.state_dict(), self._to_pass
             table = next(self._tables, None)
@@ -91,7 +100,12 @@ class DocumentReader:
             passed = min(self._to_pass, table.num_rows)
             self._to_pass -= passed
             self._rest = _token_columns(table.slice(passed), self._schema)
-        return not self.ended
+
+
+def lengths_of(documents: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the number of tokens in each document, int64 [documents]."""
+    lengths: npt.NDArray[Any] = pc.fill_null(pc.list_value_length(documents.column(INPUT_IDS)), 0).to_numpy()
+    return lengths.astype(np.int64)
 
 
 def _token_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -19,7 +19,7 @@ class MadeFrom(NamedTuple):
     """What the rows of a packed stream depend on, besides the documents."""
 
     packing: str
-    """The strategy, the size of a window, and the columns."""
+    """The strategy, the size of a window, and the columns; of a mixture, its sources."""
     streams: int | None
     """The number of logical streams; None if the stream is not divided."""
     files: str
@@ -57,7 +57,7 @@ def load(state: dict[str, Any], made_from: MadeFrom) -> Any:
     version, *rest = state[STATE]
     if version != _FORMAT or len(rest) != 2:
         raise PackingError(
-            f"state_dict: expected the state of a packed stream in format {_FORMAT}, got format {version!r}; go on "
+            f"state_dict: expected the state of a stream in format {_FORMAT}, got format {version!r}; go on "
             "with the version of hf_packing that saved the state, or start the epoch again without the state"
         )
     saved, progress = MadeFrom(*rest[0]), rest[1]
@@ -68,9 +68,9 @@ def load(state: dict[str, Any], made_from: MadeFrom) -> Any:
         )
     if saved.packing != made_from.packing:
         raise PackingError(
-            f"state_dict: expected the state of a stream that is packed as now, by {made_from.packing}, got the state "
-            f"of a stream that was packed by {saved.packing}; pack the stream as before, or start the epoch again "
-            "without the state"
+            f"state_dict: expected the state of a stream that is made as now, by {made_from.packing}, got the state of "
+            f"a stream that was made by {saved.packing}; make the stream as before, or start the epoch again without "
+            "the state"
         )
     if saved.files != made_from.files:
         raise PackingError(

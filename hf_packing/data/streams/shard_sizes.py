@@ -31,6 +31,10 @@ def fingerprint_of_files(examples: upstream.Examples) -> str:
     Of local files, the size, the beginning and the end count, but not the time, so that copies of the files will do. Of
     other files, the size and the tag that the storage gives to each version count.
     """
+    if getattr(examples, "ex_iterables", None) is not None:
+        return ",".join(map(fingerprint_of_files, examples.ex_iterables))
+    if getattr(examples, "ex_iterable", None) is not None:
+        return fingerprint_of_files(examples.ex_iterable)
     found = upstream.shard_files(examples)
     if found is None:
         return ""

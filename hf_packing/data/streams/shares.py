@@ -100,6 +100,10 @@ class ShareOfShards(upstream.BaseExamples):  # type: ignore[misc]
     def num_shards(self) -> int:
         return 1
 
+    def shuffle_data_sources(self, generator: np.random.Generator) -> "ShareOfShards":
+        order = generator.permutation(len(self.share)).tolist()
+        return ShareOfShards(self.ex_iterable, tuple(self.share[number] for number in order))
+
     def _init_state_dict(self) -> dict[str, Any]:
         self._state_dict = {"part": 0, "shard": None, "document": 0, "type": type(self).__name__}
         return self._state_dict

@@ -41,14 +41,16 @@ def with_known_features(stream: datasets.IterableDataset) -> datasets.IterableDa
         return stream
 
 
-def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset) -> Any:
+def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset | None = None) -> Any:
     """Return an IterableDataset that reads `examples`.
 
     Args:
         examples: the object that reads the examples.
         features: names and types of their columns.
-        like: the stream whose description, split, format, and share of a node the result gets.
+        like: the stream whose description, split, format, and share of a node the result gets; None for none.
     """
+    if like is None:
+        return datasets.IterableDataset(examples, info=datasets.DatasetInfo(features=features))
     known = like.info
     info = datasets.DatasetInfo(
         description=known.description,

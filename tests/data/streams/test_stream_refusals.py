@@ -100,9 +100,9 @@ def state_of(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"window_packs": 8}, "packed by BestFit.* in windows of 4 packs, .*; pack the stream as before"),
-        ({"strategy": hfp.BestFit(64, seed=1)}, "got the state of a stream that was packed by BestFit.*seed=0"),
-        ({"strategy": hfp.Multipack(64)}, "by Multipack.*, got the state of a stream that was packed by BestFit"),
+        ({"window_packs": 8}, "made by BestFit.* in windows of 4 packs, .*; make the stream as before"),
+        ({"strategy": hfp.BestFit(64, seed=1)}, "got the state of a stream that was made by BestFit.*seed=0"),
+        ({"strategy": hfp.Multipack(64)}, "by Multipack.*, got the state of a stream that was made by BestFit"),
         ({"streams": 8}, r"streams: expected (None|4), as when the state was saved, got 8; pass streams=(None|4)"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_state_of_another_format(streams, state_of, tmp_path, monkeypatch):
     monkeypatch.setattr(saved_state, "_FORMAT", 2)
     packed = hfp.pack(write_source(tmp_path, "parquet")(), hfp.BestFit(64), window_packs=4, streams=streams)
     packed.load_state_dict(state)
-    with pytest.raises(hfp.PackingError, match="the state of a packed stream in format 2, got format 1; go on with"):
+    with pytest.raises(hfp.PackingError, match="the state of a stream in format 2, got format 1; go on with"):
         next(iter(packed))
 
 

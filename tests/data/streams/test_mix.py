@@ -1,0 +1,211 @@
+"""mix: shares of tokens, columns, ends of sources, and exact states."""
+
+import pickle
+from collections import Counter
+from itertools import islice
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset, interleave_datasets
+from datasets.distributed import split_dataset_by_node
+from document_streams import stream_of, write_source
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+
+pytestmark = pytest.mark.filterwarnings("ignore:(pack|mix) leaves:UserWarning")
+
+SHARES = {"short": 0.5, "middle": 0.3, "long": 0.2}
+MEANS = {"short": 20, "middle": 100, "long": 500}
+
+
+def sources(documents=400, rows_in_table=50):
+    made = {}
+    for number, (name, mean) in enumerate(MEANS.items()):
+        lengths = np.clip(np.random.default_rng(number).lognormal(np.log(mean) - 0.5, 1.0, documents), 1, 20 * mean)
+        made[name] = stream_of([[number * 1000 + 1] * int(length) for length in lengths], rows_in_table)
+    return made
+
+
+def source_of(document) -> int:
+    return document["input_ids"][0] // 1000
+
+
+def tokens_by_source(documents) -> list[int]:
+    return [sum(len(each["input_ids"]) for each in documents if source_of(each) == number) for number in range(3)]
+
+
+def test_shares_of_tokens():
+    documents, shares = list(hfp.mix(sources(), SHARES)), np.array(list(SHARES.values()))
+    lengths = np.array([len(each["input_ids"]) for each in documents])
+    by_source = np.zeros((len(documents), 3))
+    by_source[np.arange(len(documents)), [source_of(each) for each in documents]] = lengths
+    so_far = by_source.cumsum(0)
+    off = np.abs(so_far - shares * so_far.sum(1, keepdims=True))
+    assert off.max() <= lengths.max()
+    drawn = tokens_by_source(interleave_datasets(list(sources().values()), probabilities=list(shares), seed=0))
+    assert abs(drawn[2] / sum(drawn) - 0.2) > 0.3  # by documents, the long ones get most tokens
+
+
+def test_column_of_sources():
+    mixed = hfp.mix(sources(), SHARES)
+    assert list(mixed.features) == ["input_ids", "source"]
+    for document in mixed.take(100):
+        assert document["source"] == [source_of(document)] * len(document["input_ids"])
+    packed = hfp.pack(mixed, hfp.BestFit(1024), window_packs=4)
+    rows = list(packed)
+    for row in rows:
+        assert row["source"] == [token // 1000 for token in row["input_ids"]]
+    assert any(len(set(row["source"])) > 1 for row in rows)
+
+
+def test_trainable_tokens_count():
+    def documents(number, trained):
+        labels = [number] * trained + [-100] * (10 - trained)
+        return Dataset.from_dict({"input_ids": [[number] * 10] * 300, "labels": [labels] * 300})
+
+    made = {"all": documents(1, 10), "few": documents(2, 1)}
+    for count, ratio in (("tokens", 1), ("trainable", 10)):
+        numbers = Counter(each["input_ids"][0] for each in hfp.mix(made, {"all": 1, "few": 1}, count=count).take(220))
+        assert numbers[2] / numbers[1] == pytest.approx(ratio, rel=0.1)
+    masks = [[1] * 5 + [0] * 5] * 300
+    made = {name: each.remove_columns("labels").add_column("completion_mask", masks) for name, each in made.items()}
+    numbers = Counter(each["input_ids"][0] for each in hfp.mix(made, {"all": 3, "few": 1}, count="trainable").take(200))
+    assert numbers == {1: 150, 2: 50}
+
+
+def test_ends_of_sources():
+    short = Dataset.from_dict({"input_ids": [[1]] * 10})
+    long = Dataset.from_dict({"input_ids": [[2, 2]] * 30})
+    made, even = {"short": short, "long": long}, {"short": 1, "long": 1}
+
+    def numbers(stopping_strategy):
+        return Counter(each["input_ids"][0] for each in hfp.mix(made, even, stopping_strategy=stopping_strategy))
+
+    assert numbers("first_exhausted") == {1: 10, 2: 5}
+    assert numbers("all_exhausted_without_replacement") == {1: 10, 2: 30}
+    assert numbers("all_exhausted") == {1: 61, 2: 30}
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(0, 200),
+    st.integers(0, 200),
+    st.sampled_from(["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]),
+    st.integers(1, 60),
+    st.booleans(),
+)
+def test_states_are_exact(first, second, how, rows_in_table, mapped):
+    def make():
+        mixed = hfp.mix(sources(40, rows_in_table), SHARES, stopping_strategy=how)
+        return mixed.map(lambda row: {"tokens": len(row["input_ids"])}) if mapped else mixed
+
+    documents, seen, state = list(make()), [], None
+    for stop in (first % len(documents), second % len(documents), len(documents)):
+        stream = make()
+        if state is not None:
+            stream.load_state_dict(pickle.loads(state))
+        seen += list(islice(stream, stop))
+        if stop:
+            state = pickle.dumps(stream.state_dict())
+    assert seen == documents
+
+
+def test_states_of_a_packed_mixture(tmp_path):
+    def make():
+        made = {kind: write_source(tmp_path, kind)() for kind in ("row groups", "generator")}
+        return hfp.pack(hfp.mix(made, {"row groups": 1, "generator": 2}), hfp.BestFit(64), window_packs=3, streams=2)
+
+    rows = list(make())
+    for stop in (1, 7, len(rows) - 1):
+        stream = make()
+        head = list(islice(stream, stop))
+        again = make()
+        again.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))
+        assert head + list(again) == rows
+
+
+def test_shares_may_change_at_a_resume():
+    stream = hfp.mix(sources(), SHARES)
+    head = list(islice(stream, 101))
+    other = hfp.mix(sources(), {"short": 0.2, "middle": 0.3, "long": 0.5})
+    other.load_state_dict(stream.state_dict())
+    rest = list(other)
+    known = Counter(len(row["input_ids"]) for source in sources().values() for row in source)
+    assert Counter(len(row["input_ids"]) for row in [*head, *rest]) <= known
+    shares = np.array(tokens_by_source(rest)) / sum(tokens_by_source(rest))
+    assert np.abs(shares - [0.2, 0.3, 0.5]).max() < 0.05
+
+
+def test_nodes_read_every_document_once(tmp_path):
+    made = {kind: write_source(tmp_path, kind) for kind in ("row groups", "jsonl")}
+
+    def mixed():
+        opened = {kind: source() for kind, source in made.items()}
+        return hfp.mix(opened, dict.fromkeys(opened, 1), stopping_strategy="all_exhausted_without_replacement")
+
+    whole = Counter(str(each) for each in mixed())
+    assert sum(whole.values()) == 480
+    for ranks in (2, 3):
+        nodes = [split_dataset_by_node(mixed(), rank, ranks, strategy="shards") for rank in range(ranks)]
+        assert sum((Counter(str(each) for each in node) for node in nodes), Counter()) == whole
+
+
+A, B = Dataset.from_dict({"input_ids": [[1]]}), Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]})
+
+
+@pytest.mark.parametrize(
+    ("streams", "tokens", "options", "message"),
+    [
+        ({}, {}, {}, "streams: expected a dict of streams, at least one, got dict"),
+        ([A], {"a": 1}, {}, "streams: expected a dict of streams, at least one, got list"),
+        ({"a": A}, {"b": 1}, {}, "tokens: expected a share for each of a, got b"),
+        ({"a": A}, [1], {}, "tokens: expected a share for each of a, got list"),
+        ({"a": A}, {"a": 0}, {}, r"tokens\['a'\]: expected a positive number, got 0"),
+        (
+            {"a": A, "b": B},
+            {"a": 1, "b": 1},
+            {},
+            r"streams\['b'\]: expected the token columns input_ids, as in 'a'",
+        ),
+        ({"a": A}, {"a": 1}, {"count": "words"}, "count: expected one of tokens, trainable, got 'words'"),
+        (
+            {"a": A},
+            {"a": 1},
+            {"stopping_strategy": "never"},
+            "stopping_strategy: expected one of first_ex",
+        ),
+        ({"a": A}, {"a": 1}, {"seed": -1}, "seed: expected an integer from 0"),
+        ({"a": A.select([])}, {"a": 1}, {}, r"streams\['a'\]: expected documents, got an empty dataset"),
+        ({"a": [1]}, {"a": 1}, {}, r"streams\['a'\]: expected an IterableDataset or a Dataset, got list"),
+        ({"a": A.add_column("source", [[1]])}, {"a": 1}, {}, r"streams\['a'\]: expected no column 'source'"),
+        (
+            {"a": A.to_iterable_dataset().shuffle(seed=1)},
+            {"a": 1},
+            {},
+            r"streams\['a'\]: expected a stream without",
+        ),
+    ],
+)
+def test_refusals(streams, tokens, options, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        hfp.mix(streams, tokens, **options)
+
+
+def test_another_mixture_at_a_resume():
+    stream = hfp.mix(sources(), SHARES)
+    next(iter(stream))
+    other = hfp.mix(sources(), SHARES, stopping_strategy="all_exhausted")
+    other.load_state_dict(stream.state_dict())
+    with pytest.raises(hfp.PackingError, match="made as now, by a mixture of short, middle, long by tokens, all_"):
+        next(iter(other))
+
+
+def test_a_source_that_ends_at_once():
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    empty = datasets.IterableDataset.from_generator(lambda: iter(()), features=features)
+    mixed = hfp.mix({"a": A, "b": empty}, {"a": 1, "b": 1}, stopping_strategy="all_exhausted")
+    with pytest.raises(hfp.PackingError, match=r"streams\['b'\]: expected documents, got none"):
+        list(mixed)
