@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import hf_packing as hfp
 
-pytestmark = pytest.mark.filterwarnings("ignore:(pack|mix) leaves:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(pack|mix) (leaves|reads):UserWarning")
 
 SHARES = {"short": 0.5, "middle": 0.3, "long": 0.2}
 MEANS = {"short": 20, "middle": 100, "long": 500}

@@ -12,7 +12,7 @@ from literal_stream import literal_rows
 
 import hf_packing as hfp
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|applies):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|applies|reads):UserWarning")
 
 short_documents = st.lists(st.lists(st.integers(1, 99), max_size=15), max_size=40)
 

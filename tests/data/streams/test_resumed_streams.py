@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import hf_packing as hfp
 from hf_packing.planning.windows import choose_waiting
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|reads):UserWarning")
 
 
 def stopped_and_resumed(make, rows: list, stops: list[int]) -> None:

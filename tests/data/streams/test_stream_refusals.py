@@ -10,7 +10,7 @@ from document_streams import make_documents, read_stream, split_unevenly, stream
 import hf_packing as hfp
 from hf_packing.data.streams import saved_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack leaves:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves|reads):UserWarning")
 
 
 @pytest.mark.parametrize(
