@@ -7,6 +7,7 @@ So a state that was saved on one number of ranks can be loaded on another.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import datasets
@@ -14,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.data.streams import upstream
-from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
+from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking, warn_of_losses
 from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files, sizes_of_shards
 from hf_packing.data.streams.shares import ShareOfShards, equal_shares
+from hf_packing.data.streams.window_start import Counts
 from hf_packing.errors import PackingError
 
 
@@ -113,6 +115,8 @@ class LogicalStreams(upstream.BaseExamples):  # type: ignore[misc]
                     left.discard(stream)
                 yield Turn(stream, row)
             turn += 1
+        counts = reduce(Counts.plus, (part.counts for part in parts.values()), Counts())
+        warn_of_losses(counts, self.packing.strategy)
 
     def _parts(self, files: str) -> dict[int, PackedExamples]:
         """Return the packed rows of each owned logical stream."""

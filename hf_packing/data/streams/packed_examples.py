@@ -111,6 +111,8 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
     def __init__(self, examples: upstream.Examples, packing: StreamPacking, files: str | None = None) -> None:
         super().__init__()
         self.ex_iterable, self.packing, self._files = examples, packing, files
+        self.counts = Counts()
+        """What was read and packed, once all rows are out."""
 
     @property
     def features(self) -> datasets.Features:
@@ -171,7 +173,9 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
                     yield table.slice(begin, rows)
             start, rows_out = following, 0
         save(state, made_from, (start.save(), 0))
-        self._warn_of_losses(start.counts)
+        self.counts = start.counts
+        if self.packing.stream is None:
+            warn_of_losses(self.counts, self.packing.strategy)
 
     def _plan(self, reader: DocumentReader, start: WindowStart) -> tuple[Any, PackingPlan, WindowStart]:
         """Read a window and plan it.
@@ -210,15 +214,17 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
         )
         return columns, select_packs(plan, np.flatnonzero(~waits)), following
 
-    def _warn_of_losses(self, counts: Counts) -> None:
-        if counts.dropped_tokens:
-            warnings.warn(
-                f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, as configured by "
-                f"{self.packing.strategy!r}",
-                stacklevel=2,
-            )
-        if counts.empty_documents:
-            warnings.warn(f"pack skips {counts.empty_documents:,} documents without a token", stacklevel=2)
+
+def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:
+    """Warn of tokens that were dropped and of empty documents, when a stream has ended."""
+    if counts.dropped_tokens:
+        warnings.warn(
+            f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, as configured by "
+            f"{strategy!r}",
+            stacklevel=2,
+        )
+    if counts.empty_documents:
+        warnings.warn(f"pack skips {counts.empty_documents:,} documents without a token", stacklevel=2)
 
 
 def _tokens(documents: pa.Table) -> int:

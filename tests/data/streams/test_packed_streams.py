@@ -89,15 +89,18 @@ def test_without_position_ids():
     assert list(packed.features) == ["input_ids", "labels", "seq_lengths"] == list(next(iter(packed)))
 
 
-def test_losses_are_counted():
+@pytest.mark.parametrize("streams", [None, 1, 5])
+def test_losses_are_counted(streams):
     documents = [*make_documents(40), [], []]
+    packed = hfp.pack(stream_of(documents), hfp.BestFit(16, overflow="drop"), window_packs=3, streams=streams)
     with pytest.warns(UserWarning, match="pack ") as warned:
-        rows = list(hfp.pack(stream_of(documents), hfp.BestFit(16, overflow="drop"), window_packs=3))
+        rows = list(packed)
     total, kept = sum(map(len, documents)), tokens_in(rows)
     assert 0 < kept < total
     said = [str(each.message) for each in warned]
     assert any(each.startswith(f"pack drops {total - kept:,} of {total:,} tokens of a stream") for each in said)
     assert "pack skips 2 documents without a token" in said
+    assert len(said) == 2
 
 
 def test_epochs_differ_and_come_again():
