@@ -8,6 +8,7 @@ So a state that was saved on one number of ranks can be loaded on another.
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import datasets
@@ -60,13 +61,19 @@ class LogicalStreams(upstream.BaseExamples):  # type: ignore[misc]
         return self._iter_arrow
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for key, row in self._iter_arrow():
-            yield key, row.to_pylist()[0]
-
-    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
         for number, turn in enumerate(self.turns()):
             if turn.row is not None:
-                yield f"{turn.stream}_{number}", turn.row
+                yield f"turn {number}", turn.row.to_pylist()[0]
+
+    def _iter_arrow(self) -> Iterator[tuple[str, pa.Table]]:
+        """Yield the rows of a round of turns together, since readers copy the state for every table."""
+        turns, rows = iter(self.turns()), len(self.owned)
+        for number in count():
+            taken = [turn.row for turn in islice(turns, rows)]
+            if not taken:
+                return
+            if found := [row for row in taken if row is not None]:
+                yield f"round {number}", pa.concat_tables(found)
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "LogicalStreams":
         packing = self.packing.for_epoch(generator)
