@@ -132,7 +132,7 @@ def _attend_padded(
 
 
 class _PaddedPlaces(NamedTuple):
-    """Where the tokens of padded segments come from, what they see, and where the real tokens are."""
+    """Places of the tokens of padded segments: where they come from, what they see, and which of them are real."""
 
     places: npt.NDArray[np.int64]
     """int64 [padded tokens]: places in the row, group by group. Padding repeats the first token of its segment."""

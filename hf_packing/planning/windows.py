@@ -62,7 +62,7 @@ def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: 
 
 
 class WindowSize(NamedTuple):
-    """How much a window holds: so many tokens, and more tokens if these are too few documents to fill packs well."""
+    """The size of a window: so many tokens, and more tokens if these are too few documents to fill packs well."""
 
     tokens: int
     """The tokens that a window has at least, and four times the capacity that may wait for the next window."""

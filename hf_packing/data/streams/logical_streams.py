@@ -33,7 +33,7 @@ class Turn(NamedTuple):
     """The row of the turn, a table with one row; None if the logical stream has ended."""
 
 
-class LogicalStreams(upstream.BaseExamples):  # type: ignore[misc]
+class LogicalStreams(upstream.TypedExamples):
     """The packed rows of some of the logical streams of a source, taken from each logical stream in turn.
 
     Args:
@@ -42,8 +42,6 @@ class LogicalStreams(upstream.BaseExamples):  # type: ignore[misc]
         streams: the number of logical streams of the source.
         owned: the logical streams to read; None for all.
     """
-
-    is_typed = True
 
     def __init__(
         self, examples: upstream.Examples, packing: StreamPacking, streams: int, owned: tuple[int, ...] | None = None
@@ -55,10 +53,6 @@ class LogicalStreams(upstream.BaseExamples):  # type: ignore[misc]
     @property
     def features(self) -> datasets.Features:
         return self.packing.features
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, turn in enumerate(self.turns()):

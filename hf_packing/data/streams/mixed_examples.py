@@ -33,7 +33,7 @@ _DOCUMENTS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class Mixture:
-    """How sources are mixed."""
+    """The way in which sources are mixed."""
 
     shares: Mapping[str, float]
     """The share of the tokens of each source, by name; the sum is 1."""
@@ -68,7 +68,7 @@ class Mixture:
 
 @dataclass
 class _Progress:
-    """How far a mixture has come."""
+    """The progress of a mixture: its place in every source, and what it has taken of each."""
 
     shares: list[float]
     """The shares since which `total` is counted; if other shares are given later, counting begins again."""
@@ -102,7 +102,7 @@ class _Progress:
             self.documents[source] += chosen.count(source)
 
 
-class MixedExamples(upstream.BaseExamples):  # type: ignore[misc]
+class MixedExamples(upstream.TypedExamples):
     """The documents of several sources, mixed, for an IterableDataset.
 
     Args:
@@ -110,8 +110,6 @@ class MixedExamples(upstream.BaseExamples):  # type: ignore[misc]
         mixture: how they are mixed.
         owned: the shards of the mixture to read, each an equal share of all sources; None for all.
     """
-
-    is_typed = True
 
     def __init__(
         self, examples: list[upstream.Examples], mixture: Mixture, owned: tuple[int, ...] | None = None
@@ -124,10 +122,6 @@ class MixedExamples(upstream.BaseExamples):  # type: ignore[misc]
     @property
     def features(self) -> datasets.Features:
         return self.mixture.features
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, table in enumerate(self.tables(one_row=True)):

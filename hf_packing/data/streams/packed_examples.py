@@ -48,7 +48,7 @@ class PlansWindows(Protocol):
 
 @dataclass(frozen=True)
 class StreamPacking:
-    """How the rows of a packed stream are made."""
+    """The way in which the rows of a packed stream are made."""
 
     strategy: PlansWindows
     window_packs: int
@@ -62,7 +62,7 @@ class StreamPacking:
 
     @property
     def window_size(self) -> WindowSize:
-        """How much a window holds."""
+        """The size of a window."""
         return WindowSize.of_packs(self.window_packs, self.strategy.largest_capacity)
 
     @cached_property
@@ -97,7 +97,7 @@ class StreamPacking:
         return f"{self.strategy!r} in windows of {self.window_packs} packs, from the columns {names}"
 
 
-class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
+class PackedExamples(upstream.TypedExamples):
     """The packed rows of a stream, for an IterableDataset.
 
     Args:
@@ -105,8 +105,6 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
         packing: how rows are made.
         files: a text that changes when a file of the source changes; None to read the files.
     """
-
-    is_typed = True
 
     def __init__(self, examples: upstream.Examples, packing: StreamPacking, files: str | None = None) -> None:
         super().__init__()
@@ -117,10 +115,6 @@ class PackedExamples(upstream.BaseExamples):  # type: ignore[misc]
     @property
     def features(self) -> datasets.Features:
         return self.packing.features
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(self.tables(one_row=True)):

@@ -16,7 +16,7 @@ _FORMAT = 1
 
 
 class MadeFrom(NamedTuple):
-    """What the rows of a packed stream depend on, besides the documents."""
+    """The facts that the rows of a stream depend on, besides the documents."""
 
     packing: str
     """The strategy, the size of a window, and the columns; of a mixture, its sources."""

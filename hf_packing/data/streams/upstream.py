@@ -21,6 +21,16 @@ BaseExamples: Any = _BaseExamplesIterable
 """The base class of such objects."""
 
 
+class TypedExamples(BaseExamples):  # type: ignore[misc]
+    """The base class of objects that read Arrow tables whose types are known. A subclass defines `_iter_arrow`."""
+
+    is_typed = True
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow
+
+
 def examples_of(stream: datasets.IterableDataset) -> Examples:
     """Return the object that reads the examples of a stream, with the columns and types that the stream shows."""
     examples = stream._ex_iterable

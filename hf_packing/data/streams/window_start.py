@@ -18,7 +18,7 @@ SavedWindow = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Counts:
-    """What a stream has read and packed so far."""
+    """Counts of what a stream has read and packed so far."""
 
     documents: int = 0
     tokens: int = 0

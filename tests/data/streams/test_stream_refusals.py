@@ -33,7 +33,7 @@ def test_a_strategy_without_windows():
         has_buckets = False
 
         def plan_lengths(self, lengths):
-            raise NotImplementedError
+            return hfp.BestFit(4).plan_lengths(lengths)
 
     with pytest.raises(hfp.PackingError, match=r"a strategy that plans windows of a stream.*define plan_window"):
         hfp.pack(stream_of(make_documents(3)), Own())
