@@ -18,6 +18,7 @@ from accelerate import PartialState
 from checkpoints import checkpoint_of_trainer, positive
 from documents import load_tokenizer, read_documents, train_and_test
 from models import load_with_head, small_bert
+from process_group import end_process_group
 from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import (
     AutoModelForSequenceClassification,
@@ -106,3 +107,4 @@ def accuracy(predicted: EvalPrediction) -> dict[str, float]:
 
 if __name__ == "__main__":
     main()
+    end_process_group()

@@ -16,6 +16,7 @@ from checkpoints import checkpoint_of_trainer, positive
 from documents import load_tokenizer_for
 from models import load_model
 from pairs import read_pairs
+from process_group import end_process_group
 from trainer_flags import add_training, on_cpu, training_arguments
 from trl import DPOConfig, DPOTrainer
 
@@ -65,3 +66,4 @@ def main(flags: Sequence[str] | None = None) -> DPOTrainer:
 
 if __name__ == "__main__":
     main()
+    end_process_group()

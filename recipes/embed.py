@@ -26,6 +26,7 @@ from checkpoints import checkpoint_of_trainer, positive
 from documents import load_tokenizer, read_documents, train_and_test
 from function_data import described
 from models import small_bert
+from process_group import end_process_group
 from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import BertModel
 
@@ -167,3 +168,4 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 if __name__ == "__main__":
     main()
+    end_process_group()

@@ -21,6 +21,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from checkpoints import positive
+from process_group import end_process_group
 
 import hf_packing as hfp
 
@@ -203,3 +204,4 @@ def main(flags: Sequence[str] | None = None) -> dict | None:
 
 if __name__ == "__main__":
     main()
+    end_process_group()

@@ -23,6 +23,7 @@ from accelerate import PartialState
 from checkpoints import checkpoint_of_trainer, positive
 from documents import load_tokenizer_for, read_documents
 from models import load_model
+from process_group import end_process_group
 from trainer_flags import add_training, on_cpu, training_arguments
 from trl import GRPOConfig, GRPOTrainer
 
@@ -130,3 +131,4 @@ def share_of(pattern: re.Pattern[str], text: str) -> float:
 
 if __name__ == "__main__":
     main()
+    end_process_group()

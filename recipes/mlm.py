@@ -16,6 +16,7 @@ from accelerate import PartialState
 from checkpoints import checkpoint_of_trainer, positive
 from documents import load_tokenizer, read_documents, train_and_test, train_masked_tokenizer
 from models import load_with_head, small_bert
+from process_group import end_process_group
 from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import (
     AutoModelForMaskedLM,
@@ -131,3 +132,4 @@ def without_spaces(text: str, places: list[tuple[int, int]]) -> list[tuple[int, 
 
 if __name__ == "__main__":
     main()
+    end_process_group()

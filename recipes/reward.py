@@ -19,6 +19,7 @@ from checkpoints import checkpoint_of_trainer, positive
 from documents import load_tokenizer_for, train_and_test
 from models import load_with_head, small_llama
 from pairs import read_pairs
+from process_group import end_process_group
 from torch import Tensor
 from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import AutoModelForSequenceClassification
@@ -89,3 +90,4 @@ def differences(logits: Tensor, _: Tensor | None) -> Tensor:
 
 if __name__ == "__main__":
     main()
+    end_process_group()

@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from accelerate import Accelerator
+from process_group import end_process_group
 from sft_documents import CHATML, read, tokenize, what_is_trained
 from sft_parser import Parser
 from sft_resume import SameFlags, checkpoint_of
@@ -203,11 +203,6 @@ def prepare(
     return trainer
 
 
-def end(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group. Keep no trainer: a DDP model that outlives the group hangs."""
-    accelerator.free_memory()
-    accelerator.end_training()
-
-
 if __name__ == "__main__":
-    end(main().accelerator)
+    main()
+    end_process_group()

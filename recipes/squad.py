@@ -20,6 +20,7 @@ from checkpoints import checkpoint_of_trainer, positive
 from documents import load_tokenizer, read_documents, train_and_test
 from function_data import questions
 from models import load_with_head, small_bert
+from process_group import end_process_group
 from tokenizers.processors import TemplateProcessing
 from trainer_flags import add_training, on_cpu, training_arguments
 from transformers import (
@@ -109,3 +110,4 @@ def load_pair_tokenizer(given: argparse.Namespace, rows: datasets.Dataset) -> Pr
 
 if __name__ == "__main__":
     main()
+    end_process_group()

@@ -82,8 +82,8 @@ def pack(
             they are very long, and at most a quarter of `window_packs` packs wait for the next window. A larger window
             leaves less padding, and needs more memory and a larger state.
         streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
-            their own, from which rows are taken in turn. Rows and their order then do not depend on the number of ranks
-            and workers, if that number divides `streams`; 64 suits most runs. With None, each rank and each worker
+            their own, from which rows are taken in turn. The rows of each logical stream do not depend on the number of
+            ranks and workers; 64 suits most runs. With None, each rank and each worker
             packs the shards that it reads.
 
     Returns:

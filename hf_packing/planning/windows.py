@@ -14,8 +14,11 @@ MOST_WINDOWS = 4
 """A document waits for at most this many windows."""
 
 _DOCUMENTS_PER_PACK = 16
+"""A window has at least this many documents for each of its packs, since few documents leave padding."""
 _MOST_TIMES = 32
+"""To have enough documents, a window grows to at most so many times its tokens."""
 _MOST_TOKENS = 1 << 22
+"""To have enough documents, a window grows to at most so many tokens."""
 
 _FULL = 1 / 512
 """A pack counts as full if at most this share of its capacity is free."""

@@ -9,7 +9,8 @@ from survey_page import IS_CURRENT, PAGE, ROOT, same_figure, same_reason
 from tiers import fast_only
 
 from hf_packing.attention.find_route import known_routes
-from hf_packing.attention.tiny_model import THRESHOLDS
+from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
+from tools.survey import measure as measure_module
 from tools.survey.heads import HEADS, MeasuredHead, head_jobs, measure_head, measure_heads
 from tools.survey.measure import EXACT, KINDS, Measured, all_jobs, feedings, make_documents, measure, measure_all
 from tools.survey.page import TITLES, page
@@ -21,7 +22,7 @@ SAMPLE = [("causal", "bloom"), ("causal", "llama"), ("causal", "mamba2"), ("caus
 SLOW_SAMPLE = [
     *(("causal", name) for name in ("bart", "falcon_h1", "gemma3_text", "gpt_oss", "jamba", "glm_moe_dsa")),
     *(("causal", name) for name in ("prophetnet", "qwen3_next", "xlnet", "llama with dynamic rope")),
-    *(("masked", name) for name in ("deberta-v2", "fnet", "modernbert", "mra", "roberta")),
+    *(("masked", name) for name in ("deberta-v2", "fnet", "modernbert", "mobilebert", "mra", "roberta")),
 ]
 
 
@@ -189,6 +190,14 @@ def test_a_figure_that_is_missing_is_not_exact():
     assert "causes them; such models: one 2e-04." in page([replace(beyond, explained=3 * EXACT)], "transformers 0")
     assert "causes them; such models: none." in page([beyond], "transformers 0")
     assert "all but one (noise)." in page([replace(beyond, unproven="noise")], "transformers 0")
+    assert "does not jump: one." in page([replace(beyond, gradient_in_float64=True)], "transformers 0")
+
+
+def test_gradients_in_float64(monkeypatch):
+    model, documents = tiny_model("llama", "causal"), make_documents(0, [5, 9])
+    assert measure_module._difference_in_float64(model, documents) <= 1e-6  # rotary positions are float32
+    monkeypatch.setattr(measure_module, "patch_model", lambda model: model)
+    assert measure_module._difference_in_float64(model, documents) > 1e-3
 
 
 def test_documents_are_longer_than_what_models_look_at():

@@ -87,6 +87,8 @@ class Measured:
     """Largest difference of a logit between packed and separate documents, over all ways to call the model."""
     gradient: float = float("nan")
     """Largest difference of a gradient between packed and separate documents, relative to the largest gradient."""
+    gradient_in_float64: bool = False
+    """Whether `gradient` was measured in float64, since the difference in float32 is too large."""
     reason: str = ""
     """Why no model was built, why `patch_model` refuses the model, or why the model takes no faster route."""
     explained: float = EXACT
@@ -161,12 +163,23 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
             documents, (alone, gradients) = make_documents(0, _LENGTHS), _documents_alone(untouched, _LENGTHS)
         except RuntimeError:
             documents, (alone, gradients) = make_documents(0, _LONGER), _documents_alone(untouched, _LONGER)
-        change, difference, gradient = _differences(model, documents, alone, gradients)
+        change, difference = _differences(model, documents, alone)
+        gradient = _difference_of_gradients(model, documents, gradients)
         explained = max(EXACT, _explained_by_rounding(untouched, documents, alone))
+        if in_float64 := not gradient <= explained:
+            gradient = _difference_in_float64(untouched, documents)
     except Exception as error:  # a model that raises is not exact
         return replace(known, reason=f"{type(error).__name__}: {error}")
     reason = "; ".join(route.tried)
-    return replace(known, change=change, difference=difference, gradient=gradient, explained=explained, reason=reason)
+    return replace(
+        known,
+        change=change,
+        difference=difference,
+        gradient=gradient,
+        gradient_in_float64=in_float64,
+        explained=explained,
+        reason=reason,
+    )
 
 
 def _explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
@@ -178,10 +191,8 @@ def _explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], a
     return probe.tolerance.difference * spread(alone)
 
 
-def _differences(
-    model: PreTrainedModel, documents: list[list[int]], alone: Tensor, gradients: dict[str, Tensor]
-) -> tuple[float, float, float]:
-    """Return the values of `Measured.change`, `Measured.difference` and `Measured.gradient` for a patched model."""
+def _differences(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> tuple[float, float]:
+    """Return the values of `Measured.change` and `Measured.difference` for a patched model."""
     change = difference = 0.0
     other, first = make_documents(1, [len(documents[0])]), len(documents[0])
     labels = _ignores_labels(model, documents[-1])
@@ -191,12 +202,28 @@ def _differences(
             difference = max(difference, _largest(packed, alone))
             changed = logits_of(model, model(**after)).flatten(0, 1)
             change = max(change, _largest(changed[first:], packed[first:]))
+    return change, difference
+
+
+def _difference_of_gradients(model: PreTrainedModel, documents: list[list[int]], gradients: dict[str, Tensor]) -> float:
+    """Return the value of `Measured.gradient` for a patched model, from the gradients of separate documents."""
     model.zero_grad()
     torch.autograd.backward(_loss(logits_of(model, model(**next(feedings(documents, False))))[0], documents))
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     scale = max(float(each.abs().max()) for each in gradients.values())
-    gradient = max(float((found[name] - each).abs().max()) for name, each in gradients.items()) / scale
-    return change, difference, gradient
+    return max(float((found[name] - each).abs().max()) for name, each in gradients.items()) / scale
+
+
+def _difference_in_float64(untouched: PreTrainedModel, documents: list[list[int]]) -> float:
+    """Return the value of `Measured.gradient` in float64.
+
+    In float32, rounding can change a gradient by any amount: a ReLU passes it or not, depending on the sign of a number
+    near 0.
+    """
+    untouched = copy.deepcopy(untouched).double()
+    patched = patch_model(copy.deepcopy(untouched))
+    _, gradients = _documents_alone(untouched, [len(each) for each in documents])
+    return _difference_of_gradients(patched, documents, gradients)
 
 
 def make_documents(seed: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -72,6 +72,7 @@ def _summary(results: Sequence[Measured], versions: str) -> list[str]:
         f"logits differ by at most {EXACT:g} from logits of the same documents run separately, no logit changes by",
         f"more when another document changes, and gradients differ by at most {EXACT:g} of the largest gradient.",
         f"Larger differences count as exact only if rounding alone causes them; such models: {_exceptions(taken)}.",
+        f"Gradients that differ by more are measured in float64, where a ReLU near 0 does not jump: {_retried(taken)}.",
         f"{varlen} models take only the `varlen` route.",
     ]
     if shares:
@@ -176,6 +177,11 @@ def _exceptions(taken: Sequence[Measured]) -> str:
     figures = {each.name: max(each.change, each.difference, each.gradient) for each in taken if each.exact}
     beyond = [f"{name} {figure:.0e}" for name, figure in figures.items() if figure > EXACT]
     return f"{', '.join(beyond) or 'none'}"
+
+
+def _retried(taken: Sequence[Measured]) -> str:
+    """Return the names of the models whose gradients were measured in float64."""
+    return ", ".join(each.name for each in taken if each.gradient_in_float64) or "none"
 
 
 def _cells(each: Measured) -> list[str]:

@@ -136,7 +136,8 @@ class LogicalStreams(upstream.TypedExamples):
         if missing := sorted(set(self.owned) - saved.keys()):
             raise PackingError(
                 f"state_dict: expected the states of the logical streams {self.owned}, got a state without "
-                f"{missing}, which another rank or worker has read; merge the states of all of them first"
+                f"{missing}, which another rank or worker has read; load the state that this rank or worker has saved, "
+                "or one that a single process has saved of all logical streams"
             )
         for stream, part in parts.items():
             part.load_state_dict(saved[stream]["state"])

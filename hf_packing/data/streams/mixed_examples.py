@@ -191,7 +191,7 @@ class MixedExamples(upstream.TypedExamples):
             shares = equal_shares(sizes_of_shards(examples), self._all_shards)
             examples = ShareOfShards(examples, tuple(part for number in self.owned for part in shares[number]))
         if epoch:
-            examples = examples.shuffle_data_sources(np.random.default_rng([self.mixture.seed, epoch]))
+            examples = upstream.shuffled(examples, np.random.default_rng([self.mixture.seed, epoch]))
         examples._init_state_dict()
         return DocumentReader(examples, self.mixture.schema, progress.place[source])
 

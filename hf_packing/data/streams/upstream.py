@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
+    DataSourcesShufflingDisallowed,
     FormattedExamplesIterable,
     _BaseExamplesIterable,
 )
@@ -85,6 +87,14 @@ def has_shuffle_buffer(examples: Examples) -> bool:
     return isinstance(examples, BufferShuffledExamplesIterable) or any(
         has_shuffle_buffer(each) for each in inner if each is not None
     )
+
+
+def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
+    """Return the object with its shards in another order; unchanged if it has a fixed order, after `take` or `skip`."""
+    try:
+        return examples.shuffle_data_sources(generator)
+    except DataSourcesShufflingDisallowed:
+        return examples
 
 
 def tables(examples: Examples) -> Iterator[pa.Table] | None:

@@ -89,6 +89,16 @@ def test_ends_of_sources():
     assert numbers("all_exhausted") == {1: 61, 2: 30}
 
 
+def test_a_source_of_fixed_order_is_read_again():
+    few = stream_of([[1], [2], [3]]).take(2)
+    mixed = hfp.mix(
+        {"few": few, "many": Dataset.from_dict({"input_ids": [[9]] * 6})},
+        {"few": 1, "many": 1},
+        stopping_strategy="all_exhausted",
+    )
+    assert [each["input_ids"][0] for each in mixed if each["source"][0] == 0] == [1, 2, 1, 2, 1, 2, 1]
+
+
 @settings(max_examples=30)
 @given(
     st.integers(0, 200),
