@@ -1,11 +1,21 @@
-"""Running training_process.py on one or more processes, and reading what they wrote."""
+"""Running scripts on one or more processes, and reading what they wrote.
+
+Processes are forked from a server that has imported torch and transformers, since importing them takes longer than most
+of what the processes do.
+"""
 
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
+import socket
 import sys
+import tempfile
+import time
 from collections import Counter
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import training_process
 
@@ -14,6 +24,89 @@ HANGS = 1800
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch.distributed", "torch.nn.parallel", "transformers.trainer", "trl.trainer.sft_trainer", "peft"]
+    + [f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")]
+)
+
+
+class Done(NamedTuple):
+    """What processes have left: the first return code that is not 0, and what all of them printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_script(script, *arguments, ranks=1, cwd=None, **variables):
+    """Run a Python script on so many processes, as torchrun does: if one fails, the others are stopped.
+
+    Args:
+        script: the path of the script.
+        arguments: its arguments.
+        ranks: number of processes.
+        cwd: the working directory.
+        variables: environment variables.
+    """
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        known = {**os.environ, **variables}
+        if ranks > 1:
+            known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            known |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        free.close()
+        prints = [[Path(folder) / f"{kind}-{rank}" for kind in ("stdout", "stderr")] for rank in range(ranks)]
+        processes = []
+        for rank in range(ranks):
+            own = known | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {})
+            given = (str(script), [str(each) for each in arguments], own, prints[rank], cwd or os.getcwd())
+            processes.append(SERVER.Process(target=_run_here, args=given))
+            processes[-1].start()
+        returncode = _end_of(processes)
+        printed = ["".join(file.read_text(errors="replace") for file in files) for files in zip(*prints, strict=True)]
+    return Done(returncode, *printed)
+
+
+def _end_of(processes):
+    """Wait for the end of processes; stop the others if one fails."""
+    deadline, returncode = time.monotonic() + HANGS, 0
+    left = {process.sentinel: process for process in processes}
+    while left:
+        ended = wait(left, timeout=max(deadline - time.monotonic(), 0))
+        for sentinel in ended:
+            process = left.pop(sentinel)
+            process.join()
+            returncode = returncode or process.exitcode
+        if returncode or not ended:
+            for process in left.values():
+                process.kill()
+            returncode = returncode or -1
+    return returncode
+
+
+def _run_here(script, arguments, environment, prints, folder):
+    """Run a script in this process, which was forked for it."""
+    for descriptor, file in zip((1, 2), prints, strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    import datasets
+
+    if cache := environment.get("HF_DATASETS_CACHE"):
+        datasets.config.HF_DATASETS_CACHE = Path(cache)
+    sys.argv = [script, *arguments]
+    paths = [str(Path(script).resolve().parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in paths and not is_of_tests(path))]
+    runpy.run_path(script, run_name="__main__")
+
+
+def is_of_tests(path):
+    """Whether a script that is started alone would not find this path: it is one of pytest's."""
+    root = IN_THE_FAMILY.parent
+    return Path(path or ".").resolve() in {root, *(root / name for name in ("tests", "recipes", "benchmarks"))}
 
 
 def run(folder, runs, ranks, fails=False):
@@ -33,12 +126,10 @@ def run(folder, runs, ranks, fails=False):
 def launch(script, folder, *arguments, ranks, fails=False):
     """Run a script of this folder on so many processes; its folder for results is made where it does not exist."""
     folder.mkdir(exist_ok=True)
-    arguments = [str(IN_THE_FAMILY / script), str(folder), *arguments]
     paths = [str(IN_THE_FAMILY), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-    start = [sys.executable, *(TORCHRUN + [str(ranks)] if ranks > 1 else []), *arguments]
-    done = subprocess.run(start, env=os.environ | known, capture_output=True, text=True, timeout=HANGS, check=False)
+    done = run_script(IN_THE_FAMILY / script, folder, *arguments, ranks=ranks, **known)
     assert (done.returncode != 0) == fails, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 

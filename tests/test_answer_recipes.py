@@ -1,9 +1,6 @@
 """The recipes that answer questions and embed texts, run as a user runs them, on less."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import answer_scores
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 import squad
 from function_data import described, questions
-from processes import HANGS, TORCHRUN
+from processes import run_script
 from recipe_inputs import exits, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -148,8 +145,7 @@ def test_resume(tmp_path):
 
 
 def torchrun(recipe, flags):
-    start = [sys.executable, *TORCHRUN, "2", str(RECIPES / recipe), *flags]
-    done = subprocess.run(start, capture_output=True, text=True, timeout=HANGS, check=False, env=os.environ)
+    done = run_script(RECIPES / recipe, *flags, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

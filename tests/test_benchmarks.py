@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import run_script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -57,7 +58,7 @@ TOY = {
 @pytest.mark.parametrize("script", TOY)
 def test_runs(script):
     options, expected = TOY[script]
-    done = subprocess.run([sys.executable, BENCHMARKS / script, *options], capture_output=True, text=True, check=False)
+    done = run_script(BENCHMARKS / script, *options)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
 

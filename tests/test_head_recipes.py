@@ -1,17 +1,14 @@
 """The recipes for classifiers and preferences, run as a user runs them, on less."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import classify
 import dpo
 import numpy as np
 import pytest
-from processes import HANGS, TORCHRUN
+from processes import run_script
 from recipe_inputs import exits, save_tiny_model, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -90,8 +87,7 @@ def test_two_processes(recipe, tmp_path):
     rows = labeled() if recipe == "classify.py" else preferred()
     data = write(tmp_path / "rows.jsonl", rows)
     flags = ("--data", data, "--max_tokens", 400, "--max_length", 64, "--output_dir", tmp_path / "out")
-    start = [sys.executable, *TORCHRUN, "2", str(RECIPES / recipe), *map(str, flags)]
-    done = subprocess.run(start, capture_output=True, text=True, timeout=HANGS, check=False, env=os.environ)
+    done = run_script(RECIPES / recipe, *flags, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "2 x " in done.stdout  # ranks x micro-batches
     assert (tmp_path / "out" / "model.safetensors").exists()

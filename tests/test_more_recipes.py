@@ -1,10 +1,7 @@
 """The recipes for reward models, GRPO and masked language models, run as a user runs them, on less."""
 
 import argparse
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -15,7 +12,7 @@ import pytest
 import reward
 import torch
 from documents import train_masked_tokenizer, train_tokenizer
-from processes import HANGS, TORCHRUN
+from processes import run_script
 from recipe_inputs import exits, save_tiny_model, write
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -170,8 +167,7 @@ def test_a_resumed_run_is_the_unbroken_one(recipe, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", list(MAIN))
 def test_two_processes(recipe, tmp_path):
-    start = [sys.executable, *TORCHRUN, "2", str(RECIPES / f"{recipe}.py"), *flags_of(recipe, tmp_path)]
-    done = subprocess.run(start, capture_output=True, text=True, timeout=HANGS, check=False, env=os.environ)
+    done = run_script(RECIPES / f"{recipe}.py", *flags_of(recipe, tmp_path), ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     ends = {"reward": "accuracy on 4 pairs", "mlm": "loss on ", "grpo": "mean reward: "}
     assert ends[recipe] in done.stdout

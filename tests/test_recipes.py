@@ -18,7 +18,7 @@ import sft
 from accelerate.commands.config.config_args import load_config_from_file
 from datasets import load_from_disk
 from nbclient import NotebookClient
-from processes import HANGS
+from processes import HANGS, run_script
 from recipe_inputs import exits, save_tiny_model
 from safetensors.torch import load_file
 
@@ -35,8 +35,7 @@ def own_home(tmp_path, monkeypatch):
 
 
 def run(recipe, *arguments):
-    command = [sys.executable, str(RECIPES / recipe), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    done = run_script(RECIPES / recipe, *arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

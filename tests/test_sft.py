@@ -3,8 +3,6 @@
 import inspect
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import sft
 import torch
 import yaml
 from datasets import Dataset
-from processes import HANGS, TORCHRUN
+from processes import HANGS, run_script
 from recipe_inputs import chats, exits, prompts, save_tiny_model, write
 from safetensors.torch import load_file
 from sft_documents import CHATML, IGNORED, tokenize
@@ -90,9 +88,8 @@ def test_two_processes_and_flags_of_ddp(tiny_model, data, tmp_path):
 
     def run(output, **more):
         given = flags | {"output_dir": output} | more
-        command = [sys.executable, *TORCHRUN, "2", sft.__file__]
-        command += [str(each) for name, value in given.items() for each in (f"--{name}", value)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
+        arguments = [each for name, value in given.items() for each in (f"--{name}", value)]
+        done = run_script(sft.__file__, *arguments, ranks=2)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         return [entry["loss"] for entry in history], weights(output)

@@ -179,3 +179,26 @@ def select_packs(plan: PackingPlan, packs: IntArray) -> PackingPlan:
         pack_offsets=offsets,
         pack_capacity=plan.pack_capacity[packs],
     )
+
+
+def order_by_cost(cost: npt.NDArray[np.float64], first_turn: int) -> IntArray:
+    """Return an order in which streams with about the same packs yield packs of about the same cost in each turn.
+
+    A turn has a quantile: a number from 0 to 1 that depends on the number of the turn only. The quantiles of any
+    neighboring turns are spread evenly (the van der Corput sequence). In each turn, a window yields the pack whose cost
+    has this quantile among the window's packs.
+
+    Args:
+        cost: float64 [packs]: the cost of each pack of a window.
+        first_turn: the number of the window's first turn.
+
+    Returns:
+        int64 [packs]: the indices of the packs, in the order of the turns.
+    """
+    turns = (np.arange(len(cost)) + first_turn).astype(np.uint32)
+    quantile = np.zeros(len(cost))
+    for bit in range(32):
+        quantile += ((turns >> np.uint32(bit)) & np.uint32(1)) / 2.0 ** (bit + 1)
+    order = np.empty(len(cost), dtype=np.int64)
+    order[np.argsort(quantile, kind="stable")] = np.argsort(cost, kind="stable")
+    return order

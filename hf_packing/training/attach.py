@@ -4,18 +4,11 @@
 the loss. If all of this succeeds, `attach` replaces the trainer's class by a subclass with methods of `PackedTrainer`.
 """
 
-import math
-from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, overload
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
+import datasets
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
@@ -26,26 +19,18 @@ from hf_packing.sampling.token_budget import with_documents_per_step, with_linea
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.losses import (
-    ITEMS,
     Loss,
-    TokenMean,
     check_loss,
-    items_in,
-    router_loss,
-    weights_of,
-    without_router_loss,
 )
+from hf_packing.training.packed_trainer import PackedTrainer
 from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
 from hf_packing.training.ranks import (
     BatchesOfCheckpoint,
     PlannedFrom,
     data_rank,
-    items_counted,
-    micro_batch_counts,
     on_all_ranks,
 )
-from hf_packing.training.run_with_loss import run_with_loss
-from hf_packing.training.trainer_loss import as_it_was_on_error, keeps_rows_whole, summed_log_probs, weighted_log_probs
+from hf_packing.training.trainer_loss import as_it_was_on_error, keeps_rows_whole, subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows
 
@@ -72,7 +57,7 @@ def attach(
     prove: ProveInTraining = "first batch",
     tokens: int | None = None,
     max_segments: int | None = None,
-) -> EpochSummary | UnpaddedModels:
+) -> Any:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
     Call `attach` once, before `train()`, on all ranks at the same time. `attach` patches the model on its current
@@ -84,6 +69,11 @@ def attach(
     itself, anew in every epoch. The evaluation loss is the mean over all labels other than -100. An evaluation batch
     joins per_device_eval_batch_size rows into one flat row, and predictions have the same flat shape. If you change a
     dataset or an argument, the next train(), evaluate() or predict() uses the new value or raises an error.
+
+    A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
+    the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different
+    logical streams, and run the same steps until the last one has ended. A run may be resumed on another number of
+    ranks with as many rows in a step, and does not read the documents again on which it was trained.
 
     Models with other heads, and DPOTrainer and RewardTrainer, keep their collator, loss and metrics. A TokenBudget only
     forms their batches, whose padding is not computed. With `batching=None`, any trainer keeps its own batches too.
@@ -103,8 +93,9 @@ def attach(
         max_segments: number of segments in every batch. The batching gets max_documents=max_segments - 1.
 
     Returns:
-        EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them. If
-        `batching` is None, UnpaddedModels: how each model runs padded batches.
+        EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them. For
+        a stream, StreamSummary: the numbers of logical streams, ranks and rows in a step. If `batching` is None,
+        UnpaddedModels: how each model runs padded batches.
 
     Raises:
         PackingError: the trainer, an argument or a dataset is not supported; data or arguments differ between ranks
@@ -131,6 +122,11 @@ def attach(
     if keeps_rows_whole(trainer):
         unused = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
         return attach_whole_rows(trainer, batching, prove, match_documents_per_step, unused)
+    if isinstance(getattr(trainer, "train_dataset", None), datasets.IterableDataset):
+        from hf_packing.training.streams.attach_stream import attach_stream
+
+        settings = {"match_documents_per_step": match_documents_per_step}
+        return attach_stream(trainer, batching, loss or "token", prove, (tokens, max_segments), settings)
     check_and_plan = partial(_check_and_plan, trainer, batching, loss=loss or "token", prove=prove)
     shapes, documents = (tokens, max_segments), match_documents_per_step
     planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))
@@ -138,158 +134,6 @@ def attach(
         on_all_ranks(partial(_isolate_and_settle, trainer, planned.batches))
     _install(trainer, planned)
     return planned.summary
-
-
-class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
-    """A Trainer that trains, evaluates and predicts on packed batches, which `attach` planned."""
-
-    planned_batches: PlannedBatches
-    loss_is_scaled_for_ga = True
-
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.planned_batches.on_all_ranks(self, self.planned_batches.check_training):
-            return super().train(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.planned_batches.on_all_ranks(self, self.planned_batches.check):
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-            return metrics
-
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        with self.planned_batches.on_all_ranks(self, self.planned_batches.check):
-            return super().predict(*args, **kwargs)
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        return self.planned_batches.training_loader(self)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        name = "eval_dataset"
-        if isinstance(eval_dataset, str):
-            known = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
-            if eval_dataset not in known:
-                raise PackingError(
-                    f"eval_dataset: expected a dataset or a key of trainer.eval_dataset ({', '.join(known) or 'none'}),"
-                    f" got {eval_dataset!r}"
-                )
-            name, eval_dataset = f"eval_dataset[{eval_dataset!r}]", known[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self.planned_batches.loader_in_order(self, name, dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return self.planned_batches.loader_in_order(self, "test_dataset", test_dataset)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """Return this rank's micro-batches of a step, and the number of trainable tokens or documents on all ranks."""
-        planned = self.planned_batches
-        planned.check_accumulation(self)
-        batches = list(islice(epoch_iterator, num_batches))
-        if not batches:
-            return batches, None
-        processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
-        counts = micro_batch_counts(batches, planned.decided.loss).to(device)
-        everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
-        planned.step_counts.add(everywhere)
-        return batches, items_counted(everywhere)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log packing metrics together with the training loss."""
-        if "loss" in logs:
-            logs = {**logs, **self.planned_batches.step_counts.take(self.planned_batches.decided.max_tokens)}
-        super().log(logs, *args, **kwargs)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-        **others: Any,
-    ) -> Any:
-        planned = self.planned_batches
-        planned.prove_on_first_batch(model, inputs)
-        if planned.evaluation is not None or (num_items_in_batch is None and not self.model.training):
-            return self._compute_evaluation_loss(model, inputs, return_outputs)
-        loss_kind = planned.decided.loss
-        if planned.settled.by_trainer:
-            with weighted_log_probs(model, inputs) if loss_kind == "sequence" else nullcontext():
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
-        if num_items_in_batch is None:  # a single batch, outside of train()
-            items = items_in(inputs, loss_kind).clamp(min=1)
-        else:
-            items = num_items_in_batch / data_rank(self.accelerator).world_size
-        weights = weights_of(inputs, loss_kind) / items
-        loss, outputs = run_with_loss(model, inputs, inputs["labels"], weights, keep_logits=return_outputs)
-        if (routers := router_loss(outputs, model)) is not None:
-            loss = loss + routers / self.current_gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
-
-    def _compute_evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Return a batch's mean loss over trainable tokens; in an evaluation, also add it to the overall mean."""
-        planned = self.planned_batches
-        if planned.settled.by_trainer:
-            tokens, outputs = items_in(inputs, "token"), None
-            divided = {}
-            if self.compute_loss_func is not None:  # otherwise the function would get num_items_in_batch=None
-                divided = {ITEMS: tokens.clamp(min=1) * data_rank(self.accelerator).world_size}
-            with summed_log_probs(model) as summed, without_router_loss(model):
-                loss = super().compute_loss(model, inputs, return_outputs, **divided)
-            if return_outputs:
-                loss, outputs = loss
-            total = loss * tokens if tokens else torch.zeros_like(loss)
-            if summed and planned.decided.trainer_loss.sums_log_probs:
-                total = -summed[0]
-        else:
-            weights, keep_logits = weights_of(inputs, "token"), return_outputs and not planned.only_evaluates_loss
-            total, outputs = run_with_loss(model, inputs, inputs["labels"], weights, keep_logits=keep_logits)
-            tokens = items_in(inputs, "token")
-            loss = total / tokens.clamp(min=1)
-        if planned.evaluation is not None:
-            planned.evaluation.add(total, tokens)
-        return (loss, outputs) if return_outputs else loss
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        planned = self.planned_batches
-        planned.evaluation = TokenMean(self.args.device)
-        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        stock = planned.decided.trainer_loss.kind.prediction_step is Trainer.prediction_step
-        planned.only_evaluates_loss = only_loss and stock
-        try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-            if (name := f"{metric_key_prefix}_loss") in output.metrics:
-                if not planned.evaluation.batches:
-                    raise PackingError(
-                        "prediction_step: expected a method that calls self.compute_loss, but "
-                        f"{planned.decided.trainer_loss.kind.__name__}.prediction_step did not call compute_loss"
-                    )
-                summed, tokens = planned.evaluation.over_ranks(self.accelerator)
-                output.metrics[name] = summed / tokens if tokens else math.nan
-        finally:
-            planned.evaluation, planned.only_evaluates_loss = None, False
-        return output
-
-
-def packed_class(kind: type[Trainer]) -> type[PackedTrainer]:
-    """Return the class that a trainer of class `kind` has after attach.
-
-    Methods of PackedTrainer run first, and call the methods of `kind` through super().
-
-    Raises:
-        TypeError: `kind` cannot be subclassed.
-    """
-    if kind is Trainer:
-        return PackedTrainer
-    return type(f"Packed{kind.__name__}", (PackedTrainer, kind), {"__module__": __name__})
 
 
 class _Planned(NamedTuple):
@@ -330,7 +174,7 @@ def _check_and_plan(
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     isolation = batches.first_batch_proof if prove == "first batch" else None
     summary = summary_of(sampler, unpacked * data_rank(trainer.accelerator).world_size, isolation)
-    return _Planned(batches, packed_class(type(trainer)), summary)
+    return _Planned(batches, subclass_with(PackedTrainer, type(trainer), "Packed"), summary)
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:

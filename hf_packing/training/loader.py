@@ -160,7 +160,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             batches = iter(self._loader)
             while together := list(islice(batches, self._left_of_step())):
                 together = [send_to_device(batch, self._accelerator.device) for batch in together]
-                items = self._items(together)
+                items = items_of_step(self._accelerator, together, self._loss)
                 for batch in together:
                     self._prove_isolation(batch)
                     self.micro_batches_done += 1
@@ -236,20 +236,23 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """Return the number of micro-batches that are left in the current optimizer step."""
         return self._sampler.accumulation - self.micro_batches_done % self._sampler.accumulation
 
-    def _items(self, batches: list[Batch]) -> torch.Tensor:
-        """Return the float scalar by which the summed loss of each micro-batch in an optimizer step is divided.
 
-        Accelerate averages gradients over processes and accumulated micro-batches. Thanks to this divisor, the average
-        is the gradient of the mean loss over the whole optimizer step.
+def items_of_step(accelerator: Accelerator, batches: Sequence[Batch], loss: Loss) -> torch.Tensor:
+    """Return the float scalar by which the summed loss of each micro-batch in an optimizer step is divided.
 
-        Args:
-            batches: all micro-batches of this rank in the optimizer step.
-        """
-        here = torch.stack([items_in(batch, self._loss) for batch in batches]).sum()
-        everywhere = self._accelerator.reduce(here, reduction="sum").clamp(min=1)
-        averaged_over = self._accelerator.num_processes * self._accelerator.gradient_accumulation_steps
-        share: torch.Tensor = everywhere.to(exact_type(everywhere.device)) / averaged_over
-        return share
+    Accelerate averages gradients over processes and accumulated micro-batches. Thanks to this divisor, the average is
+    the gradient of the mean loss over the whole optimizer step.
+
+    Args:
+        accelerator: the accelerator of the loop.
+        batches: all micro-batches of this rank in the optimizer step.
+        loss: "token" or "sequence".
+    """
+    here = torch.stack([items_in(batch, loss) for batch in batches]).sum()
+    everywhere = accelerator.reduce(here, reduction="sum").clamp(min=1)
+    averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    share: torch.Tensor = everywhere.to(exact_type(everywhere.device)) / averaged_over
+    return share
 
 
 class _NotADataLoaderError(PackingError, AttributeError):

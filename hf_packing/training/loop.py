@@ -1,7 +1,9 @@
 """Functions for your own training loop: load packed batches, compute the loss of a batch, and evaluate on a dataset."""
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
@@ -38,6 +40,9 @@ from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.run_with_loss import run_with_loss
 
+if TYPE_CHECKING:
+    from hf_packing.training.streams.stream_loop import StreamLoopLoader
+
 _DECIDED_BY_BATCHING = frozenset(
     ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "in_order", "generator")
 )
@@ -55,7 +60,7 @@ def prepare_dataloader(
     tokens: int | None = None,
     max_segments: int | None = None,
     **options: Any,
-) -> PackedLoader:
+) -> "PackedLoader | StreamLoopLoader":
     """Return a loader of this rank's batches for your own training loop; all ranks must call this function together.
 
     The loop uses `accelerator.accumulate(model)` and `accelerator.backward(loss)` as usual. Compute the loss with
@@ -66,8 +71,9 @@ def prepare_dataloader(
     Args:
         accelerator: the Accelerator of the loop; its gradient_accumulation_steps is the number of micro-batches that
             each rank runs in an optimizer step.
-        dataset: a map-style dataset of packed rows or documents.
-        batching: a TokenBudget or a BucketBatches.
+        dataset: a map-style dataset of packed rows or documents, or a stream, which is an IterableDataset: documents,
+            or the result of `pack(stream, strategy, streams=...)`.
+        batching: a TokenBudget or a BucketBatches; for a stream, a TokenBudget.
         loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
             over documents.
         model: the model to train. This function patches the model, if it is not patched yet, and checks on a short
@@ -83,7 +89,8 @@ def prepare_dataloader(
         options: further arguments of torch's DataLoader, such as num_workers.
 
     Returns:
-        PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch.
+        PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch. For a
+        stream, a StreamLoopLoader: each iteration goes on where the last one has stopped, up to the end of the epoch.
 
     Raises:
         PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; the dataset is not
@@ -100,12 +107,20 @@ def prepare_dataloader(
         (2, [4, 5])
     """
 
+    if not isinstance(accelerator, Accelerator):
+        raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
+    if decided := _DECIDED_BY_BATCHING & options.keys():
+        raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
+    if isinstance(dataset, datasets.IterableDataset):
+        from hf_packing.training.streams.stream_loop import prepare_stream_loader
+
+        shapes, keeps_labels = (tokens, max_segments), partial(_keeps_labels, model, loss)
+        return prepare_stream_loader(
+            accelerator, dataset, check_batching(batching), loss, model, prove, shapes, keeps_labels, options
+        )
+
     def plan(planned_from: PlannedFrom) -> RankBatchSampler:
-        if not isinstance(accelerator, Accelerator):
-            raise PackingError(f"accelerator: expected an Accelerator, got {type(accelerator).__name__}")
         check_accelerator(accelerator)
-        if decided := _DECIDED_BY_BATCHING & options.keys():
-            raise PackingError(f"{min(decided)}: expected no value, since the batching decides the rows of every batch")
         config = None if model is None else inner_model(model).config
         balanced = with_linear_cost(check_batching(batching), config)
         if (tokens, max_segments) != (None, None):
@@ -154,7 +169,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         accelerator: the Accelerator of the loop.
         model: a patched causal or masked language model of transformers, with or without wrappers of PEFT and
             accelerate.
-        dataset: a map-style dataset of packed rows or documents.
+        dataset: a map-style dataset of packed rows or documents, or a stream that `pack` has packed with `streams`.
         rows_per_batch: number of rows in a forward pass; the number affects only speed and memory.
 
     Returns:
@@ -173,7 +188,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         5
     """
 
-    def plan(planned_from: PlannedFrom) -> RankBatchSampler:
+    def load(planned_from: PlannedFrom) -> Any:
         check_accelerator(accelerator)
         check_patched(model)
         planned_from.note_settings(rows_per_batch=rows_per_batch)
@@ -181,15 +196,19 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         planned_from.note_data("dataset", dataset, sizes)
         check_labels_are_hidden(dataset, sizes, model)
         rank, world_size = data_rank(accelerator)
-        return RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
+        return rows_loader(dataset, RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank), model)
 
-    sampler = on_all_ranks(plan)
+    if isinstance(dataset, datasets.IterableDataset):
+        from hf_packing.training.streams.stream_loop import evaluation_loader
+
+        loader: Any = evaluation_loader(accelerator, model, dataset, rows_per_batch)
+    else:
+        loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            loader = rows_loader(dataset, sampler, model)
             for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
                 batch = send_to_device(batch, accelerator.device)
                 total, _ = run_with_loss(model, batch, batch["labels"], weights_of(batch, "token"))

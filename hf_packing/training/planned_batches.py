@@ -1,13 +1,13 @@
 """The state that `attach` gives a trainer: the decisions, the data loaders, and checks for changes after attach."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import prepare_data_loader
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
@@ -35,7 +35,14 @@ from hf_packing.training.checks import (
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
 from hf_packing.training.losses import Loss, TokenMean, collator_for, loss_of_model
-from hf_packing.training.ranks import CollectiveCall, PlannedFrom, StepCounts, data_rank, on_all_ranks
+from hf_packing.training.ranks import (
+    CollectiveCall,
+    PlannedFrom,
+    StepCounts,
+    data_rank,
+    micro_batch_counts,
+    on_all_ranks,
+)
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.trainer_loss import (
     SettledLoss,
@@ -151,18 +158,6 @@ class PlannedBatches:
                 "model; make a new Trainer with the new model, and call attach on the new Trainer"
             )
 
-    def check_accumulation(self, trainer: Trainer) -> None:
-        """Refuse a value of gradient_accumulation_steps that was changed during training, for example by a callback.
-
-        Raises:
-            PackingError: gradient_accumulation_steps is not the value for which the batches were planned.
-        """
-        if (accumulation := trainer.args.gradient_accumulation_steps) != self.accumulation:
-            raise PackingError(
-                f"gradient_accumulation_steps: expected {self.accumulation}, as when train() was called, got "
-                f"{accumulation}; change the value before train()"
-            )
-
     def sampler(self, trainer: Trainer, planned_from: PlannedFrom) -> RankBatchSampler:
         """Return a sampler that plans this rank's micro-batches for training."""
         if trainer.train_dataset is None:
@@ -199,16 +194,17 @@ class PlannedBatches:
         self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
         self.collator = collator
 
+    def counts_of(self, batches: Sequence[dict[str, Any]]) -> Tensor:
+        """Return the counts of this rank's micro-batches; see `micro_batch_counts`."""
+        return micro_batch_counts(batches, self.decided.loss)
+
     def prove_on_first_batch(self, model: nn.Module, batch: dict[str, Any]) -> None:
         """Prove isolation on the first batch in each mode, if the caller of attach has asked for it."""
         if self.decided.prove == "first batch":
             self.first_batch_proof.check(model, batch, "training" if model.training else "evaluation")
 
     def check_labels(self, trainer: Trainer, dataset: Any) -> None:
-        """Refuse labels that only repeat the input tokens, if the trainer's model is a masked language model.
-
-        See `check_labels_are_hidden`.
-        """
+        """Refuse labels that only repeat the input tokens; see `check_labels_are_hidden`."""
         check_labels_are_hidden(dataset, self._sizes(dataset), trainer.model, self._rows_of(trainer))
 
     def check_divided(self, trainer: Trainer) -> None:

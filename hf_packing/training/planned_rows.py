@@ -99,14 +99,6 @@ class PlannedRows:
                 f"{type(inner_model(trainer.model)).__name__}; make a new Trainer, and call attach on it"
             )
 
-    def check_accumulation(self, trainer: Trainer) -> None:
-        """Raise PackingError if gradient_accumulation_steps was changed during training."""
-        if (accumulation := trainer.args.gradient_accumulation_steps) != self.accumulation:
-            raise PackingError(
-                f"gradient_accumulation_steps: expected {self.accumulation}, as when train() was called, got "
-                f"{accumulation}; change the value before train()"
-            )
-
     def sampler(self, trainer: Trainer, dataset: Any, collate: Collate, planned_from: PlannedFrom) -> RankBatchSampler:
         """Return a sampler that plans this rank's micro-batches.
 

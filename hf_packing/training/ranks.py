@@ -17,7 +17,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import is_initialized
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_packing.columns import PADDING_SEGMENT
@@ -257,6 +257,23 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
     return torch.stack(rows)
 
 
+def check_accumulation(trainer: Trainer, planned: int) -> None:
+    """Refuse a value of gradient_accumulation_steps that was changed during training, for example by a callback.
+
+    Args:
+        trainer: the attached trainer.
+        planned: the value for which the training batches were planned.
+
+    Raises:
+        PackingError: gradient_accumulation_steps is not the value for which the batches were planned.
+    """
+    if (accumulation := trainer.args.gradient_accumulation_steps) != planned:
+        raise PackingError(
+            f"gradient_accumulation_steps: expected {planned}, as when train() was called, got {accumulation}; change "
+            "the value before train()"
+        )
+
+
 def items_counted(counts: Tensor) -> Tensor:
     """Return the number of items over which the loss of an optimizer step is averaged, an int64 scalar of at least 1.
 
@@ -306,4 +323,5 @@ def _utilization(work: Tensor) -> float:
     Args:
         work: float64 [ranks, micro-batches]: the tokens, or the attention cost, of each micro-batch.
     """
-    return float((work.mean(dim=0) / work.amax(dim=0)).mean())
+    most = work.amax(dim=0)
+    return float((work.mean(dim=0) / most)[most > 0].mean())

@@ -318,3 +318,19 @@ def as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
     except Exception:
         trainer.model_accepts_loss_kwargs = accepts_items
         raise
+
+
+def subclass_with(methods: type[Trainer], kind: type[Trainer], prefix: str) -> type[Any]:
+    """Return the class that a trainer of class `kind` has after attach; the result is `methods` if `kind` is Trainer.
+
+    Args:
+        methods: a subclass of Trainer, whose methods run first, and call the methods of `kind` through super().
+        kind: the class of the trainer.
+        prefix: text before the name of `kind`, for the name of the new class.
+
+    Raises:
+        TypeError: `kind` cannot be subclassed.
+    """
+    if kind is Trainer:
+        return methods
+    return type(f"{prefix}{kind.__name__}", (methods, kind), {"__module__": methods.__module__})

@@ -26,7 +26,8 @@ from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_ste
 from hf_packing.training.checks import check_accelerator, check_arguments, check_methods, overridden_batch_methods
 from hf_packing.training.losses import TokenMean
 from hf_packing.training.planned_rows import PlannedRows
-from hf_packing.training.ranks import BatchesOfCheckpoint, data_rank, items_counted, on_all_ranks
+from hf_packing.training.ranks import BatchesOfCheckpoint, check_accumulation, data_rank, items_counted, on_all_ranks
+from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
 from hf_packing.training.unpad_models import models_of
 from hf_packing.training.whole_rows import REAL_ROWS, refuse_streams_and_packs
@@ -53,7 +54,7 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     ) -> tuple[list[Any], Any]:
         """Return this rank's micro-batches of a step, and the number of units in the step on all ranks."""
         planned = self.planned_rows
-        planned.check_accumulation(self)
+        check_accumulation(self, planned.accumulation)
         batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
@@ -156,16 +157,10 @@ def attach_whole_rows(
         summary = summary_of(sampler, unpacked * sampler.world_size, planned)
     trainer.planned_rows = planned
     trainer.add_callback(BatchesOfCheckpoint(planned.unit))
-    trainer.__class__ = _class_for(type(trainer))
+    trainer.__class__ = subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
     trainer.loss_is_scaled_for_ga = True
     planned.remember_settings(trainer)
     return summary
-
-
-def _class_for(kind: type[Trainer]) -> type[WholeRowTrainer]:
-    if kind is Trainer:
-        return WholeRowTrainer
-    return type(f"WholeRow{kind.__name__}", (WholeRowTrainer, kind), {"__module__": __name__})
 
 
 def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:

@@ -1,9 +1,6 @@
 """Packed streams through Trainer and PackingCollator: accelerate must not dispatch their batches."""
 
 import json
-import os
-import subprocess
-import sys
 
 import datasets
 import pytest
@@ -12,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from document_streams import make_documents, stream_of
 from masking_process import tokenizer
-from processes import IN_THE_FAMILY, TORCHRUN
+from processes import IN_THE_FAMILY, run_script
 from stream_process import DOCUMENTS, packed_stream, train
 from tiers import fast_only
 from tiny_models import build
@@ -88,10 +85,7 @@ def test_a_packed_stream_trains_like_its_rows(kind, tmp_path, monkeypatch):
 
 
 def run(folder, **settings):
-    arguments = [str(IN_THE_FAMILY / "stream_process.py"), str(folder), json.dumps(settings)]
-    known = {"PYTHONPATH": os.pathsep.join([str(IN_THE_FAMILY), str(IN_THE_FAMILY.parent)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *TORCHRUN, "2", *arguments]
-    return subprocess.run(command, env=os.environ | known, capture_output=True, text=True, timeout=300, check=False)
+    return run_script(IN_THE_FAMILY / "stream_process.py", folder, json.dumps(settings), ranks=2)
 
 
 @pytest.mark.slow

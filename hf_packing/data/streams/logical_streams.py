@@ -5,7 +5,7 @@ logical streams in turn. Ranks and workers own logical streams, not files: `data
 So a state that was saved on one number of ranks can be loaded on another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from itertools import count, islice
@@ -17,11 +17,20 @@ import pyarrow as pa
 
 from hf_packing.data.streams import upstream
 from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking, warn_of_losses
-from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
+from hf_packing.data.streams.saved_state import STATE, MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files, sizes_of_shards
 from hf_packing.data.streams.shares import ShareOfShards, equal_shares
 from hf_packing.data.streams.window_start import Counts
 from hf_packing.errors import PackingError
+
+
+class Position(NamedTuple):
+    """How far a logical stream has come."""
+
+    turns: int
+    """The number of its turns so far."""
+    saved: Any
+    """The state of its packed rows, as `saved_state.save` writes it; None if the stream has not begun."""
 
 
 class Turn(NamedTuple):
@@ -31,6 +40,8 @@ class Turn(NamedTuple):
     """The number of the logical stream."""
     row: pa.Table | None
     """The row of the turn, a table with one row; None if the logical stream has ended."""
+    position: Position
+    """How far the logical stream has come with this turn."""
 
 
 class LogicalStreams(upstream.TypedExamples):
@@ -96,7 +107,7 @@ class LogicalStreams(upstream.TypedExamples):
             PackingError: the state is of other logical streams, or of other files.
         """
         state = self._init_state_dict() if self._state_dict is None else self._state_dict
-        made_from = MadeFrom(str(self.packing), self.streams, fingerprint_of_files(self.ex_iterable))
+        made_from = self._made_from()
         parts = self._parts(made_from.files)
         live: dict[int, dict[str, Any]] = {
             stream: {"turns": 0, "state": part._init_state_dict()} for stream, part in parts.items()
@@ -114,10 +125,31 @@ class LogicalStreams(upstream.TypedExamples):
                 row = next(rows[stream], None) if stream in left else None
                 if row is None:
                     left.discard(stream)
-                yield Turn(stream, row)
+                yield Turn(stream, row, Position(turn + 1, progress["state"][STATE]))
             turn += 1
         counts = reduce(Counts.plus, (part.counts for part in parts.values()), Counts())
         warn_of_losses(counts, self.packing.strategy)
+
+    def state_at(self, positions: Mapping[int, Position]) -> dict[str, Any]:
+        """Return the state of all logical streams, for `load_state_dict`. Those without a position have not begun."""
+        state, parts = new_state(type(self)), []
+        for stream in range(self.streams):
+            at = positions.get(stream, Position(0, None))
+            parts.append((stream, {"turns": at.turns, "state": {STATE: at.saved, "type": PackedExamples.__name__}}))
+        save(state, self._made_from(), tuple(parts))
+        return state
+
+    def positions_in(self, state: dict[str, Any]) -> dict[int, Position]:
+        """Return the positions of the logical streams in a state, of those that have begun.
+
+        Raises:
+            PackingError: the state is of other logical streams, or of other files.
+        """
+        saved = load(state, self._made_from()) or ()
+        return {stream: Position(part["turns"], part["state"][STATE]) for stream, part in saved if part["turns"]}
+
+    def _made_from(self) -> MadeFrom:
+        return MadeFrom(str(self.packing), self.streams, fingerprint_of_files(self.ex_iterable))
 
     def _parts(self, files: str) -> dict[int, PackedExamples]:
         """Return the packed rows of each owned logical stream."""

@@ -28,7 +28,17 @@ from hf_packing.data.token_columns import TOKENS_AT_ONCE, blocks_of_rows, find_t
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.windows import WindowPlan, WindowSize, choose_waiting, select_packs, tokens_of_packs
+from hf_packing.planning.windows import (
+    WindowPlan,
+    WindowSize,
+    choose_waiting,
+    order_by_cost,
+    select_packs,
+    tokens_of_packs,
+)
+
+_LEVEL_TOGETHER = 8
+"""So many logical streams in a row yield packs of about the same cost in each turn, if packs are ordered by cost."""
 
 
 class PlansWindows(Protocol):
@@ -59,6 +69,9 @@ class StreamPacking:
     """A number that changes the seed of the strategy, so that epochs differ; None for the first epoch."""
     stream: int | None = None
     """The number of the logical stream, which changes the seed of the strategy too."""
+    linear_cost: float | None = None
+    """The cost of a token, in units of the cost of a pair of tokens that attend to each other. Neighboring logical
+    streams then yield packs of about the same cost in each turn. None to yield packs in the order of the plan."""
 
     @property
     def window_size(self) -> WindowSize:
@@ -88,13 +101,30 @@ class StreamPacking:
         window: WindowPlan = strategy.plan_window(lengths, number)
         return window
 
+    def order(self, plan: PackingPlan, packs: IntArray, turns: int) -> IntArray:
+        """Return the order in which packs of a window come out.
+
+        Args:
+            plan: the plan of the window.
+            packs: int64 [packs]: indices of the packs that come out.
+            turns: number of packs that came out of the windows before.
+        """
+        if self.linear_cost is None or not len(packs):
+            return packs
+        squares = np.add.reduceat(plan.segment_length.astype(np.float64) ** 2, plan.pack_offsets[:-1])
+        cost = (self.linear_cost * tokens_of_packs(plan) + squares)[packs]
+        seed = getattr(self.strategy, "seed", None) or 0
+        key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
+        return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
+
     def for_epoch(self, generator: np.random.Generator) -> "StreamPacking":
         """Return the packing of an epoch, given the random generator that `datasets` makes for the epoch."""
         return replace(self, epoch=int(deepcopy(generator).integers(2**63)))
 
     def __str__(self) -> str:
         names = ", ".join(self.schema.names)
-        return f"{self.strategy!r} in windows of {self.window_packs} packs, from the columns {names}"
+        by_cost = "" if self.linear_cost is None else f", in turns of equal cost with linear_cost={self.linear_cost:g}"
+        return f"{self.strategy!r} in windows of {self.window_packs} packs{by_cost}, from the columns {names}"
 
 
 class PackedExamples(upstream.TypedExamples):
@@ -206,7 +236,8 @@ class PackedExamples(upstream.TypedExamples):
             counts=start.counts.plus(counts),
             ended=reader.ended,
         )
-        return columns, select_packs(plan, np.flatnonzero(~waits)), following
+        order = self.packing.order(plan, np.flatnonzero(~waits), start.counts.packs)
+        return columns, select_packs(plan, order), following
 
 
 def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:

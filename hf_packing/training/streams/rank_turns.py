@@ -1,0 +1,167 @@
+"""Read the rows of one rank's logical streams, in the order of their turns, in DataLoader workers if asked for.
+
+Workers read ahead of the training, so a worker sends how far its logical streams have come along with every
+micro-batch. The start of a window, which can be large, is sent only once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS
+from hf_packing.data.streams.logical_streams import LogicalStreams, Position, Turn
+from hf_packing.data.streams.mixed_examples import SOURCE
+
+Row = dict[str, Any]
+Collate = Callable[[list[Row]], dict[str, Any]]
+
+
+class Move(NamedTuple):
+    """How a logical stream has moved on in a turn."""
+
+    stream: int
+    turns: int
+    rows_out: int
+    """Number of rows of the window that are out."""
+    window: tuple[Any, ...] | None
+    """The rest of the saved state; None if it is as in the stream's turn before."""
+    ended: bool
+
+
+class MicroBatch(NamedTuple):
+    """The next rows of a rank, joined to one batch."""
+
+    batch: dict[str, Any] | None
+    """The batch; None if the logical streams of all its turns have ended."""
+    moves: list[Move]
+    tokens_of_sources: dict[int, int]
+    """The number of tokens of each source of a mixture; empty without a mixture."""
+
+
+class _Moves:
+    """Describes turns as moves, without what was already sent."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, Any] = {}
+
+    def of(self, turn: Turn) -> Move:
+        *made_from, (window, rows_out) = turn.position.saved
+        known = self._windows.get(turn.stream)
+        self._windows[turn.stream] = window
+        sent = None if known is window else (*made_from, window)
+        return Move(turn.stream, turn.position.turns, rows_out, sent, turn.row is None)
+
+
+def moved(before: Position | None, move: Move) -> Position:
+    """Return the position of a logical stream after a move."""
+    if move.window is None:
+        assert before is not None
+        *made_from, (window, _) = before.saved
+    else:
+        *made_from, window = move.window
+    return Position(move.turns, (*made_from, (window, move.rows_out)))
+
+
+class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
+    """The micro-batches of one rank: its rows in the order of the turns of all logical streams, without an end.
+
+    Rank r of n owns the logical streams r, r + n, r + 2n and so on. After all of them have ended, micro-batches without
+    a row follow.
+
+    Args:
+        streams: all logical streams.
+        rank: number of this rank.
+        world_size: number of ranks, which divides the number of logical streams.
+        rows_per_batch: number of rows in a micro-batch.
+        collate: function that joins rows to a batch.
+        state: the state of the logical streams of this rank, for `LogicalStreams.load_state_dict`.
+        first: the number of the first micro-batch, counted from the beginning of the epoch.
+        token_types: whether rows keep `token_type_ids`.
+    """
+
+    def __init__(
+        self,
+        streams: LogicalStreams,
+        rank: int,
+        world_size: int,
+        rows_per_batch: int,
+        collate: Collate,
+        state: dict[str, Any] | None,
+        first: int,
+        token_types: bool,
+    ) -> None:
+        self.owned = streams.owned[rank::world_size]
+        self._streams, self._state, self._first = streams, state, first
+        self._rows_per_batch, self._collate = rows_per_batch, collate
+        names = [INPUT_IDS, LABELS, *([TOKEN_TYPE_IDS] if token_types else []), *SEGMENT_COLUMNS, SOURCE]
+        self._names = [name for name in names if name in streams.features]
+
+    def usable_workers(self, workers: int) -> int:
+        """Return how many of some workers can share the logical streams, so that rows keep their order."""
+        fits = (count for count in range(workers, 1, -1) if len(self.owned) % (count * self._rows_per_batch) == 0)
+        return next(fits, min(workers, 1))
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        batches_per_round = max(len(self.owned) // self._rows_per_batch, 1)
+        owned = self.owned
+        if workers > 1:
+            mine = [
+                number for number in range(batches_per_round) if number % workers == (worker + self._first) % workers
+            ]
+            size = self._rows_per_batch
+            owned = tuple(stream for number in mine for stream in owned[number * size : (number + 1) * size])
+        streams = LogicalStreams(self._streams.ex_iterable, self._streams.packing, self._streams.streams, owned)
+        streams._init_state_dict()
+        if self._state is not None:
+            streams.load_state_dict(self._state)
+        turns, moves = _without_end(streams.turns(), owned), _Moves()
+        while True:
+            yield self._joined(list(islice(turns, self._rows_per_batch)), moves)
+
+    def _joined(self, turns: Sequence[Turn], moves: _Moves) -> MicroBatch:
+        rows = [self._values(turn.row) for turn in turns if turn.row is not None]
+        counts: dict[int, int] = {}
+        for row in rows:
+            if SOURCE in row:
+                sources, tokens = np.unique(row.pop(SOURCE), return_counts=True)
+                for source, count in zip(sources.tolist(), tokens.tolist(), strict=True):
+                    counts[source] = counts.get(source, 0) + count
+        return MicroBatch(self._collate(rows) if rows else None, [moves.of(turn) for turn in turns], counts)
+
+    def _values(self, row: pa.Table) -> Row:
+        return {name: row.column(name).combine_chunks().flatten().to_numpy() for name in self._names}
+
+
+def _without_end(turns: Iterator[Turn], owned: Sequence[int]) -> Iterator[Turn]:
+    """Yield turns, and then turns of ended logical streams, without an end."""
+    last: dict[int, Turn] = {}
+    for turn in turns:
+        last[turn.stream] = turn
+        yield turn
+    while True:
+        for stream in owned:
+            turns_so_far, saved = last[stream].position
+            last[stream] = Turn(stream, None, Position(turns_so_far + 1, saved))
+            yield last[stream]
+
+
+def turns_loader(turns: RankTurns, workers: int, **options: Any) -> DataLoader[MicroBatch]:
+    """Return a DataLoader of a rank's micro-batches. The workers draw no seeds from torch's global generator."""
+    usable = turns.usable_workers(workers)
+    if not usable:
+        options = {name: value for name, value in options.items() if name == "pin_memory"}
+    as_it_is: Any = _as_it_is
+    return DataLoader(
+        turns, batch_size=None, collate_fn=as_it_is, num_workers=usable, generator=torch.Generator(), **options
+    )
+
+
+def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
+    return micro_batch

@@ -1,0 +1,168 @@
+"""The state that `attach` gives a trainer whose training dataset is a stream."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import datasets
+import torch
+from accelerate import Accelerator
+from transformers import Trainer
+
+from hf_packing.attention import inner_model
+from hf_packing.columns import COMPLETION_MASK
+from hf_packing.errors import PackingError
+from hf_packing.training.checks import ignored_masks
+from hf_packing.training.planned_batches import PlannedBatches
+from hf_packing.training.ranks import PlannedFrom, data_rank
+from hf_packing.training.streams.stream_loader import StreamLoader
+from hf_packing.training.streams.training_stream import (
+    TrainingStream,
+    check_labels_of_stream,
+    is_packed_stream,
+    is_stream,
+    training_stream,
+    with_rows_joined,
+)
+
+
+class StreamedBatches(PlannedBatches):
+    """Loads batches of streams; a dataset that is no stream, such as an evaluation dataset, is loaded as before."""
+
+    loader: StreamLoader | None = None
+    """The loader of the training that runs, or has run last."""
+    _state: dict[str, Any] | None = None
+    _source_tokens: torch.Tensor | None = None
+
+    def count_sources(self, accelerator: Accelerator) -> None:
+        """Count the tokens of each source of a mixture on all ranks, for the logs."""
+        if self.loader is None or not (names := self.loader.stream.sources):
+            return
+        counts = [self.loader.source_tokens.pop(number, 0) for number in range(len(names))]
+        everywhere = accelerator.reduce(torch.tensor(counts, device=accelerator.device), reduction="sum")
+        self._source_tokens = everywhere if self._source_tokens is None else self._source_tokens + everywhere
+
+    def shares_of_sources(self) -> dict[str, float]:
+        """Return the share of the tokens of each source since the last call, by its name in the logs."""
+        counts, self._source_tokens = self._source_tokens, None
+        if counts is None or self.loader is None or not counts.sum():
+            return {}
+        shares = (counts / counts.sum()).tolist()
+        return {f"source_{name}": share for name, share in zip(self.loader.stream.sources, shares, strict=True)}
+
+    def counts_of(self, batches: Sequence[dict[str, Any]]) -> torch.Tensor:
+        counts = super().counts_of(batches)
+        assert self.loader is not None
+        counts[torch.tensor(self.loader.without_rows)] = 0  # nothing in them comes from the stream
+        return counts
+
+    @contextmanager
+    def resumed_from(self, trainer: Trainer, state: dict[str, Any] | None) -> Iterator[None]:
+        """Context manager for train(): the stream goes on at a saved state, and no row before is read again.
+
+        Args:
+            trainer: the attached trainer.
+            state: the state of a StreamLoader; None to start with the first row.
+        """
+        skips, self._state = trainer.args.ignore_data_skip, state
+        trainer.args.ignore_data_skip = True  # otherwise, Trainer would read and drop all batches before
+        try:
+            yield
+        finally:
+            trainer.args.ignore_data_skip, self._state = skips, None
+
+    def training_loader(self, trainer: Trainer) -> Any:
+        def plan(planned_from: PlannedFrom) -> TrainingStream:
+            self.check_training(trainer)
+            return self.training_stream(trainer, planned_from)
+
+        def settle(_: PlannedFrom) -> None:
+            self._settle_again(trainer)
+            self.check_labels(trainer, trainer.train_dataset)
+            self.check_divided(trainer)
+
+        run = self._collective.runner()
+        stream = run(plan)
+        run(settle)
+        self.accumulation = trainer.args.gradient_accumulation_steps
+        self.loader = self._stream_loader(trainer, stream, accumulation=self.accumulation)
+        if self._state is not None:
+            self.loader.load_state_dict(self._state)
+        return self.loader
+
+    def training_stream(self, trainer: Trainer, planned_from: PlannedFrom) -> TrainingStream:
+        """Return the logical streams of the training dataset."""
+        planned_from.note_settings(
+            batching=self.decided.batching,
+            gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+            loss=self.decided.loss,
+            tokens=self.decided.shapes[0],
+            max_segments=self.decided.shapes[1],
+        )
+        return self._open(trainer, "train_dataset", trainer.train_dataset, planned_from)
+
+    def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
+        if not is_stream(dataset):
+            return super().loader_in_order(trainer, name, dataset)
+
+        def plan(planned_from: PlannedFrom) -> TrainingStream:
+            self.check(trainer)
+            stream = self._open(trainer, name, dataset, planned_from, any_capacity=True)
+            if self.decided.shapes != (None, None):
+                return stream
+            return with_rows_joined(stream, trainer.args.per_device_eval_batch_size)
+
+        def settle(_: PlannedFrom) -> None:
+            self._settle_again(trainer)
+            self.check_labels(trainer, dataset)
+
+        run = self._collective.runner()
+        stream = run(plan)
+        run(settle)
+        return self._stream_loader(trainer, stream, restarts=True)
+
+    def check_labels(self, trainer: Trainer, dataset: Any) -> None:
+        if not is_stream(dataset):
+            super().check_labels(trainer, dataset)
+        else:
+            check_labels_of_stream(dataset, trainer.model)
+
+    def _open(
+        self,
+        trainer: Trainer,
+        name: str,
+        dataset: datasets.IterableDataset,
+        planned_from: PlannedFrom,
+        any_capacity: bool = False,
+    ) -> TrainingStream:
+        """Return the logical streams of a dataset; with `any_capacity`, packed rows of any capacity are accepted."""
+        if self._masks is not None:
+            raise PackingError(
+                f"data_collator: expected a collator that does not mask tokens for a stream, got "
+                f"{type(self._masks).__name__} with mlm=True; mask the tokens of the documents by map, before packing"
+            )
+        ranks = data_rank(trainer.accelerator).world_size
+        batching = None if any_capacity and is_packed_stream(dataset) else self.decided.batching
+        stream = training_stream(name, dataset, batching, ranks, ignored_masks(trainer))
+        asked = getattr(trainer.args, "completion_only_loss", None)
+        if asked is False and COMPLETION_MASK in stream.streams.packing.schema.names:
+            raise PackingError(
+                f"{name}: expected a stream without {COMPLETION_MASK!r}, since completion_only_loss=False asks for "
+                "training on all tokens, but pack has applied the mask to the labels; remove the column before pack"
+            )
+        planned_from.note_settings(**{name: stream})
+        return stream
+
+    def _stream_loader(self, trainer: Trainer, stream: TrainingStream, **settings: Any) -> StreamLoader:
+        args = trainer.args
+        return StreamLoader(
+            stream,
+            trainer.accelerator,
+            self.collator,
+            token_types=bool(getattr(inner_model(trainer.model).config, "type_vocab_size", 0)),
+            workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+            **settings,
+        )

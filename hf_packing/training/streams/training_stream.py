@@ -1,0 +1,190 @@
+"""Make the logical streams that a training reads: those of a packed stream, or of a stream that TokenBudget packs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from torch import nn
+
+from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
+from hf_packing.collate import PackingCollator
+from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS
+from hf_packing.data.streams import upstream
+from hf_packing.data.streams.logical_streams import LogicalStreams
+from hf_packing.data.streams.mixed_examples import MixedExamples
+from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
+from hf_packing.data.streams.sources import open_source
+from hf_packing.errors import PackingError
+from hf_packing.sampling.epoch_plan import Batching
+from hf_packing.sampling.fill import LINEAR_COST
+from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.strategies.greedy import BestFit
+
+WINDOW_PACKS = 64
+"""The packs of a window, if TokenBudget packs the stream."""
+
+_ROWS_READ = 16
+"""Number of rows whose labels are compared with the input tokens."""
+
+_FEWEST_STREAMS, _MOST_STREAMS = 8, 64
+"""If TokenBudget packs the stream, it has about as many logical streams as shards, within these limits."""
+
+
+@dataclass(frozen=True)
+class TrainingStream:
+    """The logical streams that a training reads, and how its micro-batches are made of their rows."""
+
+    streams: LogicalStreams
+    rows_per_batch: int
+    """Number of rows in a micro-batch."""
+    max_tokens: int
+    """The largest number of tokens in a micro-batch."""
+
+    def of_epoch(self, epoch: int) -> LogicalStreams:
+        """Return the logical streams of an epoch. Every epoch after the first reads the shards in another order."""
+        return self.streams if not epoch else upstream.shuffled(self.streams, np.random.default_rng(epoch))
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the sources of a mixture; empty without a mixture."""
+        examples = self.streams.ex_iterable
+        return list(examples.mixture.shares) if isinstance(examples, MixedExamples) else []
+
+    def __str__(self) -> str:
+        return f"{self.streams.streams} logical streams of {self.streams.packing}, {self.rows_per_batch} rows a batch"
+
+
+def is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, datasets.IterableDataset)
+
+
+def is_packed_stream(dataset: Any) -> bool:
+    """Return whether `pack` has packed a stream as logical streams."""
+    return is_stream(dataset) and isinstance(upstream.examples_of(dataset), LogicalStreams)
+
+
+def training_stream(
+    name: str,
+    stream: datasets.IterableDataset,
+    batching: Batching | None,
+    ranks: int,
+    unread: Sequence[str] = (),
+) -> TrainingStream:
+    """Return what a training reads from a stream.
+
+    Args:
+        name: the name of the stream in error messages.
+        stream: a stream that `pack` has divided into logical streams, or a stream of documents.
+        batching: a TokenBudget. Documents are packed into rows of at most max_tokens tokens. Packed rows are joined to
+            micro-batches of at most max_tokens tokens. None for a packed stream, with one row in a micro-batch.
+        ranks: number of ranks.
+        unread: names of columns of documents that are not read.
+
+    Raises:
+        PackingError: the stream, or the batching, is not supported.
+    """
+    if batching is not None and not isinstance(batching, TokenBudget):
+        raise PackingError(
+            f"batching: expected a TokenBudget for a stream, got {type(batching).__name__}; pack the stream with "
+            "pack(stream, strategy, streams=64), and pass TokenBudget(max_length)"
+        )
+    if batching is not None and batching.match_documents_per_step is not None:
+        raise PackingError(
+            "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
+            f"{batching.match_documents_per_step}"
+        )
+    if getattr(stream, "_distributed", None) is not None:
+        raise PackingError(
+            f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
+            "divided; leave split_dataset_by_node out, since hf_packing divides the logical streams among the ranks"
+        )
+    examples = upstream.examples_of(stream)
+    if isinstance(examples, LogicalStreams):
+        streams, capacity = examples, examples.packing.strategy.largest_capacity
+        max_tokens = capacity if batching is None else batching.max_tokens
+        rows = _rows_per_batch(capacity, max_tokens)
+    else:
+        streams, rows = _pack_documents(name, stream, examples, batching, unread), 1
+        max_tokens = streams.packing.strategy.largest_capacity
+    if streams.streams % ranks:
+        raise PackingError(
+            f"{name}: expected a number of logical streams that is a multiple of the {ranks} ranks, got "
+            f"{streams.streams}; pass a multiple of {ranks} as streams to pack(stream, strategy, streams=...)"
+        )
+    return TrainingStream(streams, rows, max_tokens)
+
+
+def _rows_per_batch(capacity: int, max_tokens: int) -> int:
+    if max_tokens < capacity:
+        raise PackingError(
+            f"max_tokens: expected at least {capacity}, the capacity of the packed rows, got {max_tokens}"
+        )
+    return max_tokens // capacity
+
+
+def _pack_documents(
+    name: str,
+    stream: datasets.IterableDataset,
+    examples: upstream.Examples,
+    batching: TokenBudget | None,
+    unread: Sequence[str],
+) -> LogicalStreams:
+    if isinstance(examples, PackedExamples):
+        raise PackingError(
+            f"{name}: expected a stream with logical streams, which ranks can share, got a stream of pack without; "
+            "pass streams=64 to pack"
+        )
+    if SEQ_LENGTHS in (upstream.with_known_features(stream).features or {}):
+        raise PackingError(
+            f"{name}: expected a stream of documents, or the stream that pack(stream, strategy, streams=64) returned, "
+            "got a packed stream that was changed afterwards, or was packed by map; use map, filter and shuffle before "
+            "pack, and pass skip_prepare_dataset=True to SFTTrainer"
+        )
+    if batching is None:
+        raise PackingError(
+            f"{name}: expected a packed stream, got a stream of documents; pass pack(stream, BestFit(max_length), "
+            "streams=64)"
+        )
+    if batching.max_patches is not None:
+        raise PackingError(f"max_patches: expected None for a stream of text, got {batching.max_patches}")
+    source = open_source(name, stream)
+    strategy = BestFit(
+        batching.max_tokens, overflow=batching.overflow, max_documents=batching.max_documents, seed=batching.seed
+    )
+    linear_cost = LINEAR_COST if batching.linear_cost is None else batching.linear_cost
+    packing = StreamPacking(
+        strategy,
+        WINDOW_PACKS,
+        False,
+        pa.schema([field for field in source.schema if field.name not in unread]),
+        linear_cost=linear_cost if batching.balance == "attention" else None,
+    )
+    shards = int(source.examples.num_shards)
+    streams = _FEWEST_STREAMS
+    while streams < min(shards, _MOST_STREAMS):
+        streams *= 2
+    return LogicalStreams(source.examples, packing, streams)
+
+
+def check_labels_of_stream(stream: datasets.IterableDataset, model: nn.Module) -> None:
+    """Refuse labels that only repeat the input tokens in the first rows, if the model sees them at their positions.
+
+    See `check_labels_are_hidden` for data sets that are no streams.
+    """
+    inner = inner_model(model)
+    if not sees_labels(inner):
+        return
+    names = (INPUT_IDS, LABELS, SEQ_LENGTHS)
+    rows = [{name: np.asarray(row[name]) for name in names if name in row} for row in islice(stream, _ROWS_READ)]
+    if rows := [row for row in rows if len(row[INPUT_IDS])]:
+        batch = PackingCollator(keep_first_labels=True)(rows)
+        refuse_copied_labels(inner, batch[INPUT_IDS], batch[LABELS], batch["cu_seq_lens_q"], is_sample=True)
+
+
+def with_rows_joined(stream: TrainingStream, rows: int) -> TrainingStream:
+    """Return the stream with another number of rows in a micro-batch."""
+    return replace(stream, rows_per_batch=rows)

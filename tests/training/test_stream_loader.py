@@ -1,0 +1,385 @@
+"""Training on streams in one process: rows, states, logs and refusals; test_elastic_streams has several processes."""
+
+import copy
+import re
+from functools import partial
+from itertools import islice, pairwise
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets.distributed import split_dataset_by_node
+from document_streams import make_documents, read_stream, stream_of, write_parquet
+from masking_process import tokenizer
+from tiny_models import build
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.sampling.bucket_batches import BucketBatches
+from hf_packing.training.streams.lockstep import Answer, in_lockstep
+from hf_packing.training.streams.stream_loader import StreamLoader
+from hf_packing.training.streams.training_stream import training_stream
+
+CAPACITY = 48
+DOCUMENTS = [[token % 90 + 1 for token in document[:40]] for document in make_documents(320)]
+REREAD = "ignore:pack reads every document"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Eight files with 40 documents each."""
+    return write_parquet(tmp_path_factory.mktemp("files"), [DOCUMENTS[a : a + 40] for a in range(0, 320, 40)])
+
+
+def open_files(files):
+    return read_stream("parquet", files).select_columns(["input_ids"])
+
+
+def packed(files, **more):
+    settings = {"streams": 8, "window_packs": 2} | more
+    return hfp.pack(open_files(files), hfp.BestFit(CAPACITY), **settings)
+
+
+def loader_of(stream, batching=None, ranks=1, **settings):
+    stream = training_stream("train_dataset", stream, batching or hfp.TokenBudget(CAPACITY), ranks)
+    return StreamLoader(stream, Accelerator(cpu=True), hfp.PackingCollator(), **settings)
+
+
+def tokens_in(batches):
+    return [batch["input_ids"][0].tolist() for batch in batches]
+
+
+def documents_in(batches):
+    found = []
+    for batch in batches:
+        borders, tokens = batch["cu_seq_lens_q"].tolist(), batch["input_ids"][0].tolist()
+        found += [tokens[a:b] for a, b in pairwise(borders)]
+    return found
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+def read_epochs(loader, epochs=2):
+    return [batch for _ in range(epochs) for batch in loader]
+
+
+def test_rows_come_in_the_order_of_the_stream(files):
+    rows = [row["input_ids"] for row in packed(files)]
+    assert tokens_in(read_epochs(loader_of(packed(files)), 1)) == rows
+    two = tokens_in(read_epochs(loader_of(packed(files), hfp.TokenBudget(2 * CAPACITY + 5)), 1))
+    assert two[:5] == [rows[number] + rows[number + 1] for number in range(0, 10, 2)]
+    assert [token for row in two for token in row] == [token for row in rows for token in row]
+
+
+def test_every_epoch_has_every_document_in_another_order(files):
+    loader = loader_of(packed(files))
+    first, second = (documents_in(loader) for _ in range(2))
+    assert sorted(first) == sorted(second) == sorted(DOCUMENTS)
+    assert first != second
+    assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_do_not_change_the_rows(files, workers):
+    alone = tokens_in(read_epochs(loader_of(packed(files))))
+    assert tokens_in(read_epochs(loader_of(packed(files), workers=workers))) == alone
+
+
+@pytest.mark.parametrize(
+    ("rows", "workers", "usable"), [(1, 3, 2), (1, 8, 8), (2, 4, 4), (2, 3, 2), (3, 4, 1), (1, 0, 0)]
+)
+def test_workers_that_share_logical_streams(files, rows, workers, usable):
+    loader = loader_of(packed(files), hfp.TokenBudget(rows * CAPACITY))
+    assert loader._reader().usable_workers(workers) == usable
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batching", [None, "documents"])
+def test_resumed_at_any_step(files, workers, batching):
+    def open_loader(count):
+        if batching is None:
+            return loader_of(packed(files), accumulation=2, workers=count)
+        return loader_of(open_files(files), hfp.TokenBudget(CAPACITY), accumulation=2, workers=count)
+
+    of_epochs = [len(tokens_in(each)) for each in [open_loader(0)] * 2]
+    expected = tokens_in(islice(endless(open_loader(0)), sum(of_epochs)))
+    for stop in (2, 8, 34, of_epochs[0] - 2, of_epochs[0], of_epochs[0] + 2, sum(of_epochs)):
+        first, second = open_loader(workers), open_loader(0)
+        assert tokens_in(islice(endless(first), stop)) == expected[:stop]
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        assert tokens_in(islice(endless(second), sum(of_epochs) - stop)) == expected[stop:]
+
+
+def count_reads(row, noted):
+    noted.append(1)
+    return row
+
+
+def test_a_resumed_loader_does_not_read_what_was_read(files, tmp_path):
+    reads = []
+    files = write_parquet(tmp_path / "large", [DOCUMENTS * 2] * 4, rows_in_group=20)
+
+    class Counted(list):
+        def append(self, _):
+            reads.append(1)
+
+    def open_loader():
+        stream = open_files(files).map(partial(count_reads, noted=Counted()))
+        stream = stream.cast(datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}))
+        return loader_of(hfp.pack(stream, hfp.BestFit(CAPACITY), streams=4, window_packs=2))
+
+    whole = open_loader()
+    total = len(tokens_in(whole))
+    assert len(reads) == 4 * 2 * len(DOCUMENTS)
+    first = open_loader()
+    list(islice(first, total * 3 // 4))
+    state = first.state_dict()
+    reads.clear()
+    second = open_loader()
+    second.load_state_dict(state)
+    assert len(tokens_in(second)) == total - total * 3 // 4
+    window = 2 * 32 + 20  # two packs' worth of at least 16 documents each, and the row group in which it begins
+    assert len(reads) <= 4 * 2 * len(DOCUMENTS) / 4 + 4 * 2 * window
+
+
+def test_masked_batches_when_the_streams_of_a_rank_have_ended():
+    few = [{"input_ids": [5, 6, 7]}] * 3
+    stream = datasets.IterableDataset.from_generator(lambda: iter(few))
+    with pytest.warns(UserWarning, match="pack reads every document about 4 times"):
+        stream = hfp.pack(stream, hfp.BestFit(3), streams=4, window_packs=1)
+    loader = loader_of(stream, hfp.TokenBudget(3), accumulation=4)
+    batches = list(loader)
+    trained = [batch for batch in batches if (batch["labels"] != -100).any()]
+    assert tokens_in(trained) == [[5, 6, 7]] * 3
+    assert len(batches) % 4 == 0
+    assert len(batches) > 3
+    assert any(loader.without_rows)
+
+
+def test_documents_are_packed_with_level_attention(files, tmp_path):
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 1.2, 3000), 4, 2048).astype(int)
+    documents = [[number % 90 + 1] * length for number, length in enumerate(lengths.tolist())]
+    files = write_parquet(tmp_path / "uneven", [documents[a::8] for a in range(8)])
+
+    def work(balance):
+        batching = hfp.TokenBudget(2048, balance=balance, linear_cost=0.0)
+        loader = loader_of(open_files(files), batching)
+        squares = [float((batch["cu_seq_lens_q"].diff().double() ** 2).sum()) for batch in loader]
+        rounds = np.array(squares[: len(squares) // 8 * 8 - 64]).reshape(-1, 8)
+        return float((rounds.mean(1) / rounds.max(1)).mean())
+
+    assert work("attention") > 1.5 * work("tokens")
+
+
+def test_a_trainer_and_a_loop_take_the_same_steps(files, tmp_path):
+    def model():
+        return build("Llama").double()
+
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=12, logging_steps=1, save_strategy="no",
+        learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model(), arguments, train_dataset=packed(files))
+    summary = hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    assert str(summary).startswith("stream: 8 logical streams, 8 on each of 1 ranks\n")
+    trainer.train()
+    accelerator = Accelerator(cpu=True)
+    looped = model()
+    loader = hfp.prepare_dataloader(accelerator, packed(files), hfp.TokenBudget(CAPACITY), model=looped)
+    by_hand = hfp.patch_model(model())
+    steps = zip(loader, packed(files), range(12), strict=False)
+    rows = [(batch, hfp.PackingCollator()([row])) for batch, row, _ in steps]
+    for trained, number in ((looped, 0), (by_hand, 1)):
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, weight_decay=0.0)
+        for batches in rows:
+            hfp.compute_loss(trained, batches[number]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, two, three in zip(trainer.model.parameters(), looped.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(two, three)
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_sft_trainer_with_masks_of_completions(tmp_path):
+    rows = datasets.Dataset.from_dict(
+        {
+            "input_ids": DOCUMENTS[:80],
+            "labels": [[-100, *each[1:]] for each in DOCUMENTS[:80]],
+            "completion_mask": [[0] + [1] * (len(each) - 1) for each in DOCUMENTS[:80]],
+        }
+    )
+    settings = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}, "use_cpu": True, "bf16": False}
+    settings |= {"report_to": "none", "max_steps": 3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+
+    def train(stream, **more):
+        arguments = SFTConfig(str(tmp_path), **settings, **more)
+        trainer = SFTTrainer(build("Llama"), arguments, train_dataset=stream, processing_class=tokenizer())
+        hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+        trainer.train()
+        return trainer.state.log_history
+
+    assert all(line["loss"] > 0 for line in train(rows.to_iterable_dataset(num_shards=8))[:3])
+    with pytest.warns(UserWarning, match="pack applies completion_mask to labels"):
+        masked = hfp.pack(rows.to_iterable_dataset(num_shards=8), hfp.BestFit(CAPACITY), streams=8)
+    with pytest.raises(hfp.PackingError, match="expected a stream without 'completion_mask'"):
+        train(masked, completion_only_loss=False)
+
+
+def test_shares_of_a_mixture_are_logged(tmp_path):
+    short = datasets.Dataset.from_dict({"input_ids": [[1] * 5] * 400})
+    long = datasets.Dataset.from_dict({"input_ids": [[2] * 20] * 200})
+    mixed = hfp.mix({"short": short, "long": long}, {"short": 3, "long": 1})
+    stream = hfp.pack(mixed, hfp.BestFit(CAPACITY), streams=2, window_packs=2)
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=8, logging_steps=8, disable_tqdm=True
+    )
+    trainer = Trainer(build("Llama"), arguments, train_dataset=stream)
+    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["source_short"] == pytest.approx(0.75, abs=0.1)
+    assert logs["source_short"] + logs["source_long"] == pytest.approx(1)
+
+
+def test_resumed_trainer(files, tmp_path):
+    def train(**more):
+        settings = {"max_steps": 10, "logging_steps": 1, "save_steps": 4, "disable_tqdm": True, "report_to": "none"}
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, **settings, **more)
+        trainer = Trainer(build("Llama"), arguments, train_dataset=open_files(files))
+        hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+        return trainer
+
+    whole = train()
+    whole.train()
+    again = train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    lines = [[line for line in each.state.log_history if "loss" in line] for each in (whole, again)]
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+    assert [line["epoch"] for line in lines[0]] == [line["epoch"] for line in lines[1]]
+    assert again.args.ignore_data_skip is False
+    (tmp_path / "checkpoint-4" / "packed_stream.pt").unlink()
+    with pytest.raises(hfp.PackingError, match="resume_from_checkpoint: expected a checkpoint of a trainer attached"):
+        train().train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    train(ignore_data_skip=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_evaluation(files, tmp_path):
+    model = build("Llama").double()
+    settings = {"max_steps": 2, "per_device_eval_batch_size": 3, "report_to": "none", "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, **settings)
+    rows = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
+    trainer = Trainer(model, arguments, train_dataset=packed(files), eval_dataset=rows)
+    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    expected = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate(packed(files))["eval_loss"] == pytest.approx(expected, rel=1e-12)
+    assert trainer.evaluate(open_files(files))["eval_loss"] == pytest.approx(expected, rel=1e-12)
+    accelerator = Accelerator(cpu=True)
+    for number in (1, 4):
+        loss = hfp.evaluation_loss(accelerator, trainer.model, packed(files), rows_per_batch=number)
+        assert loss == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(hfp.PackingError, match="dataset: expected a packed stream, got a stream of documents"):
+        hfp.evaluation_loss(accelerator, trainer.model, open_files(files))
+
+
+def refused(stream, batching=None, ranks=1):
+    with pytest.raises(hfp.PackingError) as error:
+        training_stream("train_dataset", stream, batching or hfp.TokenBudget(CAPACITY), ranks)
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings(REREAD)
+def test_refused_streams(files):
+    documents = open_files(files)
+    assert refused(packed(files, streams=None)).endswith("pass streams=64 to pack")
+    assert "use map, filter and shuffle before pack" in refused(packed(files).filter(bool))
+    by_map = documents.map(hfp.BestFit(CAPACITY), batched=True)
+    assert "was packed by map" in refused(by_map)
+    node = split_dataset_by_node(packed(files), rank=0, world_size=2)
+    assert "split_dataset_by_node" in refused(node)
+    assert "a multiple of the 3 ranks, got 8; pass a multiple of 3" in refused(packed(files), ranks=3)
+    assert "max_tokens: expected at least 48, the capacity of the packed rows, got 47" in refused(
+        packed(files), hfp.TokenBudget(47)
+    )
+    assert "batching: expected a TokenBudget for a stream, got BucketBatches" in refused(
+        packed(files), BucketBatches(CAPACITY)
+    )
+    assert "match_documents_per_step: expected None" in refused(
+        documents, hfp.TokenBudget(CAPACITY, match_documents_per_step=3)
+    )
+    assert "max_patches: expected None" in refused(documents, hfp.TokenBudget(CAPACITY, max_patches=3))
+    assert "shuffle buffer" in refused(documents.shuffle(seed=0, buffer_size=10))
+
+
+def test_refused_states(files, tmp_path):
+    loader = loader_of(packed(files), accumulation=2)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(
+        hfp.PackingError, match="state: expected a checkpoint after an optimizer step of 2 micro-batches"
+    ):
+        loader.state_dict()
+    next(batches)
+    state = loader.state_dict()
+
+    def error_of(loader, state=state):
+        with pytest.raises(hfp.PackingError) as error:
+            loader.load_state_dict(state)
+        return str(error.value)
+
+    assert "format 1, got format 7" in error_of(loader_of(packed(files)), state | {"format": 7})
+    assert "streams: expected 8, as when the state was saved, got 4" in error_of(loader_of(packed(files, streams=4)))
+    assert "that is made as now, by BestFit(max_length=48" in error_of(loader_of(packed(files, window_packs=3)))
+    assert "max_tokens: expected as many tokens as when" in error_of(
+        loader_of(packed(files), hfp.TokenBudget(2 * CAPACITY))
+    )
+    wide = loader_of(packed(files), ranks=4)
+    wide._ranks = 4
+    assert re.search("the 2 rows that were read cannot be divided among 4 ranks", error_of(wide))
+    changed = write_parquet(tmp_path / "changed", [DOCUMENTS[a : a + 40] for a in range(0, 320, 40)])
+    loader = loader_of(packed(changed))
+    next(iter(loader))
+    other = loader.state_dict()
+    write_parquet(tmp_path / "changed", [DOCUMENTS[a : a + 39] for a in range(0, 320, 40)])
+    assert "expected the files with which the state was saved" in error_of(loader_of(packed(changed)), other)
+
+
+def test_a_stream_without_a_document():
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int64"))})
+    stream = datasets.IterableDataset.from_generator(lambda: iter(()), features=features)
+    with pytest.raises(hfp.PackingError, match="at least one document, got a stream without"):
+        list(loader_of(stream))
+
+
+def test_lockstep_raises_its_own_error_in_its_turn():
+    answers = iter([Answer.ROW, Answer.NO_ROW, Answer.ROW])
+
+    def read():
+        try:
+            return "step", next(answers)
+        except StopIteration:
+            raise ValueError("unreadable") from None
+
+    found = []
+    with pytest.raises(ValueError, match="unreadable"):
+        found.extend(step.is_run for step in in_lockstep(read, 1, torch.device("cpu")))
+    steps = in_lockstep(read, 1, torch.device("cpu"))
+    with pytest.raises(ValueError, match="unreadable"):
+        next(steps)
+
+
+def test_another_setting_of_attach_is_refused(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=2)
+    trainer = Trainer(build("Llama"), arguments, train_dataset=stream_of(DOCUMENTS))
+    with pytest.raises(hfp.PackingError, match="match_documents_per_step: expected None for a stream"):
+        hfp.attach(trainer, hfp.TokenBudget(CAPACITY), match_documents_per_step=4)
+    assert type(trainer) is Trainer
+    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    with pytest.raises(hfp.PackingError, match="call attach once"):
+        hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
