@@ -77,6 +77,10 @@ def page_names(tmp_path, monkeypatch) -> dict:
     rng = np.random.default_rng(0)
     texts = ["lorem ipsum " * int(times) for times in rng.integers(1, 9, 60)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (tmp_path / "files").mkdir()
+    for number in range(8):
+        lines = [json.dumps({"text": text}) for text in texts[number::8]]
+        (tmp_path / "files" / f"{number}.jsonl").write_text("\n".join(lines))
     chats = ({"prompt": text[:20], "completion": text[20:40]} for text in texts)
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
     for name, made in {

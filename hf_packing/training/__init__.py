@@ -2,7 +2,8 @@
 
 | file | content |
 |---|---|
-| attach.py | `attach`, which plans batches and patches the model; `PackedTrainer`, the trainer's class after attach |
+| attach.py | `attach`, which plans batches and patches the model |
+| packed_trainer.py | `PackedTrainer`, the trainer's class after attach |
 | loop.py | `prepare_dataloader` and `evaluation_loss` for your own training loop |
 | batch_loss.py | `compute_loss`, the loss of a batch in your own training loop |
 | unpad_models.py | `attach` without a batching: patches the models of a trainer that makes its own padded batches |
@@ -13,6 +14,7 @@
 | masked_documents.py, masking.py, drawn_masks.py | documents that are masked anew in every epoch |
 | score.py, log_probs.py | `score`; the log-probability of each label, in chunks of tokens |
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
+| streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
 | losses.py | the loss of an optimizer step as a weighted sum over tokens; a test of how a model computes its own loss |
 | run_with_loss.py | runs a model with the loss, in chunks of tokens where that is possible |

@@ -303,7 +303,7 @@ def test_refused_streams(files):
     assert "was packed by map" in refused(by_map)
     node = split_dataset_by_node(packed(files), rank=0, world_size=2)
     assert "split_dataset_by_node" in refused(node)
-    assert "a multiple of the 3 ranks, got 8; pass a multiple of 3" in refused(packed(files), ranks=3)
+    assert "a multiple of the 3 ranks, got 8; pack the stream with a multiple of 3" in refused(packed(files), ranks=3)
     assert "max_tokens: expected at least 48, the capacity of the packed rows, got 47" in refused(
         packed(files), hfp.TokenBudget(47)
     )

@@ -5,7 +5,7 @@ logical streams in turn. Ranks and workers own logical streams, not files: `data
 So a state that was saved on one number of ranks can be loaded on another.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from itertools import count, islice
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.data.streams import upstream
@@ -42,6 +43,11 @@ class Turn(NamedTuple):
     """The row of the turn, a table with one row; None if the logical stream has ended."""
     position: Position
     """How far the logical stream has come with this turn."""
+
+    def values(self, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
+        """Return the row's values in some columns, integers [tokens] or [segments]."""
+        assert self.row is not None
+        return {name: self.row.column(name).combine_chunks().flatten().to_numpy() for name in names}
 
 
 class LogicalStreams(upstream.TypedExamples):

@@ -1,5 +1,6 @@
 """Check a stream of documents, and find its token columns."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import datasets
@@ -24,12 +25,13 @@ class Source(NamedTuple):
     """Names and types of the columns that are not token columns."""
 
 
-def open_source(name: str, stream: datasets.IterableDataset) -> Source:
+def open_source(name: str, stream: datasets.IterableDataset, unread: Sequence[str] = ()) -> Source:
     """Return the documents of a stream.
 
     Args:
         name: the name of the stream in error messages.
         stream: the stream.
+        unread: names of columns that are not read.
 
     Raises:
         PackingError: the stream yields no document, has no input_ids, is packed already, or has a shuffle buffer.
@@ -46,7 +48,8 @@ def open_source(name: str, stream: datasets.IterableDataset) -> Source:
         )
     schema = stream.features.arrow_schema.remove_metadata()
     columns = find_token_columns(schema.empty_table())
-    return Source(examples, _types_to_read(schema, list(columns)), schema.names, columns_left_out(schema))
+    read = [column for column in columns if column not in unread]
+    return Source(examples, _types_to_read(schema, read), schema.names, columns_left_out(schema))
 
 
 def _types_to_read(schema: pa.Schema, names: list[str]) -> pa.Schema:

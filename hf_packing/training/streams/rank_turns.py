@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -126,7 +125,7 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
             yield self._joined(list(islice(turns, self._rows_per_batch)), moves)
 
     def _joined(self, turns: Sequence[Turn], moves: _Moves) -> MicroBatch:
-        rows = [self._values(turn.row) for turn in turns if turn.row is not None]
+        rows = [turn.values(self._names) for turn in turns if turn.row is not None]
         counts: dict[int, int] = {}
         for row in rows:
             if SOURCE in row:
@@ -134,9 +133,6 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
                 for source, count in zip(sources.tolist(), tokens.tolist(), strict=True):
                     counts[source] = counts.get(source, 0) + count
         return MicroBatch(self._collate(rows) if rows else None, [moves.of(turn) for turn in turns], counts)
-
-    def _values(self, row: pa.Table) -> Row:
-        return {name: row.column(name).combine_chunks().flatten().to_numpy() for name in self._names}
 
 
 def _without_end(turns: Iterator[Turn], owned: Sequence[int]) -> Iterator[Turn]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 from torch import nn
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
@@ -30,8 +29,9 @@ WINDOW_PACKS = 64
 _ROWS_READ = 16
 """Number of rows whose labels are compared with the input tokens."""
 
-_FEWEST_STREAMS, _MOST_STREAMS = 8, 64
-"""If TokenBudget packs the stream, it has about as many logical streams as shards, within these limits."""
+_MOST_STREAMS = 64
+"""If TokenBudget packs the stream, the number of logical streams is a power of two: at most this number, and at most
+the number of shards, so that every shard is read once."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def training_stream(
     if streams.streams % ranks:
         raise PackingError(
             f"{name}: expected a number of logical streams that is a multiple of the {ranks} ranks, got "
-            f"{streams.streams}; pass a multiple of {ranks} as streams to pack(stream, strategy, streams=...)"
+            f"{streams.streams}; pack the stream with a multiple of {ranks}: pack(stream, strategy, streams=...)"
         )
     return TrainingStream(streams, rows, max_tokens)
 
@@ -151,7 +151,7 @@ def _pack_documents(
         )
     if batching.max_patches is not None:
         raise PackingError(f"max_patches: expected None for a stream of text, got {batching.max_patches}")
-    source = open_source(name, stream)
+    source = open_source(name, stream, unread)
     strategy = BestFit(
         batching.max_tokens, overflow=batching.overflow, max_documents=batching.max_documents, seed=batching.seed
     )
@@ -160,12 +160,12 @@ def _pack_documents(
         strategy,
         WINDOW_PACKS,
         False,
-        pa.schema([field for field in source.schema if field.name not in unread]),
+        source.schema,
         linear_cost=linear_cost if batching.balance == "attention" else None,
     )
     shards = int(source.examples.num_shards)
-    streams = _FEWEST_STREAMS
-    while streams < min(shards, _MOST_STREAMS):
+    streams = 1
+    while 2 * streams <= min(shards, _MOST_STREAMS):
         streams *= 2
     return LogicalStreams(source.examples, packing, streams)
 
