@@ -29,9 +29,11 @@ SETTINGS = {
     "kill": None,
     "resume": False,
     "evaluate": False,
+    "unreadable": None,
 }
 """The steps to train, and the defaults of all settings. If `packs`, TokenBudget packs the documents. The first rank
-kills itself after `kill` steps. A checkpoint is saved every `save` steps."""
+kills itself after `kill` steps. A checkpoint is saved every `save` steps. The second rank reads only so
+many documents (`unreadable`)."""
 
 CAPACITY = 48
 
@@ -58,9 +60,9 @@ def open_stream(folder, settings, notes):
     features = Features({"input_ids": List(Value("int64"))})
     files = sorted(str(file) for file in (folder.parent / "data").glob("*.parquet"))
     stream = load_dataset("parquet", data_files=files, split="train", streaming=True)
-    stream = stream.select_columns(["input_ids"]).map(
-        count_documents, fn_kwargs={"file": str(notes.folder / f"read-{notes.rank}.jsonl")}
-    )
+    unreadable = settings["unreadable"] if notes.rank == 1 else None
+    read = {"file": str(notes.folder / f"read-{notes.rank}.jsonl"), "unreadable": unreadable}
+    stream = stream.select_columns(["input_ids"]).map(count_documents, fn_kwargs=read)
     if settings["packs"]:
         return stream.cast(features)
     with warnings.catch_warnings():
@@ -69,7 +71,9 @@ def open_stream(folder, settings, notes):
         return hfp.pack(stream.cast(features), strategy, streams=settings["streams"], window_packs=3)
 
 
-def count_documents(row, file):
+def count_documents(row, file, unreadable):
+    if unreadable and Path(file).exists() and len(Path(file).read_text().splitlines()) > unreadable:
+        raise ValueError("an unreadable document")
     with open(file, "a") as lines:
         lines.write(json.dumps(row["input_ids"][:2]) + "\n")
     return row

@@ -72,9 +72,8 @@ def sizes_of(dataset: Any) -> RowSizes:
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(
-            f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; to "
-            "train on a stream, pack it with hf_packing.pack, and pass the model to patch_model and the rows to a "
-            "PackingCollator"
+            f"dataset: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}; of "
+            "streams, attach and prepare_dataloader take an IterableDataset of datasets to train on"
         )
     sizes = _sizes_by_reading(dataset)
     if isinstance(dataset, datasets.Dataset) and not sizes.packed:
