@@ -288,6 +288,19 @@ def test_evaluation(files, tmp_path):
         hfp.evaluation_loss(accelerator, trainer.model, open_files(files))
 
 
+@pytest.mark.parametrize("how", ["arguments", "collator"])
+def test_batches_of_fixed_shapes(files, tmp_path, how):
+    shapes = {"tokens": 64, "max_segments": 8}
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=4)
+    collator = hfp.PackingCollator(**shapes) if how == "collator" else None
+    trainer = Trainer(build("Llama"), arguments, train_dataset=open_files(files), data_collator=collator)
+    hfp.attach(trainer, hfp.TokenBudget(60), **(shapes if how == "arguments" else {}))
+    batches = list(trainer.get_train_dataloader())
+    assert {tuple(batch["input_ids"].shape) for batch in batches} == {(1, 64)}
+    assert {tuple(batch["cu_seq_lens_q"].shape) for batch in batches} == {(9,)}
+    trainer.train()
+
+
 def refused(stream, batching=None, ranks=1):
     with pytest.raises(hfp.PackingError) as error:
         training_stream("train_dataset", stream, batching or hfp.TokenBudget(CAPACITY), ranks)

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_packing.attention import ProveInTraining, inner_model
+from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import with_linear_cost
@@ -154,6 +155,8 @@ def _check(
     if isinstance(trainer, PackedTrainer):
         raise PackingError("trainer: expected a trainer not yet attached, got an attached trainer; call attach once")
     check_trainer(trainer, check_loss(loss))
+    if shapes == (None, None) and isinstance(trainer.data_collator, PackingCollator):
+        shapes = trainer.data_collator.tokens, trainer.data_collator.max_segments
     if shapes != (None, None):
         batching = within_shapes(batching, *shapes)
     config = None if trainer.model is None else inner_model(trainer.model).config
