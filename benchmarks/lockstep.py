@@ -2,8 +2,9 @@
 
 python benchmarks/lockstep.py
 
-Two processes run steps without work, first in lockstep over gloo, then without; the difference is the price of a step.
-In a training, the reduction begins one step ahead, and runs beside the work of the step.
+Two processes run steps: in lockstep over gloo, with a reduction that is waited for in each step, and without any. The
+differences are the prices of a step. The steps have no work, or work of a few milliseconds, beside which the reduction
+for the next step runs in lockstep.
 """
 
 import argparse
@@ -21,10 +22,17 @@ from hf_packing.training.streams.lockstep import Answer, in_lockstep
 
 
 def next_step(answers: Iterator[Answer]) -> tuple[str, Answer]:
-    return "a step without work", next(answers)
+    return "a step", next(answers)
 
 
-def steps_of(rank: int, address: str, steps: int, rounds: int, times: list[list[float]]) -> None:
+def work(milliseconds: float) -> None:
+    """Keep the processor busy."""
+    end = time.perf_counter() + milliseconds / 1e3
+    while time.perf_counter() < end:
+        pass
+
+
+def steps_of(rank: int, address: str, steps: int, milliseconds: float, rounds: int, times: list[list[float]]) -> None:
     """Time steps in one of two processes: with the other rank, and alone."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
@@ -35,8 +43,15 @@ def steps_of(rank: int, address: str, steps: int, rounds: int, times: list[list[
             dist.barrier()
             began = time.perf_counter()
             for _ in in_lockstep(partial(next_step, answers), ranks, torch.device("cpu")):
-                pass
+                work(milliseconds)
             found.append((time.perf_counter() - began) / steps)
+        number = torch.zeros(1, dtype=torch.int32)
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+            work(milliseconds)
+        found.append((time.perf_counter() - began) / steps)
         if rank == 0:
             times.append(found)
     dist.destroy_process_group()
@@ -48,19 +63,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     print(f"{machine('torch')}\n")
+    for milliseconds, steps in ((0.0, arguments.steps), (5.0, arguments.steps // 5)):
+        time_steps(milliseconds, steps, arguments.rounds)
+
+
+def time_steps(milliseconds: float, steps: int, rounds: int) -> None:
     manager = torch.multiprocessing.get_context("spawn").Manager()
     times = manager.list()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     free = store.port
     del store
-    given = (f"tcp://127.0.0.1:{free}", arguments.steps, arguments.rounds, times)
+    given = (f"tcp://127.0.0.1:{free}", steps, milliseconds, rounds, times)
     torch.multiprocessing.spawn(steps_of, given, nprocs=2)
-    together, alone = ([1e6 * each[number] for each in times] for number in (0, 1))
+    together, alone, waited = ([1e6 * each[number] for each in times] for number in range(3))
+    price, bare = (statistics.median(each) - statistics.median(alone) for each in (together, waited))
     print(
-        f"a step in lockstep: {statistics.median(together):.0f} microseconds on two ranks, "
-        f"{statistics.median(alone):.1f} on one"
+        f"a step of {milliseconds:g} milliseconds in lockstep: {price:.0f} microseconds more than on one rank; with a "
+        f"reduction that is waited for: {bare:.0f} more"
     )
-    figure(microseconds=together, alone=alone)
+    figure(milliseconds=milliseconds, in_lockstep=together, waited_for=waited, alone=alone)
 
 
 if __name__ == "__main__":

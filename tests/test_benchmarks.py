@@ -46,7 +46,7 @@ TOY = {
     "padded_batches.py": (["--rows", "8", "--pairs", "4", "--rounds", "1"], "kept for the backward pass"),
     "score.py": (["--documents", "12", "--max-tokens", "1024", "--rounds", "1"], "times as fast"),
     "streams.py": (["--packs", "20", "--tokens", "200000", "--rounds", "1"], "state, windows of 64 packs"),
-    "lockstep.py": (["--steps", "20", "--rounds", "1"], "microseconds on two ranks"),
+    "lockstep.py": (["--steps", "20", "--rounds", "1"], "a step of 5 milliseconds in lockstep"),
     "masking.py": (["--documents", "20", "--tokens", "1024", "--rounds", "1"], "ms for 16,384 tokens"),
     "gpu_train.py": (
         ["--tokens", "256", "--row", "64", "--hidden", "128", "--layers", "2", "--vocabulary", "256", "--steps", "2"],
