@@ -73,7 +73,7 @@ def attach(
     A training dataset may be a stream, an IterableDataset: either documents, which a TokenBudget packs in windows, or
     the result of `pack(stream, strategy, streams=...)`. Pass max_steps to TrainingArguments. Ranks read different
     logical streams, and run the same steps until the last one has ended. A run may be resumed on another number of
-    ranks with as many rows in a step, and does not read the documents again on which it was trained.
+    ranks with as many rows in a step, and does not train again on documents on which it was trained.
 
     Models with other heads, and DPOTrainer and RewardTrainer, keep their collator, loss and metrics. A TokenBudget only
     forms their batches, whose padding is not computed. With `batching=None`, any trainer keeps its own batches too.

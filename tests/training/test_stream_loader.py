@@ -14,7 +14,7 @@ from datasets.distributed import split_dataset_by_node
 from document_streams import make_documents, read_stream, stream_of, write_parquet
 from masking_process import tokenizer
 from tiny_models import build
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
@@ -249,11 +249,11 @@ def test_shares_of_a_mixture_are_logged(tmp_path):
 
 
 def test_resumed_trainer(files, tmp_path):
-    def train(**more):
+    def train(loss="token", **more):
         settings = {"max_steps": 10, "logging_steps": 1, "save_steps": 4, "disable_tqdm": True, "report_to": "none"}
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, **settings, **more)
         trainer = Trainer(build("Llama"), arguments, train_dataset=open_files(files))
-        hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+        hfp.attach(trainer, hfp.TokenBudget(CAPACITY), loss=loss)
         return trainer
 
     whole = train()
@@ -264,10 +264,51 @@ def test_resumed_trainer(files, tmp_path):
     assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
     assert [line["epoch"] for line in lines[0]] == [line["epoch"] for line in lines[1]]
     assert again.args.ignore_data_skip is False
+    assert torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False).ignore_data_skip is False
+    with pytest.raises(hfp.PackingError, match="loss: expected 'token', as when the checkpoint was saved"):
+        train("sequence").train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / "packed_stream.pt").unlink()
     with pytest.raises(hfp.PackingError, match="resume_from_checkpoint: expected a checkpoint of a trainer attached"):
         train().train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     train(ignore_data_skip=True).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_callback_with_a_loader_of_its_own_does_not_change_the_state(files, tmp_path):
+    class Samples(TrainerCallback):
+        def on_step_end(self, args, state, control, **known):  # noqa: ARG002
+            next(iter(trainer.get_train_dataloader()))
+
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=4, save_steps=4, disable_tqdm=True
+    )
+    trainer = Trainer(build("Llama"), arguments, train_dataset=packed(files), callbacks=[Samples()])
+    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    trainer.train()
+    assert torch.load(tmp_path / "checkpoint-4" / "packed_stream.pt", weights_only=True)["steps"] == 4
+
+
+def test_checkpoints_before_a_step_are_refused(files, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=4)
+    trainer = Trainer(build("Llama"), arguments, train_dataset=packed(files))
+    hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+    arguments.enable_jit_checkpoint = True
+    with pytest.raises(hfp.PackingError, match="enable_jit_checkpoint: expected False for a stream"):
+        trainer.train()
+
+
+def test_an_evaluation_stream_is_opened_by_attach(files, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=4)
+    evaluated = open_files(files).shuffle(seed=0, buffer_size=10)
+    trainer = Trainer(build("Llama"), arguments, train_dataset=packed(files), eval_dataset=evaluated)
+    with pytest.raises(hfp.PackingError, match="eval_dataset: expected a stream without a shuffle buffer"):
+        hfp.attach(trainer, hfp.TokenBudget(CAPACITY))
+
+
+def test_epochs_of_a_stream_of_fixed_order(files):
+    loader = loader_of(hfp.pack(open_files(files).take(100), hfp.BestFit(CAPACITY), streams=1, window_packs=2))
+    first, second = (documents_in(loader) for _ in range(2))
+    assert sorted(first) == sorted(second)
+    assert first != second
 
 
 def test_evaluation(files, tmp_path):
@@ -314,6 +355,11 @@ def test_refused_streams(files):
     assert "use map, filter and shuffle before pack" in refused(packed(files).filter(bool))
     by_map = documents.map(hfp.BestFit(CAPACITY), batched=True)
     assert "was packed by map" in refused(by_map)
+    assert "got 4 of 8; use shard before pack" in refused(packed(files).shard(num_shards=2, index=0))
+    limited = hfp.TokenBudget(2 * CAPACITY, max_documents=8)
+    assert "max_documents: expected None, or rows that were packed with at most 4 documents each" in refused(
+        packed(files), limited
+    )
     node = split_dataset_by_node(packed(files), rank=0, world_size=2)
     assert "split_dataset_by_node" in refused(node)
     assert "a multiple of the 3 ranks, got 8; pack the stream with a multiple of 3" in refused(packed(files), ranks=3)
@@ -338,6 +384,8 @@ def test_refused_states(files, tmp_path):
         hfp.PackingError, match="state: expected a checkpoint after an optimizer step of 2 micro-batches"
     ):
         loader.state_dict()
+    with pytest.raises(hfp.PackingError, match="loader: expected all 2 micro-batches of an optimizer step to be read"):
+        next(iter(loader))
     next(batches)
     state = loader.state_dict()
 
@@ -355,6 +403,10 @@ def test_refused_states(files, tmp_path):
     wide = loader_of(packed(files), ranks=4)
     wide._ranks = 4
     assert re.search("the 2 rows that were read cannot be divided among 4 ranks", error_of(wide))
+    turned = files[::-1]
+    assert "expected the files with which the state was saved" in error_of(loader_of(packed(turned), accumulation=2))
+    groups = hfp.pack(open_files(files).reshard(), hfp.BestFit(CAPACITY), streams=8, window_packs=2)
+    assert "expected the files with which the state was saved" in error_of(loader_of(groups, accumulation=2))
     changed = write_parquet(tmp_path / "changed", [DOCUMENTS[a : a + 40] for a in range(0, 320, 40)])
     loader = loader_of(packed(changed))
     next(iter(loader))

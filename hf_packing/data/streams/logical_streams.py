@@ -88,7 +88,7 @@ class LogicalStreams(upstream.TypedExamples):
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> "LogicalStreams":
         packing = self.packing.for_epoch(generator)
-        return LogicalStreams(self.ex_iterable.shuffle_data_sources(generator), packing, self.streams, self.owned)
+        return LogicalStreams(upstream.shuffled(self.ex_iterable, generator), packing, self.streams, self.owned)
 
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "LogicalStreams":
         chosen = self.split_shard_indices_by_worker(num_shards, index, contiguous)

@@ -1,6 +1,7 @@
 """Find the sizes of a stream's shards, and a fingerprint of its files that changes when a file changes."""
 
 import hashlib
+import os
 from functools import lru_cache
 
 import pyarrow.parquet as pq
@@ -26,7 +27,7 @@ def sizes_of_shards(examples: upstream.Examples) -> list[float]:
 
 
 def fingerprint_of_files(examples: upstream.Examples) -> str:
-    """Return a text that changes when a file of the stream changes; an empty text if it is not read from files.
+    """Return a text that changes when a file of the stream changes, or the order or the number of its shards.
 
     Of local files, the size, the beginning and the end count, but not the time, so that copies of the files will do. Of
     other files, the size and the tag that the storage gives to each version count.
@@ -37,10 +38,10 @@ def fingerprint_of_files(examples: upstream.Examples) -> str:
         return fingerprint_of_files(examples.ex_iterable)
     found = upstream.shard_files(examples)
     if found is None:
-        return ""
+        return f"{examples.num_shards} shards"
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted({file for file, _ in found}):
-        digest.update(_fingerprint(file))
+    for file, groups in found:
+        digest.update(_fingerprint(file) + repr(groups).encode())
     return digest.hexdigest()
 
 
@@ -67,7 +68,14 @@ def _fingerprint(file: str) -> bytes:
         facts = system.info(path)
         tags = [str(facts.get(name)) for name in ("size", "ETag", "etag", "xet_hash", "blob_id", "version_id")]
         return "".join(tags).encode()
-    size = system.size(path) or 0
+    facts = os.stat(path)
+    return _fingerprint_of_local(path, facts.st_size, facts.st_mtime_ns)
+
+
+@lru_cache(maxsize=100_000)
+def _fingerprint_of_local(path: str, size: int, _: int) -> bytes:
+    """Return the fingerprint of a local file of a size, which was changed last at a time."""
+    system = LocalFileSystem()
     begin = system.read_block(path, 0, min(_READ, size)) if size else b""
     end = system.read_block(path, max(size - _READ, 0), min(_READ, size)) if size else b""
     return hashlib.blake2b(b"%d" % size + begin + end, digest_size=16).digest()

@@ -26,7 +26,7 @@ from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.packed_trainer import PackedTrainer
 from hf_packing.training.planned_batches import evaluation_datasets
-from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
+from hf_packing.training.ranks import LOSS, PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.streamed_batches import StreamedBatches
 from hf_packing.training.streams.training_stream import TrainingStream, is_stream
@@ -72,13 +72,15 @@ class StreamTrainer(PackedTrainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
+        with self.planned_batches.arguments_as_given(self.args):
+            super().save_model(output_dir, _internal_call)
         loader = self.planned_batches.loader
         if not _internal_call or output_dir is None or loader is None:  # not a checkpoint
             return
-        state = loader.state_dict()
+        state = {**loader.state_dict(), LOSS: self.planned_batches.decided.loss}
         if self.args.should_save:
             file = Path(output_dir) / STATE_FILE
+            file.parent.mkdir(parents=True, exist_ok=True)
             torch.save(_with_tensors(state), file.with_suffix(".tmp"))
             os.replace(file.with_suffix(".tmp"), file)
 
@@ -86,7 +88,8 @@ class StreamTrainer(PackedTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         found = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.planned_batches.count_sources(self.accelerator)
+        if found[0]:
+            self.planned_batches.count_sources(self.accelerator)
         return found
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -163,7 +166,9 @@ def _check(
     batches = StreamedBatches(trainer, with_linear_cost(batching, config), loss, prove, shapes)
     stream = batches.training_stream(trainer, planned_from)
     for name, dataset in evaluation_datasets(trainer).items():
-        if not is_stream(dataset):
+        if is_stream(dataset):
+            batches.evaluation_stream(trainer, name, dataset, planned_from)
+        else:
             batches.sampler_in_order(trainer, name, dataset, planned_from)
     proof = batches.first_batch_proof if prove == "first batch" else None
     ranks = data_rank(trainer.accelerator).world_size

@@ -148,15 +148,14 @@ def _without_end(turns: Iterator[Turn], owned: Sequence[int]) -> Iterator[Turn]:
             yield last[stream]
 
 
-def turns_loader(turns: RankTurns, workers: int, **options: Any) -> DataLoader[MicroBatch]:
-    """Return a DataLoader of a rank's micro-batches. The workers draw no seeds from torch's global generator."""
+def turns_loader(turns: RankTurns, workers: int, seed: int, **options: Any) -> DataLoader[MicroBatch]:
+    """Return a DataLoader of a rank's micro-batches. The seeds of workers follow from `seed`, not from torch's own."""
     usable = turns.usable_workers(workers)
     if not usable:
         options = {name: value for name, value in options.items() if name == "pin_memory"}
     as_it_is: Any = _as_it_is
-    return DataLoader(
-        turns, batch_size=None, collate_fn=as_it_is, num_workers=usable, generator=torch.Generator(), **options
-    )
+    seeds = torch.Generator().manual_seed(seed)
+    return DataLoader(turns, batch_size=None, collate_fn=as_it_is, num_workers=usable, generator=seeds, **options)
 
 
 def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:

@@ -89,6 +89,12 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def __iter__(self) -> Iterator[Batch]:
         if self._restarts:
             self.begin_at_epoch(0)
+        if self._left_of_step:
+            raise PackingError(
+                f"loader: expected all {self.accumulation} micro-batches of an optimizer step to be read before the "
+                f"next iteration, got one that stopped {self._left_of_step} before the end of a step; stop after an "
+                "optimizer step, or load a state"
+            )
         self.begin()
         try:
             has_begun = bool(self._positions)
@@ -108,7 +114,9 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def _rest_of_epoch(self) -> Generator[Batch, None, bool]:
         """Yield the micro-batches up to the end of the epoch; return whether there were any."""
         reader = self._reader()
-        micro_batches = iter(turns_loader(reader, self._workers, **self._options))
+        micro_batches = iter(
+            turns_loader(reader, self._workers, self.epoch * self._ranks + self._rank, **self._options)
+        )
         left = set(reader.owned)
 
         def read() -> tuple[list[MicroBatch], Answer]:

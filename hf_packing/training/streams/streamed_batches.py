@@ -7,14 +7,14 @@ from typing import Any
 import datasets
 import torch
 from accelerate import Accelerator
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_packing.attention import inner_model
 from hf_packing.columns import COMPLETION_MASK
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks
 from hf_packing.training.planned_batches import PlannedBatches
-from hf_packing.training.ranks import PlannedFrom, data_rank
+from hf_packing.training.ranks import PlannedFrom, check_same_loss, data_rank
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.training_stream import (
     TrainingStream,
@@ -32,6 +32,10 @@ class StreamedBatches(PlannedBatches):
     loader: StreamLoader | None = None
     """The loader of the training that runs, or has run last."""
     _state: dict[str, Any] | None = None
+    """The state at which the training begins; None once its loader has begun there."""
+    _trains = False
+    _skips = False
+    """The user's value of ignore_data_skip, while a training runs."""
     _source_tokens: torch.Tensor | None = None
 
     def count_sources(self, accelerator: Accelerator) -> None:
@@ -64,12 +68,31 @@ class StreamedBatches(PlannedBatches):
             trainer: the attached trainer.
             state: the state of a StreamLoader; None to start with the first row.
         """
-        skips, self._state = trainer.args.ignore_data_skip, state
+        self._skips, self._state = trainer.args.ignore_data_skip, state
+        self.loader, self._trains = None, True
         trainer.args.ignore_data_skip = True  # otherwise, Trainer would read and drop all batches before
         try:
             yield
         finally:
-            trainer.args.ignore_data_skip, self._state = skips, None
+            trainer.args.ignore_data_skip, self._state, self._trains = self._skips, None, False
+
+    @contextmanager
+    def arguments_as_given(self, args: TrainingArguments) -> Iterator[None]:
+        """Context manager, in which training arguments are the user's, to be saved with a checkpoint."""
+        now = args.ignore_data_skip
+        args.ignore_data_skip = self._skips if self._trains else now
+        try:
+            yield
+        finally:
+            args.ignore_data_skip = now
+
+    def check_training(self, trainer: Trainer) -> None:
+        super().check_training(trainer)
+        if getattr(trainer.args, "enable_jit_checkpoint", False):
+            raise PackingError(
+                "enable_jit_checkpoint: expected False for a stream, got True, which saves checkpoints before an "
+                "optimizer step whose rows were already read; use save_steps"
+            )
 
     def training_loader(self, trainer: Trainer) -> Any:
         def plan(planned_from: PlannedFrom) -> TrainingStream:
@@ -85,10 +108,13 @@ class StreamedBatches(PlannedBatches):
         stream = run(plan)
         run(settle)
         self.accumulation = trainer.args.gradient_accumulation_steps
-        self.loader = self._stream_loader(trainer, stream, accumulation=self.accumulation)
-        if self._state is not None:
-            self.loader.load_state_dict(self._state)
-        return self.loader
+        loader = self._stream_loader(trainer, stream, accumulation=self.accumulation)
+        if self._trains and self.loader is None:  # otherwise a callback asks for a loader of its own
+            self.loader = loader
+            if self._state is not None:
+                check_same_loss(self._state, self.decided.loss)
+                loader.load_state_dict(self._state)
+        return loader
 
     def training_stream(self, trainer: Trainer, planned_from: PlannedFrom) -> TrainingStream:
         """Return the logical streams of the training dataset."""
@@ -107,10 +133,7 @@ class StreamedBatches(PlannedBatches):
 
         def plan(planned_from: PlannedFrom) -> TrainingStream:
             self.check(trainer)
-            stream = self._open(trainer, name, dataset, planned_from, any_capacity=True)
-            if self.decided.shapes != (None, None):
-                return stream
-            return with_rows_joined(stream, trainer.args.per_device_eval_batch_size)
+            return self.evaluation_stream(trainer, name, dataset, planned_from)
 
         def settle(_: PlannedFrom) -> None:
             self._settle_again(trainer)
@@ -120,6 +143,15 @@ class StreamedBatches(PlannedBatches):
         stream = run(plan)
         run(settle)
         return self._stream_loader(trainer, stream, restarts=True)
+
+    def evaluation_stream(
+        self, trainer: Trainer, name: str, dataset: datasets.IterableDataset, planned_from: PlannedFrom
+    ) -> TrainingStream:
+        """Return the logical streams of an evaluation dataset."""
+        stream = self._open(trainer, name, dataset, planned_from, any_capacity=True)
+        if self.decided.shapes != (None, None):
+            return stream
+        return with_rows_joined(stream, trainer.args.per_device_eval_batch_size)
 
     def check_labels(self, trainer: Trainer, dataset: Any) -> None:
         if not is_stream(dataset):

@@ -16,6 +16,7 @@ from hf_packing.data.streams import upstream
 from hf_packing.data.streams.logical_streams import LogicalStreams
 from hf_packing.data.streams.mixed_examples import MixedExamples
 from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
+from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.sources import open_source
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching
@@ -45,8 +46,9 @@ class TrainingStream:
     """The largest number of tokens in a micro-batch."""
 
     def of_epoch(self, epoch: int) -> LogicalStreams:
-        """Return the logical streams of an epoch. Every epoch after the first reads the shards in another order."""
-        return self.streams if not epoch else upstream.shuffled(self.streams, np.random.default_rng(epoch))
+        """Return the logical streams of an epoch. Every epoch after the first reads the shards in another order, unless
+        `take` or `skip` fix it, and puts rows in another order."""
+        return self.streams if not epoch else self.streams.shuffle_data_sources(np.random.default_rng(epoch))
 
     @property
     def sources(self) -> list[str]:
@@ -55,7 +57,10 @@ class TrainingStream:
         return list(examples.mixture.shares) if isinstance(examples, MixedExamples) else []
 
     def __str__(self) -> str:
-        return f"{self.streams.streams} logical streams of {self.streams.packing}, {self.rows_per_batch} rows a batch"
+        return (
+            f"{self.streams.streams} logical streams of {self.streams.packing}, {self.rows_per_batch} rows a batch, "
+            f"from the files {fingerprint_of_files(self.streams.ex_iterable)}"
+        )
 
 
 def is_stream(dataset: Any) -> bool:
@@ -107,6 +112,13 @@ def training_stream(
         streams, capacity = examples, examples.packing.strategy.largest_capacity
         max_tokens = capacity if batching is None else batching.max_tokens
         rows = _rows_per_batch(capacity, max_tokens)
+        if streams.owned != tuple(range(streams.streams)):
+            raise PackingError(
+                f"{name}: expected all logical streams of pack, got {len(streams.owned)} of {streams.streams}; use "
+                "shard before pack, not after it"
+            )
+        if batching is not None:
+            _check_documents(streams.packing.strategy, rows, batching.max_documents)
     else:
         streams, rows = _pack_documents(name, stream, examples, batching, unread), 1
         max_tokens = streams.packing.strategy.largest_capacity
@@ -124,6 +136,17 @@ def _rows_per_batch(capacity: int, max_tokens: int) -> int:
             f"max_tokens: expected at least {capacity}, the capacity of the packed rows, got {max_tokens}"
         )
     return max_tokens // capacity
+
+
+def _check_documents(strategy: Any, rows: int, max_documents: int | None) -> None:
+    """Refuse a limit of documents in a micro-batch that packed rows do not keep."""
+    in_a_row = getattr(strategy, "max_documents", None)
+    if max_documents is not None and (in_a_row is None or in_a_row * rows > max_documents):
+        raise PackingError(
+            f"max_documents: expected None, or rows that were packed with at most {max_documents // rows} documents "
+            f"each, got {max_documents} for {rows} rows of {strategy!r} in a micro-batch; pass max_documents to the "
+            "strategy"
+        )
 
 
 def _pack_documents(
