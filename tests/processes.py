@@ -105,8 +105,7 @@ def _run_here(script, arguments, environment, prints, folder):
 
 def is_of_tests(path):
     """Whether a script that is started alone would not find this path: it is one of pytest's."""
-    root = IN_THE_FAMILY.parent
-    return Path(path or ".").resolve() in {root, *(root / name for name in ("tests", "recipes", "benchmarks"))}
+    return Path(path or ".").resolve() in {IN_THE_FAMILY.parent / name for name in ("tests", "recipes", "benchmarks")}
 
 
 def run(folder, runs, ranks, fails=False):
