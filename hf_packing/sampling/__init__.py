@@ -2,8 +2,8 @@
 
 A row is one document, or a pack of several documents. The sizes of all rows are measured first. A batching, such as
 TokenBudget, then cuts, drops or refuses rows that are too long for a micro-batch, and plans every epoch. The plan is a
-pure function of the sizes, the seed, the epoch, the number of ranks and the gradient accumulation. The rows are read in
-the order of the plan:
+pure function of the sizes, the seed, the epoch, the number of ranks and the gradient accumulation. Which rows are in an
+optimizer step depends only on the product of the last two. The rows are read in the order of the plan:
 
     dataset -> RowSizes -> Batching.fit -> FittedRows -> Batching.plan_fitted -> EpochPlan -> RankBatchSampler -> rows
 
@@ -11,9 +11,11 @@ row_sizes.py      measures the size of every row: tokens, segments, attention co
 data_facts.py     facts about a dataset; ranks compare these facts to detect different datasets
 epoch_plan.py     Batching, the base class of all batchings; Epoch, FittedRows and EpochPlan
 best_fit.py       puts rows into as few micro-batches as possible, within limits of tokens and documents
-fill.py           puts rows into a given number of micro-batches, with equal work on all ranks
-token_budget.py   TokenBudget, which limits the tokens of a micro-batch; built on fill.py
-bucket_batches.py BucketBatches, for rows that were packed in buckets; built on fill.py
+fill.py           puts rows into a given number of micro-batches
+balance.py        groups micro-batches into optimizer steps and rounds, with equal work on all ranks
+linear_cost.py    the time of linear layers, which the balance compares with the time of attention
+token_budget.py   TokenBudget, which limits the tokens of a micro-batch
+bucket_batches.py BucketBatches, for rows that were packed in buckets
 within_limits.py  limits a batching to fixed shapes; FilledInOrder, for evaluation with fixed shapes
 sampler.py        RankBatchSampler, for a DataLoader; InOrder, for evaluation; EpochSummary
 sampled_rows.py   reads the rows that a sampler selects

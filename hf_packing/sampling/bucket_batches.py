@@ -1,6 +1,5 @@
 """BucketBatches, a batching in which all ranks use rows of the same bucket at the same time."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
@@ -10,6 +9,7 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.permutation import check_seed, random_order
+from hf_packing.sampling.balance import balance, jitter_attention
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
@@ -20,21 +20,18 @@ from hf_packing.sampling.epoch_plan import (
     keep_rows,
     sum_rows,
 )
-from hf_packing.sampling.fill import balance, jitter_attention
 
 BucketOrder = Literal["random", "short_to_long"]
 
 _Unit = list[SampledRow]
 """Rows that take the space of one row of a bucket: a row of this bucket, or leftover rows of smaller buckets."""
-_Round = list[list[SampledRow]]
-"""The micro-batches that all ranks run at the same time, one for each rank."""
+_MicroBatch = list[SampledRow]
 
 
 class _BucketCounts(NamedTuple):
-    """The numbers of rows, units and rounds of one bucket in an epoch.
+    """The numbers of rows, units and optimizer steps of one bucket in an epoch.
 
-    A unit is one row of the bucket, or leftover rows of smaller buckets, which together take the space of one row. In
-    a round, every rank runs one micro-batch of the bucket.
+    A unit is one row of the bucket, or leftover rows of smaller buckets, which together take the space of one row.
     """
 
     capacity: int
@@ -45,22 +42,37 @@ class _BucketCounts(NamedTuple):
     """Number of the dataset's rows in this bucket."""
     taken_over: int
     """Number of units made from leftover rows of smaller buckets."""
-    rounds: int
+    steps: int
+    """Number of full optimizer steps with micro-batches of this bucket."""
     left: int
-    """Number of units that are too few for another round of this bucket. They move to the next larger bucket."""
+    """Number of units that are too few for another step of this bucket. They move to the next larger bucket, or form
+    the last step of the epoch."""
     joined: int
     """Number of leftover units that are joined to make one unit of the next larger bucket."""
+
+
+class _LastStep(NamedTuple):
+    """The last optimizer step of an epoch: the units of the largest bucket that are too few for a full step."""
+
+    units: int
+    rows_each: int
+    """Number of units in each micro-batch."""
+    rounds: int
+    """Number of micro-batches of each rank."""
 
 
 @dataclass(frozen=True)
 class BucketBatches(Batching):
     """A batching for rows of several lengths, in which all ranks use rows of the same bucket at the same time.
 
-    A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. The last
-    rows of a bucket, if too few for one more micro-batch on every rank, move to the next larger bucket. There, several
-    of these leftover rows are joined to take the space of one row. If too few are left for the last joined row, or if
-    the largest bucket has too few rows for its last micro-batches, copies of rows with masked labels are added. If all
-    rows together do not fill one micro-batch on every rank, the micro-batches are smaller.
+    A bucket is a pack capacity in tokens. A micro-batch has tokens_per_batch // bucket rows of one bucket. All
+    micro-batches of an optimizer step have the same bucket, on all ranks and in all accumulated rounds. The last rows
+    of a bucket, if too few for one more step, move to the next larger bucket. There, several of these leftover rows are
+    joined to take the space of one row. The last rows of the largest bucket are the last step of the epoch, with fewer
+    micro-batches. If too few are left for the last joined row or for the last micro-batches, copies of rows with masked
+    labels are added. If all rows together do not fill one micro-batch on every rank, the micro-batches are smaller.
+
+    The documents of an optimizer step depend on the product of ranks and accumulation, but not on these two numbers.
 
     Args:
         tokens_per_batch: tokens of a micro-batch; at least the largest bucket, ideally a multiple of every bucket.
@@ -137,7 +149,7 @@ class BucketBatches(Batching):
         assert rows.sizes.bucket is not None
         bucket_of_row, documents = rows.sizes.bucket[rows.kept], rows.sizes.segments[rows.kept]
         most = in_unit = 0
-        for bucket in self._count_buckets(rows, world_size=1):
+        for bucket in self._count_buckets(rows, slots=1):
             in_row = int(documents[bucket_of_row == bucket.capacity].max())
             in_unit = max(in_row, in_unit)
             most = max(most, bucket.rows_each * in_unit)
@@ -145,15 +157,18 @@ class BucketBatches(Batching):
         return most
 
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        return sum(bucket.rounds for bucket in self._count_buckets(rows, epoch.world_size))
+        buckets = self._count_buckets(rows, epoch.slots)
+        return sum(bucket.steps for bucket in buckets) * epoch.accumulation + _last_step(buckets, epoch).rounds
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
-        buckets = self._count_buckets(rows, epoch.world_size)
-        bucket_of_round = np.repeat(np.arange(len(buckets)), [bucket.rounds for bucket in buckets])
-        rounds = list(chain.from_iterable(_fill_buckets(rows, buckets, epoch.world_size, seed)))
-        order = self._order_of_rounds(bucket_of_round, seed)
-        micro_batches = list(chain.from_iterable(rounds[number] for number in order.tolist()))
+        buckets = self._count_buckets(rows, epoch.slots)
+        capacity = np.array([bucket.capacity for bucket in buckets])
+        bucket_of_step = np.repeat(np.arange(len(buckets)), [bucket.steps for bucket in buckets])
+        last = _last_step(buckets, epoch)
+        steps, last_step = _fill_buckets(rows, buckets, last, epoch, seed)
+        order = self._order_of_steps(bucket_of_step, seed)
+        micro_batches = [*chain.from_iterable(steps[number] for number in order.tolist()), *last_step]
         sampled = np.array(list(chain.from_iterable(micro_batches)), dtype=np.int64).reshape(-1, 2)
         return EpochPlan(
             epoch.world_size,
@@ -161,63 +176,73 @@ class BucketBatches(Batching):
             is_copy=sampled[:, 1].astype(bool),
             offsets=np.cumsum([0, *map(len, micro_batches)]),
             left_out=rows.left_out,
-            bucket=np.array([bucket.capacity for bucket in buckets])[bucket_of_round[order]],
+            bucket=np.concatenate(
+                [np.repeat(capacity[bucket_of_step[order]], epoch.accumulation), np.repeat(capacity[-1:], last.rounds)]
+            ),
         )
 
-    def _count_buckets(self, rows: FittedRows, world_size: int) -> list[_BucketCounts]:
-        """Return the numbers of rows, units and rounds of every bucket, smallest bucket first."""
+    def _count_buckets(self, rows: FittedRows, slots: int) -> list[_BucketCounts]:
+        """Return the numbers of rows, units and optimizer steps of every bucket, smallest bucket first."""
         assert rows.sizes.bucket is not None
         capacities, counts = np.unique(rows.sizes.bucket[rows.kept], return_counts=True)
         buckets: list[_BucketCounts] = []
         taken_over = 0
         for number, (capacity, own) in enumerate(zip(capacities.tolist(), counts.tolist(), strict=True)):
             rows_each = self.tokens_per_batch // capacity
-            rounds, left = divmod(own + taken_over, rows_each * world_size)
-            joined = 1
-            if number == len(capacities) - 1:
-                if not rounds and not any(bucket.rounds for bucket in buckets):
-                    rows_each = -(-left // world_size)
-                rounds, left = rounds + (left > 0), 0
-            else:
-                joined = int(capacities[number + 1]) // capacity
-            buckets.append(_BucketCounts(capacity, rows_each, own, taken_over, rounds, left, joined))
+            steps, left = divmod(own + taken_over, rows_each * slots)
+            joined = 1 if number == len(capacities) - 1 else int(capacities[number + 1]) // capacity
+            buckets.append(_BucketCounts(capacity, rows_each, own, taken_over, steps, left, joined))
             taken_over = -(-left // joined)
         return buckets
 
-    def _order_of_rounds(self, bucket_of_round: IntArray, seed: int) -> IntArray:
-        """Return the indices of all rounds in the order in which the rounds run, int64 [rounds].
-
-        In a round, every rank runs one micro-batch.
+    def _order_of_steps(self, bucket_of_step: IntArray, seed: int) -> IntArray:
+        """Return the indices of all full optimizer steps in the order in which they run, int64 [steps].
 
         Args:
-            bucket_of_round: int64 [rounds], ascending: the index of every round's bucket; 0 is the smallest bucket.
+            bucket_of_step: int64 [steps], ascending: the index of every step's bucket; 0 is the smallest bucket.
             seed: seed of the random order.
         """
         if self.order == "random":
-            return random_order(len(bucket_of_round), seed, "order of steps")
-        rounds = np.bincount(bucket_of_round)
-        number = np.arange(len(bucket_of_round)) - np.repeat(np.cumsum(rounds) - rounds, rounds)
-        return np.lexsort((bucket_of_round, number * self.cycles // rounds[bucket_of_round]))
+            return random_order(len(bucket_of_step), seed, "order of steps")
+        steps = np.bincount(bucket_of_step)
+        number = np.arange(len(bucket_of_step)) - np.repeat(np.cumsum(steps) - steps, steps)
+        return np.lexsort((bucket_of_step, number * self.cycles // steps[bucket_of_step]))
+
+
+def _last_step(buckets: list[_BucketCounts], epoch: Epoch) -> _LastStep:
+    """Return the numbers of the last optimizer step, which has 0 rounds if all units are in full steps."""
+    rows_each, left = buckets[-1].rows_each, buckets[-1].left
+    if not any(bucket.steps for bucket in buckets):
+        rows_each = min(rows_each, -(-left // epoch.world_size))
+    return _LastStep(left, rows_each, -(-left // (rows_each * epoch.world_size)))
 
 
 def _fill_buckets(
-    rows: FittedRows, buckets: list[_BucketCounts], world_size: int, seed: int
-) -> Iterator[Iterator[_Round]]:
-    """Yield, for every bucket, an iterator over the bucket's rounds. The smallest bucket comes first.
+    rows: FittedRows, buckets: list[_BucketCounts], last: _LastStep, epoch: Epoch, seed: int
+) -> tuple[list[list[_MicroBatch]], list[_MicroBatch]]:
+    """Return the micro-batches of every full optimizer step, smallest bucket first, and those of the last step.
 
-    A round is a list of micro-batches, one for each rank.
+    The micro-batches of a step are ordered by round, then by rank.
     """
     bucket_of_row = rows.sizes.bucket
     assert bucket_of_row is not None
-    taken_over: list[_Unit] = []
+    steps: list[list[_MicroBatch]] = []
+    units: list[_Unit] = []
+    left: list[_Unit] = []
     for bucket in buckets:
         own = rows.kept[bucket_of_row[rows.kept] == bucket.capacity]
         own = own[random_order(len(own), seed, f"rows of {bucket.capacity}")]
-        units = taken_over + [[(row, False)] for row in own.tolist()]
-        wanted = bucket.rounds * bucket.rows_each * world_size
-        leftovers = [units[first : first + bucket.joined] for first in range(wanted, len(units), bucket.joined)]
-        taken_over = [list(chain.from_iterable(_complete(left, bucket.joined, units))) for left in leftovers]
-        yield _balance_ranks(_complete(units[:wanted], wanted, units), bucket, world_size, rows.sizes, seed)
+        units = left + [[(row, False)] for row in own.tolist()]
+        full = len(units) - bucket.left
+        balanced = _balance(units[:full], bucket.rows_each, epoch.slots, rows.sizes, seed)
+        steps += [balanced[first : first + epoch.slots] for first in range(0, len(balanced), epoch.slots)]
+        if bucket is buckets[-1]:
+            left = units[full:]
+        else:
+            joined = [units[first : first + bucket.joined] for first in range(full, len(units), bucket.joined)]
+            left = [list(chain.from_iterable(_complete(each, bucket.joined, units))) for each in joined]
+    filled_up = _complete(left, last.rounds * last.rows_each * epoch.world_size, units)
+    return steps, _balance(filled_up, last.rows_each, epoch.world_size, rows.sizes, seed)
 
 
 def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Unit]:
@@ -226,15 +251,24 @@ def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Uni
     return units + [[(row, True) for row, _ in unit] for unit in copied]
 
 
-def _balance_ranks(
-    units: list[_Unit], bucket: _BucketCounts, world_size: int, sizes: RowSizes, seed: int
-) -> Iterator[_Round]:
-    """Yield the rounds of one bucket. In a round, the micro-batches of all ranks have about equal attention cost."""
+def _balance(units: list[_Unit], rows_each: int, group: int, sizes: RowSizes, seed: int) -> list[_MicroBatch]:
+    """Put the units of one bucket into micro-batches; each `group` successive ones have about equal attention cost.
+
+    Args:
+        units: the units; their number is a multiple of rows_each * group.
+        rows_each: number of units in each micro-batch.
+        group: number of micro-batches in a step, or of those that run at the same time.
+        sizes: the sizes of all rows.
+        seed: seed of the order, and of the choice among units of equal cost.
+    """
     if not units:
-        return
+        return []
     squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
     cost = jitter_attention(squared_lengths, seed)
     # `balance` gets units in place of micro-batches, and the units of one micro-batch in place of an optimizer step
-    places = balance(cost, world_size, bucket.rows_each, seed).reshape(bucket.rounds, bucket.rows_each, world_size)
-    for of_round in places.transpose(0, 2, 1).tolist():
-        yield [list(chain.from_iterable(units[place] for place in of_rank)) for of_rank in of_round]
+    places = balance(cost, group, rows_each, seed).reshape(-1, rows_each, group)
+    return [
+        list(chain.from_iterable(units[place] for place in of_micro_batch))
+        for together in places.transpose(0, 2, 1).tolist()
+        for of_micro_batch in together
+    ]

@@ -1,4 +1,4 @@
-"""Put rows into a given number of micro-batches, with at most max_tokens tokens each, and equal work on all ranks.
+"""Put rows into a given number of micro-batches, with at most max_tokens tokens each.
 
 Rows are placed by best fit, in an order that is roughly longest first. The order is only rough, so that rows
 are grouped differently from epoch to epoch. The shortest rows still come last and fill the gaps, so the rough order
@@ -6,11 +6,7 @@ packs almost as well as the exact order. If documents or patches are limited, to
 rows for micro-batches of their own, which they cannot fill. So rows are spread instead: each is placed in the
 micro-batch with the fewest tokens.
 
-In a round, every rank runs one micro-batch, and all ranks wait for the slowest rank. Micro-batches with equal numbers
-of tokens can differ severalfold in attention cost. So micro-batches are sorted by cost, and neighbors in that order
-form a round (`group_by_cost`). If a round is still uneven, the rows of its micro-batches are redistributed among these
-micro-batches (`redistribute_rows`). Remaining differences are evened out over the rounds of one optimizer step
-(`assign_ranks`). The rounds run in random order.
+If the micro-batches of an optimizer step are uneven, their rows are redistributed among them (`redistribute_rows`).
 """
 
 import heapq
@@ -25,12 +21,6 @@ from hf_packing.planning.open_packs import OpenPacks, fill_best_fit
 from hf_packing.planning.permutation import random_order
 from hf_packing.sampling.best_fit import GRAINS, Limits, best_fit
 from hf_packing.sampling.epoch_plan import MicroBatches, flatten, sum_rows
-
-LINEAR_COST = 6 * 2048
-"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens.
-
-The value holds for a model of width 2048.
-"""
 
 _LENGTH_JITTERS = (0.2, 0.03, 0.0)
 """Before rows are sorted by length, lengths are reduced at random by up to the first of these shares.
@@ -48,17 +38,11 @@ larger by this part."""
 _REFILLED_PER_ADDED = 8
 """The number of micro-batches to refill for each additional micro-batch, so that no micro-batch loses many rows."""
 
-_REFILLED_ROUNDS = 4
-"""The smallest number of micro-batches per rank to refill."""
-
-_TIE_BREAK = 1e-12
-"""Scale of random numbers that break ties between ranks, so that no rank gets the costliest micro-batch every time."""
-
-_COST_JITTER = 0.01
-"""Attention cost is randomly reduced by up to this share, so that rounds are composed differently in every epoch."""
+_REFILLED_STEPS = 4
+"""The smallest number of optimizer steps whose micro-batches are refilled."""
 
 _EVEN = 0.99
-"""A round is even, and stays unchanged, if its mean cost is at least this share of its largest cost."""
+"""A step is even, and stays unchanged, if its mean cost is at least this share of its largest cost."""
 
 
 def fewest_micro_batches(limits: Limits) -> int:
@@ -76,7 +60,7 @@ def fewest_micro_batches(limits: Limits) -> int:
     return len(best_fit(_longest_first(np.arange(len(limits.tokens)), limits), limits))
 
 
-def fill(limits: Limits, num_micro_batches: int, world_size: int, seed: int) -> MicroBatches:
+def fill(limits: Limits, num_micro_batches: int, slots: int, seed: int) -> MicroBatches:
     """Put rows into micro-batches that keep to the limits, and return the rows of each micro-batch.
 
     Args:
@@ -84,7 +68,7 @@ def fill(limits: Limits, num_micro_batches: int, world_size: int, seed: int) -> 
             micro-batches.
         num_micro_batches: number of micro-batches to make, over all ranks; at least the number that
             `fewest_micro_batches` returns.
-        world_size: number of ranks, which run one micro-batch each at the same time.
+        slots: number of micro-batches in an optimizer step.
         seed: seed that decides which rows share a micro-batch.
     """
     is_loose = bool(limits.tokens.sum() < _LOOSE * limits.max_tokens * num_micro_batches)
@@ -98,97 +82,34 @@ def fill(limits: Limits, num_micro_batches: int, world_size: int, seed: int) -> 
             break
     else:
         packed = _in_few_micro_batches(limits)
-    return _split_more(packed, limits, num_micro_batches - len(packed), world_size)
-
-
-def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, seed: int) -> IntArray:
-    """Return the index of the micro-batch that each rank runs in each round, int64 [rounds, world_size].
-
-    In a round, every rank runs one micro-batch. The micro-batches of a round have about equal cost.
-
-    Args:
-        cost: float64 [micro-batches]: the cost of each micro-batch; the number of micro-batches is a multiple of
-            world_size.
-        world_size: number of ranks.
-        accumulation: number of rounds in one optimizer step.
-        seed: seed that decides the order of rounds, and which micro-batches of equal cost run together.
-    """
-    return assign_ranks(cost, group_by_cost(cost, world_size, seed), accumulation, seed)
-
-
-def jitter_attention(squared_lengths: npt.NDArray[Any], seed: int) -> npt.NDArray[np.float64]:
-    """Return the attention cost of each micro-batch, reduced at random by up to 1 %, float64 [micro-batches].
-
-    Args:
-        squared_lengths: numbers [micro-batches]: the sum of squared segment lengths, which is the attention cost.
-        seed: seed of the random reduction.
-    """
-    chance = random_order(len(squared_lengths), seed, "nearly") / len(squared_lengths)
-    reduced: npt.NDArray[np.float64] = squared_lengths * (1 - _COST_JITTER * chance)
-    return reduced
-
-
-def group_by_cost(cost: npt.NDArray[np.float64], world_size: int, seed: int) -> IntArray:
-    """Return the indices of the micro-batches in each round, int64 [rounds, world_size].
-
-    The micro-batches of a round have similar cost. The order of rounds is random. The arguments are those of `balance`.
-    """
-    chance = random_order(len(cost), seed, "equal costs")
-    ascending = chance[np.argsort(cost[chance], kind="stable")].reshape(-1, world_size)
-    return ascending[random_order(len(ascending), seed, "order of steps")]
-
-
-def assign_ranks(cost: npt.NDArray[np.float64], rounds: IntArray, accumulation: int, seed: int) -> IntArray:
-    """Assign the micro-batches of each round to ranks. Return indices of micro-batches, int64 [rounds, world_size].
-
-    Column r of the result belongs to rank r. The costliest micro-batch of a round goes to the rank with the least work
-    so far in the optimizer step.
-
-    Args:
-        cost: float64 [micro-batches]: the cost of each micro-batch.
-        rounds: int64 [rounds, world_size]: indices of the micro-batches that run at the same time, in any order.
-        accumulation: number of rounds in one optimizer step.
-        seed: seed that decides between ranks with equal work.
-    """
-    world_size = rounds.shape[1]
-    ascending = np.take_along_axis(rounds, np.argsort(cost[rounds], axis=1, kind="stable"), axis=1)
-    optimizer_steps = -(-len(rounds) // accumulation)
-    worked = random_order(optimizer_steps * world_size, seed, "order of ranks").reshape(-1, world_size) * _TIE_BREAK
-    assigned = np.empty_like(rounds)
-    for turn in range(min(accumulation, len(rounds))):
-        costliest_first = ascending[turn::accumulation, ::-1]
-        step = np.arange(len(costliest_first))[:, None]
-        least_worked = np.argsort(worked[: len(costliest_first)], axis=1, kind="stable")
-        assigned[turn::accumulation][step, least_worked] = costliest_first
-        worked[step, least_worked] += cost[costliest_first]
-    return assigned
+    return _split_more(packed, limits, num_micro_batches - len(packed), slots)
 
 
 def redistribute_rows(
-    micro_batches: MicroBatches, rounds: IntArray, cost: npt.NDArray[np.float64], limits: Limits
+    micro_batches: MicroBatches, steps: IntArray, cost: npt.NDArray[np.float64], limits: Limits
 ) -> MicroBatches:
-    """Redistribute the rows of every uneven round among the round's micro-batches, and return all micro-batches.
+    """Redistribute the rows of every uneven step among the step's micro-batches, and return all micro-batches.
 
-    A round stays unchanged if redistribution would not reduce the largest cost of its micro-batches.
+    A step stays unchanged if redistribution would not reduce the largest cost of its micro-batches.
 
     Args:
         micro_batches: the rows of each micro-batch.
-        rounds: int64 [rounds, world_size]: indices of the micro-batches that run at the same time.
+        steps: int64 [steps, slots]: indices of the micro-batches in each optimizer step.
         cost: float64 [rows]: the cost of each row.
         limits: the most that a micro-batch may have, and what each row has.
     """
     evened = list(micro_batches)
-    costs = sum_rows(micro_batches, cost)[rounds]
+    costs = sum_rows(micro_batches, cost)[steps]
     for number in np.flatnonzero(costs.mean(axis=1) < _EVEN * costs.max(axis=1)).tolist():
-        places, largest = rounds[number].tolist(), costs[number].max()
+        places, largest = steps[number].tolist(), costs[number].max()
         rows, _ = flatten([micro_batches[place] for place in places])
         if len(rows) == len(places) or cost[rows].max() >= largest:
             continue
         costliest_first = rows[np.argsort(-cost[rows], kind="stable")]
         dealt = _deal(costliest_first, cost, _pairs(limits), len(places))
-        if dealt is not None and max(cost[of_rank].sum() for of_rank in dealt) < largest:
-            for place, of_rank in zip(places, dealt, strict=True):
-                evened[place] = of_rank
+        if dealt is not None and max(cost[of_slot].sum() for of_slot in dealt) < largest:
+            for place, of_slot in zip(places, dealt, strict=True):
+                evened[place] = of_slot
     return evened
 
 
@@ -250,7 +171,7 @@ def _roughly_longest_first(limits: Limits, jitter: float, seed: int) -> IntArray
     return _longest_first(rows, limits, 1 - jitter * (np.arange(number) / number))
 
 
-def _split_more(micro_batches: MicroBatches, limits: Limits, more: int, world_size: int) -> MicroBatches:
+def _split_more(micro_batches: MicroBatches, limits: Limits, more: int, slots: int) -> MicroBatches:
     """Spread the rows over `more` additional micro-batches, and return all micro-batches.
 
     The micro-batches with the smallest sums of squared row lengths are emptied, and their rows are dealt out again,
@@ -259,10 +180,10 @@ def _split_more(micro_batches: MicroBatches, limits: Limits, more: int, world_si
 
     Several micro-batches are emptied for each additional one, so that each has only a few rows fewer than before, and
     so that the shortest rows do not always share a micro-batch. The number of refilled micro-batches is a multiple of
-    world_size, so that they can form whole rounds, in which every rank runs one micro-batch.
+    slots, so that they can form whole optimizer steps.
     """
     by_squares = np.argsort(sum_rows(micro_batches, limits.tokens.astype(np.int64) ** 2), kind="stable")
-    refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_ROUNDS * world_size) // world_size) * world_size
+    refilled = -(-max(_REFILLED_PER_ADDED * max(more, 1), _REFILLED_STEPS * slots) // slots) * slots
     emptied = min(refilled - more, len(micro_batches))
     rows, _ = flatten([micro_batches[number] for number in by_squares[:emptied].tolist()])
     if len(rows) >= emptied + more:

@@ -6,7 +6,7 @@ has no batch_size. Otherwise accelerate would assume that all batches have the s
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,15 +19,19 @@ from hf_packing.sampling.epoch_plan import (
     FittedRows,
     RowSizes,
     SampledRow,
+    Trained,
     check_batching,
     check_sizes,
     keep_rows,
 )
 from hf_packing.sampling.token_budget import TokenBudget
 
-_PLANS_VERSION = 2
+_PLANS_VERSION = 3
 """Version of the plans. Increase this number with every code change that gives different micro-batches for the same
 arguments. Training then refuses to resume from older checkpoints."""
+
+SLOTS = "ranks x gradient_accumulation_steps"
+"""Name of the number of micro-batches in an optimizer step, over all ranks, in checkpoints and messages."""
 
 
 class RankBatchSampler:
@@ -70,6 +74,7 @@ class RankBatchSampler:
         """The epoch whose micro-batches the next iteration yields."""
         self.first_micro_batch = 0
         """Number of the first micro-batch that the next iteration yields. The rows of earlier ones are not read."""
+        self._planned_rows = self.rows
         self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
         self._planned: tuple[Epoch, EpochPlan] | None = None
 
@@ -78,46 +83,69 @@ class RankBatchSampler:
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
-        self.epoch = Epoch(number, self.world_size, self.accumulation)
+        if number != self.epoch.number:
+            self.plan_rest(number, ())
+
+    def plan_rest(self, number: int, trained: Trained) -> None:
+        """Go to epoch `number`, and plan only the rows that earlier runs of this epoch have not trained on.
+
+        Args:
+            number: number of the epoch, from 0.
+            trained: pairs of integers (slots, optimizer steps) of the earlier runs, as in `Epoch`.
+        """
+        self.epoch = Epoch(number, self.world_size, self.accumulation, trained)
+        self._planned_rows = self.batching.left_in(self.rows, self.epoch)
+        self._num_micro_batches = self.batching.num_micro_batches(self._planned_rows, self.epoch)
 
     @property
     def plan(self) -> EpochPlan:
         """The plan of the current epoch, for all ranks."""
         if self._planned is None or self._planned[0] != self.epoch:
-            self._planned = self.epoch, self.batching.plan_fitted(self.rows, self.epoch)
+            self._planned = self.epoch, self.batching.plan_fitted(self._planned_rows, self.epoch)
         return self._planned[1]
 
     def __iter__(self) -> Iterator[list[SampledRow]]:
         return self.plan.micro_batches(self.rank, self.first_micro_batch)
 
     def plan_inputs(self) -> dict[str, str | int]:
-        """Return all values that determine the micro-batches, except the epoch. Checkpoints store these values."""
+        """Return all values that determine the optimizer steps, except the epoch. Checkpoints store these values."""
         return {
             "plans": _PLANS_VERSION,
             "batching": repr(self.batching),
             "dataset": self.sizes.fingerprint,
-            "world_size": self.world_size,
-            "accumulation": self.accumulation,
+            SLOTS: self.epoch.slots,
         }
 
-    def check_can_resume(self, saved: dict[str, str | int], whole_epochs: bool = False) -> None:
-        """Raise PackingError if a checkpoint was saved with different micro-batches.
+    def check_can_resume(self, saved: dict[str, Any], any_slots: bool = False) -> None:
+        """Raise PackingError if a checkpoint was saved with different optimizer steps.
 
         Args:
             saved: the values that `plan_inputs` returned when the checkpoint was saved.
-            whole_epochs: whether the checkpoint was saved at the end of an epoch; if so, world_size and accumulation
-                may differ.
+            any_slots: whether the checkpoint may have another number of micro-batches in an optimizer step.
 
         Raises:
             PackingError: a value has changed since the checkpoint was saved; the message names the value.
         """
-        may_differ = {"world_size", "accumulation"} if whole_epochs else set()
         for name, value in self.plan_inputs().items():
-            if name not in may_differ and saved.get(name) != value:
-                raise PackingError(
-                    f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {value!r}; "
-                    "resuming would train on some rows twice and on other rows not at all"
-                )
+            if saved.get(name) == value or (name == SLOTS and any_slots):
+                continue
+            got, hint = repr(value), ""
+            if name == SLOTS:
+                got = f"{value} ({self.world_size} ranks, gradient_accumulation_steps={self.accumulation})"
+                hint = _same_slots(saved.get(name), self.world_size)
+            raise PackingError(
+                f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {got}; resuming would "
+                f"train on some rows twice and on other rows not at all{hint}"
+            )
+
+
+def _same_slots(saved: Any, world_size: int) -> str:
+    """Return a hint how to make optimizer steps of as many micro-batches as when a checkpoint was saved."""
+    if not isinstance(saved, int):
+        return ""
+    if saved % world_size:
+        return f"; use a number of ranks that divides {saved}"
+    return f"; use gradient_accumulation_steps={saved // world_size}"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, cut_to_pieces, is_real
 from hf_packing.planning.permutation import check_seed
+from hf_packing.sampling.balance import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps
 from hf_packing.sampling.best_fit import Limits
 from hf_packing.sampling.epoch_plan import (
     Batching,
@@ -21,15 +22,8 @@ from hf_packing.sampling.epoch_plan import (
     leave_out_rows,
     sum_rows,
 )
-from hf_packing.sampling.fill import (
-    LINEAR_COST,
-    assign_ranks,
-    fewest_micro_batches,
-    fill,
-    group_by_cost,
-    jitter_attention,
-    redistribute_rows,
-)
+from hf_packing.sampling.fill import fewest_micro_batches, fill, redistribute_rows
+from hf_packing.sampling.linear_cost import LINEAR_COST, linear_cost_of
 from hf_packing.sampling.row_sizes import sizes_of_documents
 
 Balance = Literal["attention", "tokens"]
@@ -42,10 +36,14 @@ _MOST_LINEAR = 1e12
 class TokenBudget(Batching):
     """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 
-    Plain documents are packed during training, and are grouped differently from epoch to epoch. All ranks have the same
-    number of micro-batches. This number is the same in every epoch, and no micro-batch is empty. If the number of
-    micro-batches is not a multiple of the number of ranks, some micro-batches are split. If every micro-batch already
-    has a single row, copies of rows with masked labels are added instead.
+    Plain documents are packed during training, and are grouped differently from epoch to epoch. Every optimizer step
+    has one micro-batch for each rank and each accumulation, and no micro-batch is empty. To fill the last step,
+    micro-batches are split. If every micro-batch already has a single row, the last step has fewer micro-batches, and
+    if the last of them are too few for all ranks, copies of rows with masked labels are added.
+
+    The documents of an optimizer step depend on the product of ranks and accumulation, but not on these two numbers: 8
+    ranks, or 4 ranks with an accumulation of 2, or 1 rank with an accumulation of 8 make the same steps. The
+    micro-batches of a step have about equal cost. With balance="tokens", short and long documents are mixed instead.
 
     A packed row of max_tokens tokens is a micro-batch of its own. Such rows run at the same time as rows of about equal
     cost on the other ranks, in combinations that change from epoch to epoch.
@@ -121,34 +119,46 @@ class TokenBudget(Batching):
             rows = leave_out_rows(rows, unit, *self._limited(rows.sizes)[unit], self.overflow)
         return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
 
+    def without(self, rows: FittedRows, trained: IntArray) -> FittedRows:
+        left = super().without(rows, trained)
+        return replace(left, fewest_micro_batches=fewest_micro_batches(self._limits(left)))
+
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
+        return -(-self._num_filled(rows, epoch) // epoch.world_size)
+
+    def _num_filled(self, rows: FittedRows, epoch: Epoch) -> int:
+        """Return the number of micro-batches over all ranks, without those that only have copies of rows."""
         assert rows.fewest_micro_batches is not None
-        if self.match_documents_per_step is None:
-            return -(-rows.fewest_micro_batches // epoch.world_size)
-        schedule = _Schedule(
-            documents=int(rows.sizes.segments[rows.kept].sum()),
-            fewest=rows.fewest_micro_batches,
-            most=len(rows.kept),
-            max_tokens=self.max_tokens,
-            others={unit: most for unit, (_, most) in self._limited(rows.sizes).items()},
-        )
-        return schedule.optimizer_steps(self.match_documents_per_step, epoch) * epoch.accumulation
+        optimizer_steps = -(-rows.fewest_micro_batches // epoch.slots)
+        if self.match_documents_per_step is not None:
+            schedule = _Schedule(
+                documents=int(rows.sizes.segments[rows.kept].sum()),
+                fewest=rows.fewest_micro_batches,
+                most=len(rows.kept),
+                max_tokens=self.max_tokens,
+                others={unit: most for unit, (_, most) in self._limited(rows.sizes).items()},
+            )
+            if epoch.trained:  # only the whole epoch has to fit exactly
+                optimizer_steps = max(optimizer_steps, -(-schedule.documents // self.match_documents_per_step))
+            else:
+                optimizer_steps = schedule.optimizer_steps(self.match_documents_per_step, epoch)
+        return min(optimizer_steps * epoch.slots, len(rows.kept))
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         seed = self.epoch_seed(epoch)
         tokens, squared_lengths = rows.sizes.tokens[rows.kept], rows.sizes.squared_lengths[rows.kept]
-        wanted = self.num_micro_batches(rows, epoch) * epoch.world_size
         limits = self._limits(rows)
-        filled = fill(limits, min(wanted, len(tokens)), epoch.world_size, seed)
-        # if rows are fewer than micro-batches, copies of the shortest rows become the missing micro-batches
-        copies = np.argsort(tokens, kind="stable")[: wanted - len(filled), None].tolist()
-        micro_batches = filled + copies
+        filled = fill(limits, self._num_filled(rows, epoch), epoch.slots, seed)
 
-        jittered = jitter_attention(sum_rows(micro_batches, squared_lengths), seed)
-        rounds = group_by_cost(self._cost(sum_rows(micro_batches, tokens), jittered), epoch.world_size, seed)
+        jittered = jitter_attention(sum_rows(filled, squared_lengths), seed)
+        steps = group_by_cost(self._cost(sum_rows(filled, tokens), jittered), epoch.slots, seed)
+        # copies of the shortest rows become the micro-batches that the last step lacks
+        copies = np.resize(np.argsort(tokens, kind="stable"), (steps.size - len(filled), 1)).tolist()
         cost = self._cost(tokens, squared_lengths)
-        micro_batches = redistribute_rows(micro_batches, rounds, cost, limits)
-        order = assign_ranks(sum_rows(micro_batches, cost), rounds, epoch.accumulation, seed).ravel()
+        micro_batches = redistribute_rows(filled + copies, steps, cost, limits)
+        costs = sum_rows(micro_batches, cost)
+        rounds = rounds_of_steps(steps, costs, len(filled), epoch.world_size)
+        order = assign_ranks(costs, rounds, epoch.accumulation, seed).ravel()
 
         planned, offsets = flatten([micro_batches[number] for number in order.tolist()])
         is_copy = np.repeat(order >= len(filled), np.diff(offsets))
@@ -296,40 +306,3 @@ def with_documents_per_step(batching: Batching, documents: int) -> Batching:
             f"{batching!r}, got {documents!r}"
         )
     return replace(batching, match_documents_per_step=documents)
-
-
-def linear_cost_of(config: Any) -> float:
-    """Return the time that linear layers take for one token, relative to the time of attention for one pair of tokens.
-
-    For one token, linear layers take two operations per weight. For one pair of tokens, attention takes four operations
-    per dimension. In a causal model, half of the pairs are masked, but attention kernels reach about half the speed of
-    large matrix products, so all pairs are counted.
-
-    Args:
-        config: the configuration of a transformers model.
-
-    Returns:
-        The ratio of the two times; LINEAR_COST if the configuration does not have the needed sizes. MLPs are assumed to
-        be gated, and only layers that attend to whole documents are counted as attention. The ratio only affects the
-        balance between ranks.
-    """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    hidden = _first_of(config, "hidden_size", "n_embd", "d_model")
-    layers = _first_of(config, "num_hidden_layers", "n_layer")
-    if not hidden or not layers:
-        return float(LINEAR_COST)
-    heads = _first_of(config, "num_attention_heads", "n_head") or 1
-    head_size = _first_of(config, "head_dim") or hidden // heads
-    queries, keys = heads * head_size, (_first_of(config, "num_key_value_heads") or heads) * head_size
-    inner = _first_of(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden
-    experts = _first_of(config, "num_experts_per_tok") or 1
-    weights = 2 * hidden * (queries + keys) + 3 * hidden * inner * experts
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    attending = sum(kind == "full_attention" for kind in kinds) or 1
-    return weights * layers / (2 * queries * attending)
-
-
-def _first_of(config: Any, *names: str) -> int:
-    """Return the value of the first named field that is a nonzero integer, or 0 if there is no such field."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value), 0)

@@ -16,9 +16,9 @@ from hf_packing.attention import inner_model
 from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.sampling.epoch_plan import EpochPlan
+from hf_packing.sampling.epoch_plan import EpochPlan, Trained
 from hf_packing.sampling.sampled_rows import SampledRows
-from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.losses import Loss, collator_for, exact_type, items_in, with_share
@@ -99,6 +99,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """What was proven on the first batch; `print` shows it."""
 
     def __len__(self) -> int:
+        self._sampler.set_epoch(self.epoch)
         return len(self._sampler)
 
     @property
@@ -196,6 +197,8 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         return {
             "epoch": self.epoch + done,
             "step": 0 if done else self.micro_batches_done,
+            "accumulation": accumulation,
+            "trained": [] if done else list(self._sampler.epoch.trained),
             **self._sampler.plan_inputs(),
             LOSS: self._loss,
         }
@@ -203,17 +206,33 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue from a state that `state_dict` returned.
 
+        If the number of micro-batches in an optimizer step, over all ranks, is the same as in the saved run, the
+        optimizer steps are the same, too, on any number of ranks. Otherwise, the rest of the epoch is planned anew.
+
         Raises:
             PackingError: the state is incomplete; the state was saved with a different dataset, batching or loss; or
-                the state was saved in the middle of an epoch, with a different gradient_accumulation_steps or number of
-                ranks.
+                the state was saved in the middle of an optimizer step, with a different gradient_accumulation_steps.
         """
-        if missing := {"epoch", "step"} - state.keys():
+        if missing := {"epoch", "step", "accumulation", "trained"} - state.keys():
             raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
-        self._sampler.check_can_resume(state, whole_epochs=not state["step"])
+        self._sampler.check_can_resume(state, any_slots=True)
         check_same_loss(state, self._loss)
+        accumulation, done = self._sampler.accumulation, state["step"]
+        steps, of_step = divmod(done, state["accumulation"])
+        if of_step and state["accumulation"] != accumulation:
+            raise PackingError(
+                f"gradient_accumulation_steps: expected {state['accumulation']}, as when the checkpoint was saved, "
+                f"{of_step} micro-batches into an optimizer step, got {accumulation}"
+            )
+        trained: Trained = tuple((slots, of_run) for slots, of_run in state["trained"])
+        slots = state[SLOTS]
+        if slots == self._sampler.epoch.slots:
+            done = steps * accumulation + of_step
+        elif steps:
+            trained, done = (*trained, (slots, steps)), 0
         self.epoch = state["epoch"]
-        self.micro_batches_done = self._begin_at = state["step"]
+        self._sampler.plan_rest(self.epoch, trained)
+        self.micro_batches_done = self._begin_at = done
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
         """Check that settings and the number of rows have not changed since `prepare_dataloader` was called.

@@ -10,7 +10,7 @@ import hf_packing as hfp
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Epoch
 from hf_packing.sampling.row_sizes import sizes_of, sizes_of_documents
-from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.sampler import SLOTS, InOrder, RankBatchSampler
 
 
 def test_the_first_micro_batches_are_skipped_without_being_read():
@@ -32,14 +32,8 @@ def test_what_decides_the_micro_batches_is_compared():
     sizes = sizes_of(Plain([{"input_ids": [1, 2]}] * 10))
     sampler = RankBatchSampler(hfp.TokenBudget(4), sizes, world_size=2)
     sampler.check_can_resume(sampler.plan_inputs())
-    sampler.check_can_resume(sampler.plan_inputs() | {"world_size": 3}, whole_epochs=True)
-    for name, value in {
-        "plans": 0,
-        "world_size": 3,
-        "accumulation": 2,
-        "dataset": "other",
-        "batching": "other",
-    }.items():
+    sampler.check_can_resume(sampler.plan_inputs() | {SLOTS: 3}, any_slots=True)
+    for name, value in {"plans": 0, SLOTS: 3, "dataset": "other", "batching": "other"}.items():
         with pytest.raises(PackingError, match=f"{name}: expected {value!r}, as when the checkpoint was saved"):
             sampler.check_can_resume(sampler.plan_inputs() | {name: value})
 

@@ -1,0 +1,156 @@
+"""The documents of an optimizer step depend on the product of ranks and accumulation, and not on these two numbers."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.sampling.epoch_plan import Epoch
+from hf_packing.sampling.row_sizes import sizes_of_documents, sizes_of_packs
+from hf_packing.sampling.sampler import RankBatchSampler
+
+BUCKETS = np.array([8, 16, 32])
+BATCHINGS = st.one_of(
+    st.builds(
+        hfp.TokenBudget,
+        st.sampled_from([40, 41, 80, 200]),
+        balance=st.sampled_from(["attention", "tokens"]),
+        max_documents=st.one_of(st.none(), st.integers(1, 6)),
+        seed=st.integers(0, 9),
+    ),
+    st.builds(hfp.BucketBatches, st.sampled_from([32, 64, 128]), seed=st.integers(0, 9)),
+    st.builds(hfp.BucketBatches, st.sampled_from([32, 64]), order=st.just("short_to_long"), cycles=st.integers(1, 3)),
+)
+
+
+def sizes_for(batching, lengths):
+    """The sizes of documents, or of packs that have one document and a bucket each."""
+    if isinstance(batching, hfp.TokenBudget):
+        return sizes_of_documents(np.array(lengths))
+    lengths = np.minimum(lengths, 32)
+    return sizes_of_packs(lengths, np.arange(len(lengths) + 1), BUCKETS[np.searchsorted(BUCKETS, lengths)])
+
+
+def steps_of(plan, accumulation):
+    """The rows of each optimizer step, a Counter without copies; counted micro-batch by micro-batch."""
+    steps = []
+    for first in range(0, plan.num_micro_batches, accumulation):
+        numbers = range(first, min(first + accumulation, plan.num_micro_batches))
+        rows = [row for number in numbers for rank in range(plan.world_size) for row in plan.micro_batch(number, rank)]
+        steps.append(Counter(row for row, is_copy in rows if not is_copy))
+    return steps
+
+
+def micro_batches_of(plan, accumulation, step):
+    numbers = range(step * accumulation, (step + 1) * accumulation)
+    return Counter(
+        frozenset(row for row, _ in plan.micro_batch(number, rank))
+        for number in numbers
+        for rank in range(plan.world_size)
+    )
+
+
+@settings(max_examples=300)
+@given(BATCHINGS, st.lists(st.integers(1, 40), min_size=1, max_size=150), st.sampled_from([1, 2, 4, 6, 8, 12, 64]))
+def test_steps_are_those_of_any_split_into_ranks_and_accumulation(batching, lengths, slots):
+    sizes = sizes_for(batching, lengths)
+    wanted = batching.plan(sizes, Epoch(1, 1, slots))
+    steps = steps_of(wanted, slots)
+    assert sum(steps, Counter()) == Counter(range(len(lengths)))
+    assert all(steps)
+    for ranks in (ranks for ranks in range(2, slots + 1) if slots % ranks == 0 and ranks <= len(lengths)):
+        accumulation = slots // ranks
+        plan = batching.plan(sizes, Epoch(1, ranks, accumulation))
+        assert steps_of(plan, accumulation) == steps
+        for step in range(len(steps) - 1):
+            assert micro_batches_of(plan, accumulation, step) == micro_batches_of(wanted, slots, step)
+
+
+def test_all_steps_have_all_micro_batches_if_there_are_enough_rows(rng):
+    sizes = sizes_of_documents(np.clip(rng.lognormal(3, 1, 3000), 1, 500).astype(int))
+    for slots in (1, 8, 64):
+        plan = hfp.TokenBudget(500).plan(sizes, Epoch(0, 1, slots))
+        assert plan.num_micro_batches % slots == 0
+        assert plan.num_micro_batches < hfp.TokenBudget(500).plan(sizes).num_micro_batches + slots
+
+
+def test_few_rows_make_a_last_step_without_accumulated_copies():
+    plan = hfp.TokenBudget(8).plan(sizes_of_documents(np.full(10, 8)), Epoch(0, 2, 4))
+    assert (plan.num_micro_batches, plan.num_copies) == (5, 0)
+    plan = hfp.TokenBudget(8).plan(sizes_of_documents(np.full(3, 2)), Epoch(0, 1, 16))
+    assert (plan.num_micro_batches, plan.num_copies) == (3, 0)
+    plan = hfp.TokenBudget(8).plan(sizes_of_documents(np.full(9, 8)), Epoch(0, 4, 2))
+    assert (plan.num_micro_batches, plan.num_copies) == (3, 3)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(8, 1), (4, 2), (8, 4), (2, 16)])
+@pytest.mark.parametrize("balance", ["attention", "tokens"])
+def test_ranks_have_equal_work_with_accumulation(rng, ranks, accumulation, balance):
+    sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 40_000), 1, 16384).astype(int))
+    plan = hfp.TokenBudget(16384, balance=balance, linear_cost=0).plan(sizes, Epoch(0, ranks, accumulation))
+    of_row = sizes.squared_lengths if balance == "attention" else sizes.tokens
+    assert plan.utilization(of_row) > 0.98
+    in_step = plan.per_micro_batch(of_row).reshape(-1, accumulation, ranks).sum(axis=1)
+    assert (in_step.mean(axis=1) / in_step.max(axis=1)).mean() > 0.99
+
+
+@settings(max_examples=200)
+@given(
+    BATCHINGS,
+    st.lists(st.integers(1, 40), min_size=8, max_size=150),
+    st.lists(st.tuples(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)]), st.integers(1, 3)), max_size=3),
+)
+def test_the_rest_of_an_epoch_is_planned_with_another_number_of_slots(batching, lengths, runs):
+    sizes = sizes_for(batching, lengths)
+    seen, trained = Counter(), ()
+    for (ranks, accumulation), steps in runs:
+        of_run = steps_of(batching.plan(sizes, Epoch(2, ranks, accumulation, trained)), accumulation)
+        if steps >= len(of_run):
+            break
+        seen += sum(of_run[:steps], Counter())
+        trained += ((ranks * accumulation, steps),)
+    rest = batching.plan(sizes, Epoch(2, 2, 2, trained))
+    seen += sum(steps_of(rest, 2), Counter())
+    assert seen == Counter(range(len(lengths)))
+    assert rest.largest_micro_batch(sizes) <= getattr(batching, "max_tokens", 128)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 9), min_size=60, max_size=90), st.integers(8, 20), st.integers(1, 4))
+def test_documents_per_step_hold_for_the_rest_of_an_epoch(lengths, documents, steps):
+    sizes = sizes_of_documents(np.array(lengths))
+    budget = hfp.TokenBudget(100, match_documents_per_step=documents)
+    assume(steps < -(-len(lengths) // documents))
+    rest = budget.plan(sizes, Epoch(0, 2, 1, ((4, steps),)))
+    left = int(np.count_nonzero(~rest.is_copy))
+    assert -(-left // documents) <= rest.num_micro_batches <= -(-left // documents) + 1
+
+
+def test_a_sampler_plans_the_rest_of_one_epoch_only():
+    sizes = sizes_of_documents(np.arange(1, 60))
+    sampler, whole = (RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0, accumulation=2) for _ in range(2))
+    sampler.plan_rest(3, ((8, 1),))
+    rest = hfp.TokenBudget(100).plan(sizes, Epoch(3, 2, 2, ((8, 1),)))
+    assert list(sampler) == [rest.micro_batch(number, 0) for number in range(len(sampler))]
+    assert len(sampler) == rest.num_micro_batches < len(whole)
+    sampler.set_epoch(3)
+    assert len(sampler) == rest.num_micro_batches
+    sampler.set_epoch(4)
+    whole.set_epoch(4)
+    assert list(sampler) == list(whole)
+    assert len(sampler) == len(whole)
+
+
+def test_a_checkpoint_of_other_steps_says_how_to_make_the_same_ones():
+    sizes = sizes_of_documents(np.arange(1, 60))
+    saved = RankBatchSampler(hfp.TokenBudget(100), sizes, 4, 0, accumulation=2).plan_inputs()
+    RankBatchSampler(hfp.TokenBudget(100), sizes, 1, 0, accumulation=8).check_can_resume(saved)
+    message = "gradient_accumulation_steps: expected 8, .* got 2 .2 ranks, .*=1.; .*; use gradient_accumulation_steps=4"
+    with pytest.raises(PackingError, match=message):
+        RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0).check_can_resume(saved)
+    with pytest.raises(PackingError, match="use a number of ranks that divides 8"):
+        RankBatchSampler(hfp.TokenBudget(100), sizes, 3, 0).check_can_resume(saved)
