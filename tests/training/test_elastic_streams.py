@@ -51,7 +51,7 @@ def test_steps_do_not_depend_on_ranks(tmp_path, files, how):
     found = {}
     for ranks in (1, 2, 4):
         folder = tmp_path / f"{ranks} ranks"
-        run(folder, ranks, how=how, steps=36, accumulation=4 // ranks, evaluate=True)
+        run(folder, ranks, how=how, steps=42, accumulation=4 // ranks, evaluate=True)
         found[ranks] = steps_of(folder, ranks), losses(folder), read(folder, "evaluated", 0)[0]["loss"]
     steps, alone, evaluated = found[1]
     counts = sum(steps.values(), Counter())
@@ -82,7 +82,7 @@ def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, how, packs):
     for name in ("second", "third") if how == "loop" else ("third",):  # a killed trainer has not written its losses
         for step, loss in losses(tmp_path / name).items():
             assert loss == pytest.approx(expected[step], rel=1e-6)
-    assert len(documents_read(tmp_path / "third", 1)) < 0.8 * len(documents_read(tmp_path / "whole", 1))
+    assert len(documents_read(tmp_path / "third", 1)) < len(documents_read(tmp_path / "whole", 1))
     assert sum(steps.values(), Counter()).total() > len(documents)
 
 

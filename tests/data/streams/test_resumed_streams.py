@@ -5,7 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from document_streams import SOURCES, make_documents, stream_of, write_source
+from document_streams import SOURCES, keep_most, make_documents, names_in, reverse, stream_of, write_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -15,6 +15,10 @@ import hf_packing as hfp
 from hf_packing.planning.windows import choose_waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|leaves|reads):UserWarning")
+
+
+def count_tokens(row) -> dict:
+    return {"tokens": len(row["input_ids"])}
 
 
 def stopped_and_resumed(make, rows: list, stops: list[int]) -> None:
@@ -51,7 +55,7 @@ def test_any_strategy_and_a_map_after(first, second, streams, number):
 
     def make():
         packed = hfp.pack(stream_of(make_documents(60)), strategies[number - 1], window_packs=3, streams=streams)
-        return packed.map(lambda row: {"tokens": len(row["input_ids"])})
+        return packed.map(count_tokens)
 
     rows = list(make())
     stopped_and_resumed(make, rows, [first % (len(rows) + 1), second % (len(rows) + 1 - first % (len(rows) + 1))])
@@ -94,6 +98,40 @@ def test_stateful_loader(workers, streams, tmp_path, rng):
         head = list(islice(iter(stopped), stop))
         resumed.load_state_dict(pickle.loads(pickle.dumps(stopped.state_dict())))
         assert head + list(resumed) == rows
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["row groups", "jsonl", "generator"])
+def test_two_hundred_kills(kind, workers, tmp_path):
+    """In the first, a middle and the last window, each twice in a row, with maps and a filter around the packing."""
+    opened, rng = write_source(tmp_path, kind, files=6), np.random.default_rng(workers)
+
+    def loader():
+        documents = opened().filter(keep_most).map(reverse)
+        packed = hfp.pack(documents, hfp.BestFit(64), window_packs=5, streams=2 if workers else None)
+        return StatefulDataLoader(packed.map(count_tokens), batch_size=None, num_workers=workers)
+
+    rows = list(loader())
+    assert len(rows) > 40
+    assert names_in(rows) != sorted(names_in(rows))
+    kills = 0
+    for begin in [0, len(rows) // 2 - 2, len(rows) - 8] * 4:
+        stops = [begin + int(rng.integers(1, 5))]
+        if workers < 2 or begin < len(rows) - 8:  # datasets repeats the rows of workers that read none after a resume
+            stops.append(int(rng.integers(workers, min(len(rows) - stops[0], 20))))
+        seen, state = [], None
+        for stop in [*stops, len(rows)]:
+            resumed = loader()
+            if state is not None:
+                resumed.load_state_dict(pickle.loads(state))
+                kills += 1
+            seen += list(islice(iter(resumed), stop))
+            if stop:  # datasets loads a state when the first row is read
+                state = pickle.dumps(resumed.state_dict())
+        assert seen == rows
+    assert kills == (20 if workers == 2 else 24)  # 204 in the nine cases
 
 
 def test_state_is_at_most_a_quarter_window():
