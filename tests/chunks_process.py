@@ -7,7 +7,6 @@ largest difference between gradients as a share of the largest gradient, and why
 were; and what compute_loss says to a batch without num_items_in_batch.
 """
 
-import gc
 import json
 import sys
 import warnings
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from chunks import chunks_of
 from patched_models import patched
+from process_end import end_process_group
 from tiny_models import build
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -134,9 +134,7 @@ def main(folder):
     found["compute_loss"] = refusal(batch)
     if state.is_main_process:
         (folder / "found.json").write_text(json.dumps(found))
-    gc.collect()  # a wrapper that outlives its processes' group can abort the interpreter at its end
-    state.wait_for_everyone()
-    state.destroy_process_group()
+    end_process_group()
 
 
 if __name__ == "__main__":

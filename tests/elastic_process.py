@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from datasets import Features, List, Value, load_dataset
+from process_end import end_process_group
 from tiny_models import build
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -171,9 +172,8 @@ def main():
     torch.set_num_threads(1)
     folder, settings = Path(sys.argv[1]), SETTINGS | json.loads(sys.argv[2])
     train = {"trainer": train_with_trainer, "loop": train_in_a_loop}[settings["how"]]
-    accelerator = train(folder, settings)
-    accelerator.free_memory()
-    accelerator.end_training()
+    train(folder, settings).free_memory()
+    end_process_group()
 
 
 if __name__ == "__main__":

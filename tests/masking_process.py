@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from patched_models import patched_tiny
+from process_end import end_process_group
 from tokenizers import Tokenizer, models
 from training_process import Log
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast, Trainer, TrainingArguments
@@ -71,19 +72,22 @@ def on_each_document(trainer, call):
     trainer.training_step = recorded
 
 
-def main():
-    torch.set_num_threads(1)
-    state, folder = PartialState(cpu=True), Path(sys.argv[1])
+def train(folder):
+    rank = PartialState(cpu=True).process_index
     args = TrainingArguments(
         str(folder), num_train_epochs=2, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True
     )
     trainer = Trainer(bert(), args, train_dataset=documents(), data_collator=collator())
     hfp.attach(trainer, hfp.TokenBudget(80))
-    log = Log(folder, state.process_index)
+    log = Log(folder, rank)
     on_each_document(trainer, lambda epoch, ids, labels: log.write("seen", epoch=epoch, ids=ids, labels=labels))
     trainer.train()
-    state.wait_for_everyone()
-    state.destroy_process_group()
+
+
+def main():
+    torch.set_num_threads(1)
+    train(Path(sys.argv[1]))
+    end_process_group()
 
 
 if __name__ == "__main__":

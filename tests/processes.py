@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import training_process
 
-HANGS = 1800
+HANGS = 600
 """Seconds after which processes are taken to hang, also on a busy machine."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -93,6 +93,7 @@ def _run_here(script, arguments, environment, prints, folder):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    multiprocessing.set_start_method(None, force=True)  # the default of Python, as in a process of a user
     import datasets
 
     if cache := environment.get("HF_DATASETS_CACHE"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from datasets import IterableDataset
+from process_end import end_process_group
 from tiny_models import build
 from transformers import Trainer, TrainingArguments
 
@@ -55,10 +56,9 @@ def main():
     folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     trainer, seen = train(folder, **settings)
     (folder / f"seen-{trainer.args.process_index}.json").write_text(json.dumps(seen))
-    accelerator = trainer.accelerator
+    trainer.accelerator.free_memory()
     del trainer
-    accelerator.free_memory()
-    accelerator.end_training()
+    end_process_group()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from chunks import chunks_summed
 from patched_models import patched
+from process_end import end_process_group
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -233,9 +234,9 @@ def main():
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     for name, settings in runs.items():
         train(folder / name, **settings)
-        gc.collect()  # a DDP model that outlives its processes' group can abort the interpreter at its end
+        gc.collect()
         state.wait_for_everyone()
-    state.destroy_process_group()
+    end_process_group()
 
 
 if __name__ == "__main__":

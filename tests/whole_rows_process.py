@@ -20,6 +20,7 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
+from process_end import end_process_group
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer, TrainerCallback
 
@@ -193,27 +194,30 @@ def main(folder, runs):
     trl.trainer.utils._ChunkedLogProbFunction = ExactLogProbs
     datasets.disable_progress_bars()
     for name, run in runs.items():
-        settings = {"kind": "classifier", "kill": 0, "resume": False, "dropout": 0.0, "evaluate": False} | run
-        own = ("kind", "kill", "resume", "dropout", "evaluate")
-        kind, kill, resume, dropout, evaluate = (settings.pop(each) for each in own)
-        into = folder / name
-        into.mkdir(parents=True, exist_ok=True)
-        trainer = trainer_of(kind, into / "checkpoints", dropout=dropout, **settings)
-        trainer.data_collator = recorded = Recorded(trainer.data_collator)
-        hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
-        if evaluate:
-            metrics = trainer.evaluate(trainer.train_dataset)
-            (into / f"metrics-{PartialState().process_index}.json").write_text(json.dumps(metrics))
-            continue
-        if kill:
-            trainer.add_callback(KilledAt(kill))
-        with (into / f"rows-{PartialState().process_index}.jsonl").open("a") as recorded.file:
-            trainer.train(resume_from_checkpoint=resume or None)
-        if PartialState().process_index == 0:
-            torch.save(trainer.model.state_dict(), into / "parameters.pt")
-        PartialState().wait_for_everyone()
-        trainer.accelerator.free_memory()
-    trainer.accelerator.end_training()
+        train(folder / name, run)
+    end_process_group()
+
+
+def train(into, run):
+    settings = {"kind": "classifier", "kill": 0, "resume": False, "dropout": 0.0, "evaluate": False} | run
+    own = ("kind", "kill", "resume", "dropout", "evaluate")
+    kind, kill, resume, dropout, evaluate = (settings.pop(each) for each in own)
+    into.mkdir(parents=True, exist_ok=True)
+    trainer = trainer_of(kind, into / "checkpoints", dropout=dropout, **settings)
+    trainer.data_collator = recorded = Recorded(trainer.data_collator)
+    hfp.attach(trainer, hfp.TokenBudget(BUDGET[kind]))
+    if evaluate:
+        metrics = trainer.evaluate(trainer.train_dataset)
+        (into / f"metrics-{PartialState().process_index}.json").write_text(json.dumps(metrics))
+        return
+    if kill:
+        trainer.add_callback(KilledAt(kill))
+    with (into / f"rows-{PartialState().process_index}.jsonl").open("a") as recorded.file:
+        trainer.train(resume_from_checkpoint=resume or None)
+    if PartialState().process_index == 0:
+        torch.save(trainer.model.state_dict(), into / "parameters.pt")
+    PartialState().wait_for_everyone()
+    trainer.accelerator.free_memory()
 
 
 if __name__ == "__main__":

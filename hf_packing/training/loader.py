@@ -213,7 +213,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             PackingError: the state is incomplete; the state was saved with a different dataset, batching or loss; or
                 the state was saved in the middle of an optimizer step, with a different gradient_accumulation_steps.
         """
-        if missing := {"epoch", "step", "accumulation", "trained"} - state.keys():
+        if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
         self._sampler.check_can_resume(state, any_slots=True)
         check_same_loss(state, self._loss)
