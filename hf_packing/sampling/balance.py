@@ -3,8 +3,8 @@
 In a round, every rank runs one micro-batch, and all ranks wait for the slowest rank. Micro-batches with equal numbers
 of tokens can differ severalfold in attention cost. So micro-batches are sorted by cost, and neighbors in that order
 form an optimizer step (`group_by_cost`). If a step is still uneven, the rows of its micro-batches are redistributed
-among these micro-batches (`redistribute_rows`). Up to here, only the number of micro-batches in a step counts, not on
-how many ranks they run. Then the neighbors in a step form rounds (`rounds_of_steps`), and remaining differences are
+among these micro-batches (`redistribute_rows`). Up to here, only the number of micro-batches in a step counts, not the
+number of ranks. Then the neighbors in a step form rounds (`rounds_of_steps`), and remaining differences are
 evened out over the rounds of the step (`assign_ranks`). The steps run in random order.
 """
 

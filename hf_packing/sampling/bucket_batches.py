@@ -9,7 +9,7 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.permutation import check_seed, random_order
-from hf_packing.sampling.balance import balance, jitter_attention
+from hf_packing.sampling.balance import assign_ranks, balance, jitter_attention, rounds_of_steps
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
@@ -235,7 +235,7 @@ def _fill_buckets(
         units = left + [[(row, False)] for row in own.tolist()]
         full = len(units) - bucket.left
         balanced = _balance(units[:full], bucket.rows_each, epoch.slots, rows.sizes, seed)
-        steps += [balanced[first : first + epoch.slots] for first in range(0, len(balanced), epoch.slots)]
+        steps += _in_rounds(balanced, epoch, rows.sizes, seed)
         if bucket is buckets[-1]:
             left = units[full:]
         else:
@@ -243,6 +243,17 @@ def _fill_buckets(
             left = [list(chain.from_iterable(_complete(each, bucket.joined, units))) for each in joined]
     filled_up = _complete(left, last.rounds * last.rows_each * epoch.world_size, units)
     return steps, _balance(filled_up, last.rows_each, epoch.world_size, rows.sizes, seed)
+
+
+def _in_rounds(micro_batches: list[_MicroBatch], epoch: Epoch, sizes: RowSizes, seed: int) -> list[list[_MicroBatch]]:
+    """Return the micro-batches of full optimizer steps for each step, ordered by round, then by rank."""
+    if not micro_batches:
+        return []
+    cost = sum_rows([[row for row, _ in each] for each in micro_batches], sizes.squared_lengths).astype(np.float64)
+    steps = np.arange(len(micro_batches)).reshape(-1, epoch.slots)
+    rounds = rounds_of_steps(steps, cost, len(micro_batches), epoch.world_size)
+    assigned = assign_ranks(cost, rounds, epoch.accumulation, seed).reshape(-1, epoch.slots)
+    return [[micro_batches[number] for number in of_step] for of_step in assigned.tolist()]
 
 
 def _complete(units: list[_Unit], number: int, others: list[_Unit]) -> list[_Unit]:

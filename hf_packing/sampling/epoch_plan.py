@@ -89,6 +89,8 @@ class Epoch:
         object.__setattr__(self, "number", check_whole_number("epoch", self.number, minimum=0))
         object.__setattr__(self, "world_size", check_whole_number("world_size", self.world_size, maximum=MAX_RANKS))
         object.__setattr__(self, "accumulation", check_whole_number("accumulation", self.accumulation))
+        runs = [(check_whole_number("trained", slots), check_whole_number("trained", n)) for slots, n in self.trained]
+        object.__setattr__(self, "trained", tuple(runs))
 
     @property
     def slots(self) -> int:
@@ -266,7 +268,7 @@ class Batching(ABC):
 
     @abstractmethod
     def num_micro_batches(self, rows: FittedRows, epoch: Epoch) -> int:
-        """Return the number of micro-batches of each rank. It is the same in every epoch."""
+        """Return the number of micro-batches of each rank. It is the same in every epoch, for the same rows."""
 
     @abstractmethod
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
@@ -280,6 +282,11 @@ class Batching(ABC):
         """Return the fitted rows that earlier runs of the epoch have not trained on: all, or those of the rest."""
         for run, (slots, steps) in enumerate(epoch.trained):
             plan = self.plan_fitted(rows, Epoch(epoch.number, 1, slots, epoch.trained[:run]))
+            if steps * slots >= plan.num_micro_batches:
+                raise PackingError(
+                    f"trained: expected fewer than {-(-plan.num_micro_batches // slots)} optimizer steps of {slots} "
+                    f"micro-batches, got {steps}, which leave no rows in the epoch"
+                )
             trained = slice(int(plan.offsets[steps * slots]))
             rows = self.without(rows, plan.rows[trained][~plan.is_copy[trained]])
         return rows

@@ -41,6 +41,10 @@ _REFILLED_PER_ADDED = 8
 _REFILLED_STEPS = 4
 """The smallest number of optimizer steps whose micro-batches are refilled."""
 
+_MOST_REDISTRIBUTED = 512
+"""The largest number of micro-batches among which rows are redistributed, since the time grows with its square. Of a
+larger optimizer step, neighbors in the order of cost are taken together."""
+
 _EVEN = 0.99
 """A step is even, and stays unchanged, if its mean cost is at least this share of its largest cost."""
 
@@ -98,6 +102,10 @@ def redistribute_rows(
         cost: float64 [rows]: the cost of each row.
         limits: the most that a micro-batch may have, and what each row has.
     """
+    if (slots := steps.shape[1]) > _MOST_REDISTRIBUTED:
+        for neighbors in np.array_split(steps, -(-slots // _MOST_REDISTRIBUTED), axis=1):
+            micro_batches = redistribute_rows(micro_batches, neighbors, cost, limits)
+        return micro_batches
     evened = list(micro_batches)
     costs = sum_rows(micro_batches, cost)[steps]
     for number in np.flatnonzero(costs.mean(axis=1) < _EVEN * costs.max(axis=1)).tolist():

@@ -83,7 +83,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         return self.sampler.plan_inputs()
 
     def check_can_resume(self, saved: dict[str, str | int]) -> None:
-        """Raise PackingError if a checkpoint was saved with different batches; `saved` is its `plan_inputs`."""
+        """Raise PackingError if a checkpoint was saved with different optimizer steps; `saved` is its `plan_inputs`."""
         self.sampler.check_can_resume(saved)
 
     def set_epoch(self, epoch: int) -> None:

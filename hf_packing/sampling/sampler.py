@@ -140,7 +140,7 @@ class RankBatchSampler:
 
 
 def _same_slots(saved: Any, world_size: int) -> str:
-    """Return a hint how to make optimizer steps of as many micro-batches as when a checkpoint was saved."""
+    """Return a hint on how to make optimizer steps of as many micro-batches as when a checkpoint was saved."""
     if not isinstance(saved, int):
         return ""
     if saved % world_size:

@@ -37,9 +37,10 @@ class TokenBudget(Batching):
     """A batching for packed rows or plain documents, whose micro-batches have at most max_tokens tokens.
 
     Plain documents are packed during training, and are grouped differently from epoch to epoch. Every optimizer step
-    has one micro-batch for each rank and each accumulation, and no micro-batch is empty. To fill the last step,
-    micro-batches are split. If every micro-batch already has a single row, the last step has fewer micro-batches, and
-    if the last of them are too few for all ranks, copies of rows with masked labels are added.
+    has ranks x accumulation micro-batches, and none of them is empty. To fill the last step, micro-batches are split,
+    so an epoch may have a few more micro-batches than the documents need. If every micro-batch already has a single
+    row, the last step has fewer micro-batches, and if the last of them are too few for all ranks, copies of rows with
+    masked labels are added.
 
     The documents of an optimizer step depend on the product of ranks and accumulation, but not on these two numbers: 8
     ranks, or 4 ranks with an accumulation of 2, or 1 rank with an accumulation of 8 make the same steps. The
@@ -54,7 +55,7 @@ class TokenBudget(Batching):
             and every piece of a split document, counts as a document.
         max_patches: the most patches of pictures that a micro-batch may have, for models of texts and pictures; None
             for no limit.
-        balance: the quantity to equalize among micro-batches that run at the same time: "tokens" for the number of
+        balance: the quantity to equalize among the micro-batches of an optimizer step: "tokens" for the number of
             tokens, or "attention" for all work, which is linear_cost * tokens + the sum of squared segment lengths.
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
             of tokens; None to compute this ratio from the model's configuration, or to use 12288 if that is impossible.

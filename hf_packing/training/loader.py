@@ -16,7 +16,7 @@ from hf_packing.attention import inner_model
 from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.sampling.epoch_plan import EpochPlan, Trained
+from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
 from hf_packing.training.checks import check_accelerator
@@ -115,10 +115,11 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """
         if epoch != self.epoch:
             self.epoch = check_whole_number("epoch", epoch, minimum=0)
+            self._sampler.set_epoch(self.epoch)
             self.micro_batches_done = self._begin_at = 0
 
     def skip_first_batches(self, batches: int) -> None:
-        """Make the next iteration begin at a later micro-batch of the epoch.
+        """Make the next iteration begin at a later micro-batch of the epoch, or of its rest that was planned anew.
 
         This call is not needed after `accelerator.load_state`, which restores the saved position.
 
@@ -198,7 +199,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             "epoch": self.epoch + done,
             "step": 0 if done else self.micro_batches_done,
             "accumulation": accumulation,
-            "trained": [] if done else list(self._sampler.epoch.trained),
+            "trained": () if done else self._sampler.epoch.trained,
             **self._sampler.plan_inputs(),
             LOSS: self._loss,
         }
@@ -206,30 +207,32 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue from a state that `state_dict` returned.
 
-        If the number of micro-batches in an optimizer step, over all ranks, is the same as in the saved run, the
-        optimizer steps are the same, too, on any number of ranks. Otherwise, the rest of the epoch is planned anew.
+        If ranks x gradient_accumulation_steps is the same as in the saved run, the optimizer steps are those of that
+        run. Otherwise, the documents that are left in the epoch are planned anew.
 
         Raises:
             PackingError: the state is incomplete; the state was saved with a different dataset, batching or loss; or
-                the state was saved in the middle of an optimizer step, with a different gradient_accumulation_steps.
+                the state was saved in the middle of an optimizer step, on another number of ranks or with a different
+                gradient_accumulation_steps.
         """
         if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
         self._sampler.check_can_resume(state, any_slots=True)
+        if missing := {"accumulation", "trained", SLOTS} - state.keys():
+            raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
         check_same_loss(state, self._loss)
-        accumulation, done = self._sampler.accumulation, state["step"]
-        steps, of_step = divmod(done, state["accumulation"])
-        if of_step and state["accumulation"] != accumulation:
+        accumulation, slots, trained = self._sampler.accumulation, state[SLOTS], state["trained"]
+        steps, of_step = divmod(state["step"], state["accumulation"])
+        same_slots = slots == self._sampler.epoch.slots
+        if of_step and not (same_slots and state["accumulation"] == accumulation):
             raise PackingError(
-                f"gradient_accumulation_steps: expected {state['accumulation']}, as when the checkpoint was saved, "
-                f"{of_step} micro-batches into an optimizer step, got {accumulation}"
+                f"accelerator: expected {slots // state['accumulation']} ranks and gradient_accumulation_steps="
+                f"{state['accumulation']}, as when the checkpoint was saved, {of_step} micro-batches into an optimizer "
+                f"step, got {self._sampler.world_size} ranks and gradient_accumulation_steps={accumulation}"
             )
-        trained: Trained = tuple((slots, of_run) for slots, of_run in state["trained"])
-        slots = state[SLOTS]
-        if slots == self._sampler.epoch.slots:
-            done = steps * accumulation + of_step
-        elif steps:
-            trained, done = (*trained, (slots, steps)), 0
+        done = steps * accumulation + of_step if same_slots else 0
+        if steps and not same_slots:
+            trained = (*trained, (slots, steps))
         self.epoch = state["epoch"]
         self._sampler.plan_rest(self.epoch, trained)
         self.micro_batches_done = self._begin_at = done

@@ -1,10 +1,10 @@
-"""Check that all ranks plan from the same data, and that a resumed run has the same batches; count tokens for logs.
+"""Check that all ranks plan from the same data, and that a resumed run makes the same steps; count tokens for logs.
 
 Batches are a pure function of the data, the settings and the number of ranks, so every rank computes the batches of all
 ranks by itself. Ranks with different data would train on some rows twice and on other rows never, or would wait for
 each other forever. To detect different data, all ranks plan at the same time and then exchange facts about the data and
 settings that they used, even if planning failed on a rank. A checkpoint records how its batches were planned, and a
-resumed run must plan the same batches.
+resumed run must make the same optimizer steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -214,7 +214,7 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
         control: TrainerControl,  # noqa: ARG002
         **known: Any,
     ) -> None:
-        """If training resumes from a checkpoint, refuse settings that give different batches than in the checkpoint."""
+        """If training resumes from a checkpoint, refuse settings that give other optimizer steps than those saved."""
         rows = known["train_dataloader"].dataset
         if not isinstance(getattr(rows, "sampler", None), RankBatchSampler):
             return

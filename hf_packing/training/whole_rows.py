@@ -55,7 +55,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
         return self.sampler.plan_inputs()
 
     def check_can_resume(self, saved: dict[str, str | int]) -> None:
-        """Raise PackingError if a checkpoint was saved with different batches; `saved` is its `plan_inputs`."""
+        """Raise PackingError if a checkpoint was saved with different optimizer steps; `saved` is its `plan_inputs`."""
         self.sampler.check_can_resume(saved)
 
     def __getitems__(self, micro_batch: Sequence[SampledRow]) -> list[tuple[Any, bool]]:

@@ -57,17 +57,36 @@ def micro_batches_of(plan, accumulation, step):
 @settings(max_examples=300)
 @given(BATCHINGS, st.lists(st.integers(1, 40), min_size=1, max_size=150), st.sampled_from([1, 2, 4, 6, 8, 12, 64]))
 def test_steps_are_those_of_any_split_into_ranks_and_accumulation(batching, lengths, slots):
-    sizes = sizes_for(batching, lengths)
+    check_steps(batching, sizes_for(batching, lengths), slots)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=24, max_size=90),
+    st.sampled_from([2, 4, 6, 12]),
+    st.integers(0, 9),
+)
+def test_steps_of_packed_rows_and_of_a_number_of_documents(packs, slots, seed):
+    sizes = sizes_of_packs(np.concatenate(packs), np.cumsum([0, *map(len, packs)]))
+    check_steps(hfp.TokenBudget(60, max_documents=8, seed=seed), sizes, slots)
+    documents = sum(map(len, packs))
+    matched = hfp.TokenBudget(2000, match_documents_per_step=-(-documents // 2), seed=seed)
+    assert len(check_steps(matched, sizes, slots)) == 2
+
+
+def check_steps(batching, sizes, slots):
+    """Compare the steps of all splits into ranks and accumulation, and return them."""
     wanted = batching.plan(sizes, Epoch(1, 1, slots))
     steps = steps_of(wanted, slots)
-    assert sum(steps, Counter()) == Counter(range(len(lengths)))
+    assert sum(steps, Counter()) == Counter(range(len(sizes)))
     assert all(steps)
-    for ranks in (ranks for ranks in range(2, slots + 1) if slots % ranks == 0 and ranks <= len(lengths)):
+    for ranks in (ranks for ranks in range(2, slots + 1) if slots % ranks == 0 and ranks <= len(sizes)):
         accumulation = slots // ranks
         plan = batching.plan(sizes, Epoch(1, ranks, accumulation))
         assert steps_of(plan, accumulation) == steps
         for step in range(len(steps) - 1):
             assert micro_batches_of(plan, accumulation, step) == micro_batches_of(wanted, slots, step)
+    return steps
 
 
 def test_all_steps_have_all_micro_batches_if_there_are_enough_rows(rng):
@@ -98,11 +117,30 @@ def test_ranks_have_equal_work_with_accumulation(rng, ranks, accumulation, balan
     assert (in_step.mean(axis=1) / in_step.max(axis=1)).mean() > 0.99
 
 
+def test_ranks_have_equal_work_with_accumulation_in_buckets(rng):
+    plan = hfp.plan_packing(np.clip(rng.lognormal(6, 1.2, 60_000), 1, 16384).astype(int), hfp.Bucket())
+    sizes = sizes_of_packs(plan.segment_length, plan.pack_offsets, plan.pack_capacity)
+    for accumulation in (1, 8, 32):
+        assert hfp.BucketBatches(16384).plan(sizes, Epoch(0, 8, accumulation)).utilization(sizes.squared_lengths) > 0.98
+
+
+def test_rows_of_large_steps_are_redistributed_among_neighbors(monkeypatch, rng):
+    monkeypatch.setattr("hf_packing.sampling.fill._MOST_REDISTRIBUTED", 4)
+    sizes = sizes_of_documents(np.clip(rng.lognormal(6, 1.2, 4000), 1, 4096).astype(int))
+    budget = hfp.TokenBudget(4096, linear_cost=0)
+    steps = steps_of(budget.plan(sizes, Epoch(0, 1, 10)), 10)
+    assert sum(steps, Counter()) == Counter(range(4000))
+    assert steps_of(budget.plan(sizes, Epoch(0, 5, 2)), 2) == steps
+    assert budget.plan(sizes, Epoch(0, 2, 5)).utilization(sizes.squared_lengths) > 0.95
+
+
 @settings(max_examples=200)
 @given(
     BATCHINGS,
-    st.lists(st.integers(1, 40), min_size=8, max_size=150),
-    st.lists(st.tuples(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)]), st.integers(1, 3)), max_size=3),
+    st.lists(st.integers(20, 40), min_size=60, max_size=150),
+    st.lists(
+        st.tuples(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)]), st.integers(1, 3)), min_size=1, max_size=3
+    ),
 )
 def test_the_rest_of_an_epoch_is_planned_with_another_number_of_slots(batching, lengths, runs):
     sizes = sizes_for(batching, lengths)
@@ -113,10 +151,12 @@ def test_the_rest_of_an_epoch_is_planned_with_another_number_of_slots(batching, 
             break
         seen += sum(of_run[:steps], Counter())
         trained += ((ranks * accumulation, steps),)
+    assume(trained)
     rest = batching.plan(sizes, Epoch(2, 2, 2, trained))
     seen += sum(steps_of(rest, 2), Counter())
     assert seen == Counter(range(len(lengths)))
-    assert rest.largest_micro_batch(sizes) <= getattr(batching, "max_tokens", 128)
+    most = batching.max_tokens if isinstance(batching, hfp.TokenBudget) else batching.tokens_per_batch
+    assert rest.largest_micro_batch(sizes) <= most
 
 
 @settings(max_examples=50)
@@ -154,3 +194,15 @@ def test_a_checkpoint_of_other_steps_says_how_to_make_the_same_ones():
         RankBatchSampler(hfp.TokenBudget(100), sizes, 2, 0).check_can_resume(saved)
     with pytest.raises(PackingError, match="use a number of ranks that divides 8"):
         RankBatchSampler(hfp.TokenBudget(100), sizes, 3, 0).check_can_resume(saved)
+
+
+@pytest.mark.parametrize("trained", [((4, 5),), ((4, 99),)])
+def test_runs_that_have_trained_on_the_whole_epoch(trained):
+    with pytest.raises(PackingError, match="trained: expected fewer than 5 optimizer steps of 4 micro-batches, got"):
+        hfp.TokenBudget(3).plan(sizes_of_documents(np.full(20, 3)), Epoch(0, 2, 1, trained))
+
+
+def test_earlier_runs_are_equal_in_any_form():
+    assert Epoch(0, 2, 1, [[4, 1]]) == Epoch(0, 2, 1, ((np.int64(4), 1),))
+    with pytest.raises(PackingError, match="trained: expected an integer from 1"):
+        Epoch(0, 2, 1, ((0, 1),))
