@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.permutation import random_order
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.sampling.balance import group_by_cost
+from hf_packing.sampling.fill import group_by_cost
 
 _FloatArray = npt.NDArray[np.float64]
 

@@ -7,13 +7,11 @@ optimizer step depends only on the product of the last two. The rows are read in
 
     dataset -> RowSizes -> Batching.fit -> FittedRows -> Batching.plan_fitted -> EpochPlan -> RankBatchSampler -> rows
 
-row_sizes.py      measures the size of every row: tokens, segments, attention cost, bucket
+row_sizes.py      measures the size of every row: tokens, segments, attention cost, bucket; cuts long rows
 data_facts.py     facts about a dataset; ranks compare these facts to detect different datasets
 epoch_plan.py     Batching, the base class of all batchings; Epoch, FittedRows and EpochPlan
 best_fit.py       puts rows into as few micro-batches as possible, within limits of tokens and documents
-fill.py           puts rows into a given number of micro-batches
-balance.py        groups micro-batches into optimizer steps and rounds, with equal work on all ranks
-linear_cost.py    the time of linear layers, which the balance compares with the time of attention
+fill.py           puts rows into a given number of micro-batches, with equal work on all ranks
 token_budget.py   TokenBudget, which limits the tokens of a micro-batch
 bucket_batches.py BucketBatches, for rows that were packed in buckets
 within_limits.py  limits a batching to fixed shapes; FilledInOrder, for evaluation with fixed shapes

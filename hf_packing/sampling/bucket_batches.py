@@ -5,11 +5,11 @@ from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.permutation import check_seed, random_order
-from hf_packing.sampling.balance import assign_ranks, balance, jitter_attention, rounds_of_steps
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
@@ -20,6 +20,7 @@ from hf_packing.sampling.epoch_plan import (
     keep_rows,
     sum_rows,
 )
+from hf_packing.sampling.fill import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps
 
 BucketOrder = Literal["random", "short_to_long"]
 
@@ -283,3 +284,18 @@ def _balance(units: list[_Unit], rows_each: int, group: int, sizes: RowSizes, se
         for together in places.transpose(0, 2, 1).tolist()
         for of_micro_batch in together
     ]
+
+
+def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, seed: int) -> IntArray:
+    """Return the index of the micro-batch that each rank runs in each round, int64 [rounds, world_size].
+
+    In a round, every rank runs one micro-batch. The micro-batches of a round have about equal cost.
+
+    Args:
+        cost: float64 [micro-batches]: the cost of each micro-batch; the number of micro-batches is a multiple of
+            world_size.
+        world_size: number of ranks.
+        accumulation: number of rounds in one optimizer step.
+        seed: seed that decides the order of rounds, and which micro-batches of equal cost run together.
+    """
+    return assign_ranks(cost, group_by_cost(cost, world_size, seed), accumulation, seed)

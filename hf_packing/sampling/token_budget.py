@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, cut_to_pieces, is_real
+from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, is_real
 from hf_packing.planning.permutation import check_seed
-from hf_packing.sampling.balance import assign_ranks, group_by_cost, jitter_attention, rounds_of_steps
 from hf_packing.sampling.best_fit import Limits
 from hf_packing.sampling.epoch_plan import (
     Batching,
@@ -18,15 +17,27 @@ from hf_packing.sampling.epoch_plan import (
     FittedRows,
     RowSizes,
     flatten,
-    keep_rows,
     leave_out_rows,
     sum_rows,
 )
-from hf_packing.sampling.fill import fewest_micro_batches, fill, redistribute_rows
-from hf_packing.sampling.linear_cost import LINEAR_COST, linear_cost_of
-from hf_packing.sampling.row_sizes import sizes_of_documents
+from hf_packing.sampling.fill import (
+    assign_ranks,
+    fewest_micro_batches,
+    fill,
+    group_by_cost,
+    jitter_attention,
+    redistribute_rows,
+    rounds_of_steps,
+)
+from hf_packing.sampling.row_sizes import cut_long_rows
 
 Balance = Literal["attention", "tokens"]
+
+LINEAR_COST = 6 * 2048
+"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens.
+
+The value holds for a model of width 2048.
+"""
 
 _MOST_LINEAR = 1e12
 """The largest linear_cost that is accepted. With this value, attention no longer affects the balance."""
@@ -115,7 +126,7 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
-        rows = _cut_rows(sizes, self.max_tokens, self.overflow)
+        rows = cut_long_rows(sizes, self.max_tokens, self.overflow)
         for unit in self._limited(rows.sizes):
             rows = leave_out_rows(rows, unit, *self._limited(rows.sizes)[unit], self.overflow)
         return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
@@ -186,45 +197,6 @@ class TokenBudget(Batching):
         linear = LINEAR_COST if self.linear_cost is None else self.linear_cost
         cost: npt.NDArray[np.float64] = linear * tokens + squared_lengths
         return cost
-
-
-def _cut_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:
-    """Return the rows that fit into micro-batches. Rows that are too long are cut or left out.
-
-    Args:
-        sizes: the sizes of the dataset's rows.
-        max_tokens: the most tokens that a micro-batch may have.
-        overflow: treatment of a row with more than max_tokens tokens: "error" or "drop"; for documents also "split" or
-            "truncate".
-
-    Raises:
-        PackingError: a row is too long and overflow is "error", or a packed row would have to be cut.
-    """
-    too_long = np.flatnonzero(sizes.tokens > max_tokens)
-    if not len(too_long):
-        return keep_rows(sizes, sizes.tokens > 0)
-    if overflow == "error" or (sizes.packed and overflow != "drop"):
-        row = int(too_long[0])
-        accepted = (
-            "pack into rows of at most max_tokens tokens, or use overflow='drop'"
-            if sizes.packed
-            else "use overflow='split', 'truncate' or 'drop'"
-        )
-        others = f" (rows that are too long: {len(too_long)} in all)" if len(too_long) > 1 else ""
-        raise PackingError(
-            f"max_tokens: row {row} has {sizes.tokens[row]} tokens, but a micro-batch may have at most "
-            f"{max_tokens}{others}; {accepted}"
-        )
-    if overflow == "drop":
-        return keep_rows(sizes, (sizes.tokens > 0) & (sizes.tokens <= max_tokens))
-    pieces = cut_to_pieces(sizes.tokens, max_tokens, overflow)
-    return FittedRows(
-        sizes=sizes_of_documents(pieces.length),
-        pieces=pieces,
-        kept=np.arange(len(pieces.length)),
-        left_out=np.setdiff1d(np.arange(len(sizes)), pieces.document),
-        lost_tokens=int(sizes.tokens.sum() - pieces.length.sum()),
-    )
 
 
 @dataclass(frozen=True)
@@ -307,3 +279,40 @@ def with_documents_per_step(batching: Batching, documents: int) -> Batching:
             f"{batching!r}, got {documents!r}"
         )
     return replace(batching, match_documents_per_step=documents)
+
+
+def linear_cost_of(config: Any) -> float:
+    """Return the time that linear layers take for one token, relative to the time of attention for one pair of tokens.
+
+    For one token, linear layers take two operations per weight. For one pair of tokens, attention takes four operations
+    per dimension. In a causal model, half of the pairs are masked, but attention kernels reach about half the speed of
+    large matrix products, so all pairs are counted.
+
+    Args:
+        config: the configuration of a transformers model.
+
+    Returns:
+        The ratio of the two times; LINEAR_COST if the configuration does not have the needed sizes. MLPs are assumed to
+        be gated, and only layers that attend to whole documents are counted as attention. The ratio only affects the
+        balance between ranks.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    hidden = _first_of(config, "hidden_size", "n_embd", "d_model")
+    layers = _first_of(config, "num_hidden_layers", "n_layer")
+    if not hidden or not layers:
+        return float(LINEAR_COST)
+    heads = _first_of(config, "num_attention_heads", "n_head") or 1
+    head_size = _first_of(config, "head_dim") or hidden // heads
+    queries, keys = heads * head_size, (_first_of(config, "num_key_value_heads") or heads) * head_size
+    inner = _first_of(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden
+    experts = _first_of(config, "num_experts_per_tok") or 1
+    weights = 2 * hidden * (queries + keys) + 3 * hidden * inner * experts
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    attending = sum(kind == "full_attention" for kind in kinds) or 1
+    return weights * layers / (2 * queries * attending)
+
+
+def _first_of(config: Any, *names: str) -> int:
+    """Return the value of the first named field that is a nonzero integer, or 0 if there is no such field."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), 0)

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_packing.sampling.balance import balance
 from hf_packing.sampling.best_fit import Limits
+from hf_packing.sampling.bucket_batches import balance
 from hf_packing.sampling.fill import fewest_micro_batches, fill, redistribute_rows
 
 
