@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.report.work import Work, packed_work, padded_work, values_of_ranks
-from hf_packing.sampling.token_budget import LINEAR_COST
+from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.base import Strategy
 from hf_packing.strategies.compare import ComparedStrategy
 

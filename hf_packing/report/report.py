@@ -11,7 +11,7 @@ from hf_packing.planning.lengths import check_whole_number
 from hf_packing.report.figures import Figures, Setup, longest_row, row_of_padding, row_of_strategy, summary_of_lengths
 from hf_packing.report.recommend import recommend
 from hf_packing.report.tables import as_html, as_text
-from hf_packing.sampling.token_budget import LINEAR_COST
+from hf_packing.sampling.fill import LINEAR_COST
 from hf_packing.strategies.base import Strategy, check_strategy, read_lengths
 from hf_packing.strategies.bucket import Bucket
 from hf_packing.strategies.compare import each_planned, with_best_bounds, workload_of

@@ -26,11 +26,13 @@ from hf_packing.planning.permutation import random_order
 from hf_packing.sampling.best_fit import GRAINS, Limits, best_fit
 from hf_packing.sampling.epoch_plan import MicroBatches, flatten, sum_rows
 
-_LENGTH_JITTERS = (0.2, 0.03, 0.0)
-"""Before rows are sorted by length, lengths are reduced at random by up to the first of these shares.
+LINEAR_COST = 6 * 2048
+"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens: that of a
+model of width 2048."""
 
-If the rows then do not fit, the next share is tried.
-"""
+_LENGTH_JITTERS = (0.2, 0.03, 0.0)
+"""Before rows are sorted by length, lengths are reduced at random by up to the first of these shares. If the rows then
+do not fit, the next share is tried."""
 
 _LOOSE = 0.95
 """If rows fill less than this share of the space in all micro-batches, rows are spread evenly instead of packed."""

@@ -21,6 +21,7 @@ from hf_packing.sampling.epoch_plan import (
     sum_rows,
 )
 from hf_packing.sampling.fill import (
+    LINEAR_COST,
     assign_ranks,
     fewest_micro_batches,
     fill,
@@ -32,12 +33,6 @@ from hf_packing.sampling.fill import (
 from hf_packing.sampling.row_sizes import cut_long_rows
 
 Balance = Literal["attention", "tokens"]
-
-LINEAR_COST = 6 * 2048
-"""The default time of linear layers for one token, in units of the time of attention for one pair of tokens.
-
-The value holds for a model of width 2048.
-"""
 
 _MOST_LINEAR = 1e12
 """The largest linear_cost that is accepted. With this value, attention no longer affects the balance."""

@@ -17,7 +17,7 @@ from hf_packing.errors import MissingDependencyError, PackingError
 from hf_packing.report.plots import PLOTS, THEMES, picture
 from hf_packing.report.tables import REPORT_COLUMNS, report_cells
 from hf_packing.report.work import packed_work, padded_work
-from hf_packing.sampling.token_budget import LINEAR_COST
+from hf_packing.sampling.fill import LINEAR_COST
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=80).map(np.array).filter(np.any)
 

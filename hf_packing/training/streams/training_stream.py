@@ -20,7 +20,8 @@ from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.sources import open_source
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching
-from hf_packing.sampling.token_budget import LINEAR_COST, TokenBudget
+from hf_packing.sampling.fill import LINEAR_COST
+from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.strategies.greedy import BestFit
 
 WINDOW_PACKS = 64
