@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from chunks import chunks_of
 from patched_models import patched
-from process_end import end_process_group
+from process_group import end_process_group
 from tiny_models import build
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from datasets import Features, List, Value, load_dataset
-from process_end import end_process_group
+from process_group import end_process_group
 from tiny_models import build
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from patched_models import patched_tiny
-from process_end import end_process_group
+from process_group import end_process_group
 from tokenizers import Tokenizer, models
 from training_process import Log
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast, Trainer, TrainingArguments

@@ -24,6 +24,7 @@ HANGS = 600
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 IN_THE_FAMILY = Path(__file__).parent
+RECIPES = IN_THE_FAMILY.parent / "recipes"
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -126,7 +127,7 @@ def run(folder, runs, ranks, fails=False):
 def launch(script, folder, *arguments, ranks, fails=False):
     """Run a script of this folder on so many processes; its folder for results is made where it does not exist."""
     folder.mkdir(exist_ok=True)
-    paths = [str(IN_THE_FAMILY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(IN_THE_FAMILY), str(RECIPES), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     known |= {"HF_DATASETS_CACHE": str(folder / "cache"), "TOKENIZERS_PARALLELISM": "false"}
     done = run_script(IN_THE_FAMILY / script, folder, *arguments, ranks=ranks, **known)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from datasets import IterableDataset
-from process_end import end_process_group
+from process_group import end_process_group
 from tiny_models import build
 from transformers import Trainer, TrainingArguments
 

@@ -23,7 +23,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from chunks import chunks_summed
 from patched_models import patched
-from process_end import end_process_group
+from process_group import end_process_group
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer

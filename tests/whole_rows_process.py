@@ -20,7 +20,7 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
-from process_end import end_process_group
+from process_group import end_process_group
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer, TrainerCallback
 

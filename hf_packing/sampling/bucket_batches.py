@@ -5,7 +5,6 @@ from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
@@ -55,7 +54,6 @@ class _BucketCounts(NamedTuple):
 class _LastStep(NamedTuple):
     """The last optimizer step of an epoch: the units of the largest bucket that are too few for a full step."""
 
-    units: int
     rows_each: int
     """Number of units in each micro-batch."""
     rounds: int
@@ -215,7 +213,7 @@ def _last_step(buckets: list[_BucketCounts], epoch: Epoch) -> _LastStep:
     rows_each, left = buckets[-1].rows_each, buckets[-1].left
     if not any(bucket.steps for bucket in buckets):
         rows_each = min(rows_each, -(-left // epoch.world_size))
-    return _LastStep(left, rows_each, -(-left // (rows_each * epoch.world_size)))
+    return _LastStep(rows_each, -(-left // (rows_each * epoch.world_size)))
 
 
 def _fill_buckets(
@@ -277,25 +275,10 @@ def _balance(units: list[_Unit], rows_each: int, group: int, sizes: RowSizes, se
         return []
     squared_lengths = sum_rows([[row for row, _ in unit] for unit in units], sizes.squared_lengths)
     cost = jitter_attention(squared_lengths, seed)
-    # `balance` gets units in place of micro-batches, and the units of one micro-batch in place of an optimizer step
-    places = balance(cost, group, rows_each, seed).reshape(-1, rows_each, group)
+    # units stand in place of micro-batches here, and the units of one micro-batch in place of an optimizer step
+    places = assign_ranks(cost, group_by_cost(cost, group, seed), rows_each, seed).reshape(-1, rows_each, group)
     return [
         list(chain.from_iterable(units[place] for place in of_micro_batch))
         for together in places.transpose(0, 2, 1).tolist()
         for of_micro_batch in together
     ]
-
-
-def balance(cost: npt.NDArray[np.float64], world_size: int, accumulation: int, seed: int) -> IntArray:
-    """Return the index of the micro-batch that each rank runs in each round, int64 [rounds, world_size].
-
-    In a round, every rank runs one micro-batch. The micro-batches of a round have about equal cost.
-
-    Args:
-        cost: float64 [micro-batches]: the cost of each micro-batch; the number of micro-batches is a multiple of
-            world_size.
-        world_size: number of ranks.
-        accumulation: number of rounds in one optimizer step.
-        seed: seed that decides the order of rounds, and which micro-batches of equal cost run together.
-    """
-    return assign_ranks(cost, group_by_cost(cost, world_size, seed), accumulation, seed)

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_packing.sampling.best_fit import Limits
-from hf_packing.sampling.bucket_batches import balance
-from hf_packing.sampling.fill import fewest_micro_batches, fill, redistribute_rows
+from hf_packing.sampling.fill import assign_ranks, fewest_micro_batches, fill, group_by_cost, redistribute_rows
 
 
 @settings(max_examples=200)
@@ -18,7 +17,7 @@ from hf_packing.sampling.fill import fewest_micro_batches, fill, redistribute_ro
 )
 def test_neighbors_by_cost_run_together_the_costliest_where_least_was_done(costs, world_size, accumulation, seed):
     cost = np.resize(np.array(costs, dtype=np.float64), len(costs) * world_size)
-    rounds = balance(cost, world_size, accumulation, seed)
+    rounds = assign_ranks(cost, group_by_cost(cost, world_size, seed), accumulation, seed)
     assert sorted(rounds.ravel().tolist()) == list(range(len(cost)))
     neighbors = np.sort(cost).reshape(-1, world_size)
     assert sorted(map(tuple, np.sort(cost[rounds], axis=1))) == sorted(map(tuple, neighbors))
@@ -33,7 +32,7 @@ def test_neighbors_by_cost_run_together_the_costliest_where_least_was_done(costs
 
 def test_rounds_come_in_random_order():
     cost = np.arange(400, dtype=np.float64)
-    mean = cost[balance(cost, 4, 1, seed=0)].mean(axis=1)
+    mean = cost[assign_ranks(cost, group_by_cost(cost, 4, seed=0), 1, seed=0)].mean(axis=1)
     assert abs(np.corrcoef(np.arange(100), mean)[0, 1]) < 0.3
 
 

@@ -26,7 +26,7 @@ from hf_packing.errors import PackingError
 
 
 class Position(NamedTuple):
-    """How far a logical stream has come."""
+    """The progress of a logical stream."""
 
     turns: int
     """The number of its turns so far."""

@@ -38,7 +38,7 @@ STATE_FILE = "packed_stream.pt"
 
 @dataclass(frozen=True)
 class StreamSummary:
-    """What `attach` has planned for a trainer on a stream; `print` shows it."""
+    """The plan of `attach` for a trainer on a stream, which `print` shows."""
 
     stream: TrainingStream
     ranks: int

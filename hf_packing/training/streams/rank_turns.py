@@ -21,7 +21,7 @@ Collate = Callable[[list[Row]], dict[str, Any]]
 
 
 class Move(NamedTuple):
-    """How a logical stream has moved on in a turn."""
+    """The progress of a logical stream in one turn."""
 
     stream: int
     turns: int

@@ -80,7 +80,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
     @property
     def dataset(self) -> TrainingStream:
-        """What the loader reads; Trainer asks every loader for it."""
+        """The stream that the loader reads. Trainer asks every loader for its dataset."""
         return self.stream
 
     def set_epoch(self, epoch: int) -> None:
