@@ -21,6 +21,7 @@ _HOME_OF = {
     "FirstCome": "strategies.sequential",
     "FixedLength": "strategies.sequential",
     "IsolationReport": "attention",
+    "LengthSchedule": "planning.length_schedule",
     "MissingDependencyError": "errors",
     "ModelNotSupportedError": "errors",
     "Multipack": "strategies.sequential",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from hf_packing.data.streams.mix import mix
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
     from hf_packing.planning.assign import DealtShard
+    from hf_packing.planning.length_schedule import LengthSchedule
     from hf_packing.planning.metrics import PackingMetrics
     from hf_packing.planning.pattern_table import PatternTable
     from hf_packing.planning.plan import PackingPlan
@@ -97,6 +99,7 @@ __all__ = [
     "FirstCome",
     "FixedLength",
     "IsolationReport",
+    "LengthSchedule",
     "MissingDependencyError",
     "ModelNotSupportedError",
     "Multipack",

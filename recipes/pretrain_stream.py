@@ -6,7 +6,8 @@
 
 Rows have a `text`. Shares are shares of the tokens. Without --data, the texts are the short and the long functions of
 the Python standard library. A run may be stopped at any time, and resumed on another number of processes that divides
---rows_per_step and --streams: it takes the same steps, and reads no document again but those of the last windows.
+--rows_per_step and --streams: it takes the same steps, and reads no document again but those of the last windows. With
+--start_length and --growth_steps, documents are cut to a length that grows with the steps.
 """
 
 import argparse
@@ -50,11 +51,15 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--window_packs", type=positive, default=64, help="packed rows that are planned together")
     parser.add_argument("--workers", type=int, default=0, help="DataLoader workers of each process")
     parser.add_argument("--max_steps", type=positive, default=60, help="optimizer steps")
+    parser.add_argument("--start_length", type=positive, help="tokens of a segment in the first step; grows to a row")
+    parser.add_argument("--growth_steps", type=positive, help="optimizer steps during which it grows")
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--save_steps", type=positive, default=500, help="optimizer steps between checkpoints")
     parser.add_argument("--output_dir", default="outputs/pretrain_stream")
     parser.add_argument("--resume_from_checkpoint", action="store_true", help="resume from the last one")
     given = parser.parse_args(flags)
+    if (given.start_length is None) != (given.growth_steps is None):
+        parser.error("--start_length and --growth_steps: expected both or none of the two")
     given.epochs = 1
     return given
 
@@ -87,7 +92,8 @@ def main(flags: Sequence[str] | None = None) -> Trainer:
         train_dataset=packed,
         processing_class=tokenizer,
     )
-    summary = hfp.attach(trainer, hfp.TokenBudget(given.max_length))
+    schedule = hfp.LengthSchedule(given.start_length, given.growth_steps) if given.start_length else None
+    summary = hfp.attach(trainer, hfp.TokenBudget(given.max_length, length_schedule=schedule))
     trainer.accelerator.print(summary)
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

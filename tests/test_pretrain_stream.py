@@ -34,9 +34,12 @@ def flags_of(files, output, *more):
 
 
 def test_a_run(files, tmp_path, capsys):
-    trainer = pretrain_stream.main([*flags_of(files, tmp_path / "out"), "--max_steps", "10", "--max_length", "64"])
+    schedule = ["--start_length", "8", "--growth_steps", "5"]
+    flags = [*flags_of(files, tmp_path / "out"), "--max_steps", "10", "--max_length", "64"]
+    trainer = pretrain_stream.main([*flags, *schedule])
     printed = capsys.readouterr().out
     assert "stream: 4 logical streams, 4 on each of 1 ranks" in printed
+    assert "length of segments: 8 tokens in the first step, whole documents after 5 steps" in printed
     (logs,) = [line for line in trainer.state.log_history if "loss" in line]
     assert logs["source_short"] == pytest.approx(0.5, abs=0.1)
     assert logs["packing_efficiency"] > 0.9
@@ -59,10 +62,17 @@ def test_bad_flags(files, tmp_path, flags, said):
         pretrain_stream.main([*flags, "--output_dir", str(tmp_path / "out")])
 
 
-def test_a_source_without_a_name(capsys):
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data", "web/*.parquet"], "expected NAME=VALUE, got 'web/*.parquet'"),
+        (["--start_length", "8"], "--start_length and --growth_steps: expected both or none"),
+    ],
+)
+def test_flags_that_are_not_valid(flags, said, capsys):
     with pytest.raises(SystemExit):
-        pretrain_stream.parse(["--data", "web/*.parquet"])
-    assert "expected NAME=VALUE, got 'web/*.parquet'" in capsys.readouterr().err
+        pretrain_stream.parse(flags)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "first_come.png": draw_strategies.first_come,
     "fixed_length.png": draw_strategies.fixed_length,
     "isolation.png": draw_training.isolation,
+    "length_schedule.png": draw_training.length_schedule,
     "multipack.png": draw_strategies.multipack,
     "non_negative_least_squares.png": draw_strategies.non_negative_least_squares,
     "optimal.png": draw_strategies.optimal,

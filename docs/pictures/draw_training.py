@@ -216,6 +216,27 @@ def bucket_batches() -> Figure:
     return figure
 
 
+def length_schedule() -> Figure:
+    """One row in four steps of a schedule; a line is an extra border."""
+    figure, (axes,) = figure_of(1, (12, 3.2))
+    documents, steps = [(0, 13), (1, 4), (2, 9), (3, 6)], 30
+    row = sum(tokens for _, tokens in documents)
+    schedule = hfp.LengthSchedule(2, steps)
+    for number, step in enumerate((0, 5, 10, steps)):
+        longest = schedule.length_at(step, row) or row
+        draw_segments(axes, documents, 0, -number)
+        begin = 0
+        for _, tokens in documents:
+            for border in range(begin + longest, begin + tokens, longest):
+                axes.plot([border] * 2, [-number, HEIGHT - number], color=LEAKS, linewidth=2.5)
+            begin += tokens
+        whole = "whole documents" if longest == row else f"at most {longest} tokens"
+        note(axes, row + 0.5, HEIGHT / 2 - number, f"step {step}: {whole}", color=INK)
+    axes.set(xlim=(-0.2, row + 9), ylim=(-3.05, 0.95))
+    title(axes, f"LengthSchedule(2, steps={steps}) in a row of {row} tokens")
+    return figure
+
+
 def shards() -> Figure:
     figure, (axes,) = figure_of(1, (12.5, 3.7))
     random = np.random.default_rng(1)

@@ -27,6 +27,7 @@ from hf_packing.data.token_columns import (
     with_typed_empty_lists,
 )
 from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.plan import PackingPlan
 
@@ -59,6 +60,8 @@ def pack(
     load_from_cache_file: bool = True,
     window_packs: int = 64,
     streams: int | None = None,
+    length_schedule: LengthSchedule | None = None,
+    rows_per_step: int | None = None,
 ) -> DatasetOrDict:
     """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
 
@@ -83,8 +86,12 @@ def pack(
             leaves less padding, and needs more memory and a larger state.
         streams: number of logical streams into which a stream is divided: equal shares of its shards, with windows of
             their own, from which rows are taken in turn. The rows of each logical stream do not depend on the number of
-            ranks and workers; 64 suits most runs. With None, each rank and each worker
-            packs the shards that it reads.
+            ranks and workers; 64 suits most runs. With None, each rank and each worker packs the shards that it reads.
+        length_schedule: a LengthSchedule, which cuts documents by extra borders to a length that grows with the
+            optimizer steps, for a trainer that reads the rows in their order. With `attach` and `prepare_dataloader`,
+            pass it to TokenBudget instead, which also knows the step after the first epoch, and loses no label at the
+            borders. None to keep documents whole.
+        rows_per_step: number of packed rows in an optimizer step, over all ranks, for length_schedule.
 
     Returns:
         A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
@@ -103,11 +110,21 @@ def pack(
         [[3, 1], [2]]
     """
     _check_strategy(strategy)
+    schedule = scheduled_rows(length_schedule, rows_per_step)
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.data.streams.pack_stream import pack_stream
 
-        return pack_stream(dataset, strategy, window_packs=window_packs, streams=streams, position_ids=position_ids)
-    pack_each = partial(pack_split, position_ids=position_ids, load_from_cache_file=load_from_cache_file)
+        return pack_stream(
+            dataset,
+            strategy,
+            window_packs=window_packs,
+            streams=streams,
+            position_ids=position_ids,
+            schedule=schedule,
+        )
+    pack_each = partial(
+        pack_split, position_ids=position_ids, load_from_cache_file=load_from_cache_file, schedule=schedule
+    )
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
         return pack_each(dataset, strategy)
@@ -130,6 +147,7 @@ def pack_split(
     position_ids: bool,
     load_from_cache_file: bool,
     plan: PackingPlan | None = None,
+    schedule: ScheduledRows | None = None,
 ) -> datasets.Dataset:
     """Pack one split of a dataset and return the packed split, as `pack` does.
 
@@ -139,18 +157,22 @@ def pack_split(
         position_ids: whether packed rows get a column `position_ids`.
         load_from_cache_file: whether to reuse rows that were packed before.
         plan: the strategy's plan for the document lengths of the dataset; None to compute the plan.
+        schedule: the largest length of a segment in each row; None for no limit.
     """
     _check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
     if strategy.has_buckets:
         check_bucket_is_free(table.column_names)
-    fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names)
+    how = () if schedule is None else (schedule,)
+    fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names, *how)
     cache = cache_for(dataset, fingerprint)
     rows = cache.open() if load_from_cache_file else None
     if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
         if plan is None:
             plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
+        if schedule is not None:
+            plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
         _write_packs(columns, plan, strategy, position_ids, cache)
         rows = MemoryMappedTable.from_file(str(cache.rows))
     changes = cache.describe_changes()

@@ -11,6 +11,7 @@ The modules, with the input and the output of each module:
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
     plan.py            arrays -> PackingPlan               store a plan, and check that the plan is valid
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
+    length_schedule.py PackingPlan -> PackingPlan          cut segments to a length that grows during training
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan
     metrics.py         PackingPlan -> PackingMetrics       compute metrics, such as padding, and a lower bound
 

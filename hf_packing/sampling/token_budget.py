@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, is_real
 from hf_packing.planning.permutation import check_seed
 from hf_packing.sampling.best_fit import Limits
@@ -68,6 +69,9 @@ class TokenBudget(Batching):
         match_documents_per_step: average number of documents in an optimizer step, over all ranks; None to take as many
             documents as fit. To keep the number of optimizer steps that training has without packing, set this to the
             number of documents per step of that training.
+        length_schedule: a LengthSchedule, which cuts documents by extra borders to a length that grows with the
+            optimizer steps; None to keep documents whole. Micro-batches are planned as if documents were whole. Each
+            piece counts as a document, also for loss="sequence". Evaluation does not cut.
         overflow: treatment of a row with more than max_tokens tokens or max_documents documents: "error" or "drop"; for
             documents also "split" or "truncate".
         seed: seed that decides, together with the epoch, the order of rows and which rows share a micro-batch.
@@ -94,6 +98,7 @@ class TokenBudget(Batching):
     balance: Balance = field(default="attention", kw_only=True)
     linear_cost: float | None = field(default=None, kw_only=True)
     match_documents_per_step: int | None = field(default=None, kw_only=True)
+    length_schedule: LengthSchedule | None = field(default=None, kw_only=True)
     overflow: Overflow = field(default="error", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -114,6 +119,7 @@ class TokenBudget(Batching):
         if self.match_documents_per_step is not None:
             documents = check_whole_number("match_documents_per_step", self.match_documents_per_step)
             self._set_checked(match_documents_per_step=documents)
+        check_schedule(self.length_schedule)
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if self.max_patches is not None and sizes.patches is None:
@@ -259,6 +265,21 @@ def with_linear_cost(batching: Batching, config: Any) -> Batching:
     if config is None or not isinstance(batching, TokenBudget) or batching.linear_cost is not None:
         return batching
     return replace(batching, linear_cost=linear_cost_of(config))
+
+
+def longest_segment(batching: Batching, step: int) -> int | None:
+    """Return the largest length of a segment in an optimizer step, in tokens; None for no limit.
+
+    Args:
+        batching: the batching, which may have a length_schedule.
+        step: the number of optimizer steps before this one, from the beginning of the training.
+    """
+    schedule = getattr(batching, "length_schedule", None)
+    if schedule is None:
+        return None
+    assert isinstance(batching, TokenBudget)
+    length: int | None = schedule.length_at(step, batching.max_tokens)
+    return length
 
 
 def with_documents_per_step(batching: Batching, documents: int) -> Batching:

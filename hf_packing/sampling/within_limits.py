@@ -35,6 +35,11 @@ def within_shapes(batching: Batching, tokens: int | None, max_segments: int | No
     most = getattr(batching, name)
     if most > tokens:
         raise PackingError(f"tokens: expected at least {most}, the {name} of the batching, got {tokens}")
+    if isinstance(batching, TokenBudget) and batching.length_schedule is not None:
+        raise PackingError(
+            "length_schedule: expected None for batches of fixed shapes, since extra borders change the number of "
+            f"segments, got {batching.length_schedule!r}"
+        )
     if batching.max_documents is not None and batching.max_documents >= max_segments:
         raise PackingError(
             f"max_segments: expected more than {batching.max_documents}, the max_documents of the batching, since one "

@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader
 
 from hf_packing.attention import inner_model
 from hf_packing.columns import TOKEN_TYPE_IDS
+from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
+from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.losses import Loss, collator_for, exact_type, items_in, with_share
@@ -89,6 +91,8 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.micro_batches_done = 0
         """The number of micro-batches of this epoch that were yielded or skipped."""
         self._begin_at = 0
+        self._steps_before = 0
+        """The number of optimizer steps before those that are planned for this epoch."""
         self._accelerator = accelerator
         self._loader = loader
         self._sampler = sampler
@@ -101,6 +105,12 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def __len__(self) -> int:
         self._sampler.set_epoch(self.epoch)
         return len(self._sampler)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The number of optimizer steps since the beginning of the training whose micro-batches were all yielded."""
+        steps, of_step = divmod(self.micro_batches_done, self._sampler.accumulation)
+        return self._steps_before + steps + (of_step > 0 and self.micro_batches_done == len(self))
 
     @property
     def plan(self) -> EpochPlan:
@@ -116,6 +126,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if epoch != self.epoch:
             self.epoch = check_whole_number("epoch", epoch, minimum=0)
             self._sampler.set_epoch(self.epoch)
+            self._steps_before = self.epoch * -(-len(self._sampler) // self._sampler.accumulation)
             self.micro_batches_done = self._begin_at = 0
 
     def skip_first_batches(self, batches: int) -> None:
@@ -161,7 +172,10 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             self._loader.generator.manual_seed(self.epoch)
             batches = iter(self._loader)
             while together := list(islice(batches, self._left_of_step())):
-                together = [send_to_device(batch, self._accelerator.device) for batch in together]
+                longest = longest_segment(self._sampler.batching, self.optimizer_steps)
+                together = [
+                    with_segments_cut(send_to_device(batch, self._accelerator.device), longest) for batch in together
+                ]
                 items = items_of_step(self._accelerator, together, self._loss)
                 for batch in together:
                     self._prove_isolation(batch)
@@ -170,6 +184,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                     yield with_share(batch, self._loss, items, self._keep_labels)
         finally:
             if self.micro_batches_done == len(self):
+                self._steps_before = self.optimizer_steps
                 self.epoch, self.micro_batches_done = self.epoch + 1, 0
             self._sampler.first_micro_batch = 0
             self.end()
@@ -199,6 +214,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             "epoch": self.epoch + done,
             "step": 0 if done else self.micro_batches_done,
             "accumulation": accumulation,
+            "optimizer_steps": self.optimizer_steps,
             "trained": () if done else self._sampler.epoch.trained,
             **self._sampler.plan_inputs(),
             LOSS: self._loss,
@@ -218,7 +234,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if missing := {"epoch", "step"} - state.keys():
             raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
         self._sampler.check_can_resume(state, any_slots=True)
-        if missing := {"accumulation", "trained", SLOTS} - state.keys():
+        if missing := {"accumulation", "optimizer_steps", "trained", SLOTS} - state.keys():
             raise PackingError(f"state: expected a state that state_dict returned, got one without {min(missing)!r}")
         check_same_loss(state, self._loss)
         accumulation, slots, trained = self._sampler.accumulation, state[SLOTS], state["trained"]
@@ -236,6 +252,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.epoch = state["epoch"]
         self._sampler.plan_rest(self.epoch, trained)
         self.micro_batches_done = self._begin_at = done
+        self._steps_before = state["optimizer_steps"] - done // accumulation
 
     def _check_nothing_changed(self, _: PlannedFrom) -> None:
         """Check that settings and the number of rows have not changed since `prepare_dataloader` was called.

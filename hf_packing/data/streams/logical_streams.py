@@ -162,7 +162,9 @@ class LogicalStreams(upstream.TypedExamples):
         shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
         return {
             stream: PackedExamples(
-                ShareOfShards(self.ex_iterable, shares[stream]), replace(self.packing, stream=stream), files
+                ShareOfShards(self.ex_iterable, shares[stream]),
+                replace(self.packing, stream=stream, turns=self.streams),
+                files,
             )
             for stream in self.owned
         }

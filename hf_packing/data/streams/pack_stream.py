@@ -1,6 +1,7 @@
 """Pack an IterableDataset: check what is asked for, and put the packing between the source and its readers."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import datasets
@@ -12,25 +13,49 @@ from hf_packing.data.streams.logical_streams import LogicalStreams
 from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.data.streams.sources import open_source
 from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import check_whole_number
 
 
-def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int | None, position_ids: bool) -> Any:
+def pack_stream(
+    stream: Any,
+    strategy: Any,
+    *,
+    window_packs: int,
+    streams: int | None,
+    position_ids: bool,
+    schedule: ScheduledRows | None,
+) -> Any:
     """Return an IterableDataset, or a dict of them, with packed rows. `hf_packing.pack` describes the arguments."""
     window_packs = check_whole_number("window_packs", window_packs)
     streams = None if streams is None else check_whole_number("streams", streams)
+    pack_each = partial(
+        _pack_one,
+        strategy=strategy,
+        window_packs=window_packs,
+        streams=streams,
+        position_ids=position_ids,
+        schedule=schedule,
+    )
     if isinstance(stream, datasets.IterableDatasetDict):
         packed, name = {}, ""
         try:
             for name, split in stream.items():
-                packed[name] = _pack_one(split, strategy, window_packs, streams, position_ids)
+                packed[name] = pack_each(split)
         except PackingError as error:
             raise PackingError(f"dataset[{name!r}]: {error}") from error
         return datasets.IterableDatasetDict(packed)
-    return _pack_one(stream, strategy, window_packs, streams, position_ids)
+    return pack_each(stream)
 
 
-def _pack_one(stream: Any, strategy: Any, window_packs: int, streams: int | None, position_ids: bool) -> Any:
+def _pack_one(
+    stream: Any,
+    strategy: Any,
+    window_packs: int,
+    streams: int | None,
+    position_ids: bool,
+    schedule: ScheduledRows | None,
+) -> Any:
     if not hasattr(strategy, "plan_window"):
         raise PackingError(
             f"strategy: expected a strategy that plans windows of a stream, such as BestFit(2048), got {strategy!r}; "
@@ -44,7 +69,7 @@ def _pack_one(stream: Any, strategy: Any, window_packs: int, streams: int | None
         warnings.warn(f"pack leaves out columns without one number for each token: {left_out}", stacklevel=4)
     if masks := [name for name in LOSS_MASKS if name in source.schema.names]:
         warnings.warn(f"pack applies {' and '.join(masks)} to labels: tokens with a 0 are not trained on", stacklevel=4)
-    packing = StreamPacking(strategy, window_packs, position_ids, source.schema)
+    packing = StreamPacking(strategy, window_packs, position_ids, source.schema, schedule=schedule)
     packed: Any = PackedExamples(source.examples, packing)
     if streams is not None:
         if (shards := int(source.examples.num_shards)) < streams:

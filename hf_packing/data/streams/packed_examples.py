@@ -25,6 +25,7 @@ from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.window_start import Counts, WindowStart, waiting_documents
 from hf_packing.data.token_columns import TOKENS_AT_ONCE, blocks_of_rows, find_token_columns
+from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.permutation import derive_key
 from hf_packing.planning.plan import PackingPlan
@@ -72,6 +73,10 @@ class StreamPacking:
     linear_cost: float | None = None
     """The cost of a token, in units of the cost of a pair of tokens that attend to each other. Neighboring logical
     streams then yield packs of about the same cost in each turn. None to yield packs in the order of the plan."""
+    schedule: ScheduledRows | None = None
+    """The largest length of a segment in each row of the first epoch; None for no limit."""
+    turns: int = 1
+    """The number of streams or shards whose rows are taken in turn."""
 
     @property
     def window_size(self) -> WindowSize:
@@ -117,6 +122,18 @@ class StreamPacking:
         key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
 
+    def with_borders(self, plan: PackingPlan, first_row: int) -> PackingPlan:
+        """Return the plan with the extra borders of the schedule.
+
+        Args:
+            plan: the packs that come out of a window, in their order.
+            first_row: the number of rows of this stream before them.
+        """
+        if self.schedule is None or self.epoch is not None:
+            return plan
+        first = first_row * self.turns + (self.stream or 0)
+        return self.schedule.cut(plan, self.strategy.largest_capacity, first, self.turns)
+
     def for_epoch(self, generator: np.random.Generator) -> "StreamPacking":
         """Return the packing of an epoch, given the random generator that `datasets` makes for the epoch."""
         return replace(self, epoch=int(deepcopy(generator).integers(2**63)))
@@ -124,7 +141,9 @@ class StreamPacking:
     def __str__(self) -> str:
         names = ", ".join(self.schema.names)
         by_cost = "" if self.linear_cost is None else f", in turns of equal cost with linear_cost={self.linear_cost:g}"
-        return f"{self.strategy!r} in windows of {self.window_packs} packs{by_cost}, from the columns {names}"
+        scheduled = "" if self.schedule is None else f", with {self.schedule}"
+        windows = f"in windows of {self.window_packs} packs{by_cost}{scheduled}"
+        return f"{self.strategy!r} {windows}, from the columns {names}"
 
 
 class PackedExamples(upstream.TypedExamples):
@@ -158,7 +177,8 @@ class PackedExamples(upstream.TypedExamples):
         return PackedExamples(self.ex_iterable.shuffle_data_sources(generator), self.packing.for_epoch(generator))
 
     def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "PackedExamples":
-        return PackedExamples(self.ex_iterable.shard_data_sources(num_shards, index, contiguous), self.packing)
+        packing = replace(self.packing, turns=self.packing.turns * num_shards)
+        return PackedExamples(self.ex_iterable.shard_data_sources(num_shards, index, contiguous), packing)
 
     def reshard_data_sources(self) -> "PackedExamples":
         return PackedExamples(self.ex_iterable.reshard_data_sources(), self.packing)
@@ -237,7 +257,8 @@ class PackedExamples(upstream.TypedExamples):
             ended=reader.ended,
         )
         order = self.packing.order(plan, np.flatnonzero(~waits), start.counts.packs)
-        return columns, select_packs(plan, order), following
+        chosen = self.packing.with_borders(select_packs(plan, order), start.counts.packs)
+        return columns, chosen, following
 
 
 def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:

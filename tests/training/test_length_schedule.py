@@ -1,0 +1,178 @@
+"""With a length_schedule, documents are cut to a length that grows with the steps; losses are those of the pieces."""
+
+from itertools import pairwise
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_models import build
+from trainers import arguments, trainer_of
+from training_process import tokenizer
+from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback
+from trl import SFTTrainer
+
+import hf_packing as hfp
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+LONGEST = 32
+SCHEDULE = hfp.LengthSchedule(4, steps=6)
+BUDGET = hfp.TokenBudget(LONGEST, length_schedule=SCHEDULE)
+LENGTHS = [30, 12, 9, 25, 7, 18, 32, 14, 3, 21] * 2
+
+
+def documents():
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 99, (length,), generator=generator).tolist() for length in LENGTHS]
+    return datasets.Dataset.from_dict({"input_ids": ids})
+
+
+class Seen(TrainerCallback):
+    """The micro-batches that a model gets, step by step, and the loss and gradient of each step."""
+
+    def __init__(self, model):
+        self.model, self.step, self.batches, self.loss, self.gradient = model, 0, {}, {}, {}
+        model.register_forward_pre_hook(self.before, with_kwargs=True)
+
+    def before(self, _, __, inputs):
+        if self.model.training and torch.is_grad_enabled() and "cu_seq_lens_q" in inputs:
+            self.batches.setdefault(self.step, []).append(
+                {name: inputs[name].clone() for name in ("input_ids", "cu_seq_lens_q", "position_ids")}
+            )
+
+    def on_pre_optimizer_step(self, *_, **__):
+        self.step_ends()
+
+    def step_ends(self):
+        self.gradient[self.step] = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        self.step += 1
+
+
+def by_hand(batches, borders_of_documents):
+    """The gradient of the mean loss over a step's pieces, each run alone; the last token of a piece predicts the next
+    piece's first one if both are of one document."""
+    model, total, tokens = build("Llama", torch.float64), 0.0, 0
+    for batch in batches:
+        ids, borders = batch["input_ids"][0], batch["cu_seq_lens_q"].tolist()
+        logits = torch.cat([model(ids[None, a:b]).logits[0] for a, b in pairwise(borders)])
+        labels = ids.clone()
+        labels[borders_of_documents(ids)] = -100
+        total += torch.nn.functional.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+        tokens += int((labels[1:] != -100).sum())
+    (total / tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def begins(rows):
+    """A function that finds where the documents of a micro-batch begin."""
+    known = {tuple(row[:3]) for row in rows["input_ids"]}
+    assert len(known) == len(rows)
+    return lambda ids: [at for at in range(len(ids)) if tuple(ids[at : at + 3].tolist()) in known]
+
+
+def train(through, folder):
+    rows, model = documents(), build("Llama", torch.float64)
+    seen = Seen(model)
+    settings = {"num_train_epochs": 2, "max_steps": -1, "learning_rate": 0.0, "gradient_accumulation_steps": 2}
+    if through == "loop":
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        loader = hfp.prepare_dataloader(accelerator, rows, BUDGET, model=model, prove="model")
+        seen.batches.clear()
+        for _ in range(2):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(hfp.compute_loss(model, batch))
+                    if accelerator.sync_gradients:
+                        seen.step_ends()
+                        model.zero_grad()
+        assert loader.optimizer_steps == seen.step
+        return rows, seen
+    kind = Trainer if through == "trainer" else SFTTrainer
+    trainer = trainer_of(folder, kind, model, rows, **settings, max_grad_norm=0.0)
+    summary = hfp.attach(trainer, BUDGET, prove="model")
+    assert "length of segments: 4 tokens in the first step, whole documents after 6 steps" in str(summary)
+    seen.batches.clear()
+    trainer.add_callback(seen)
+    trainer.train()
+    return rows, seen
+
+
+@pytest.mark.usefixtures("exact_log_probs")
+@pytest.mark.parametrize("through", ["trainer", "sft", "loop"])
+def test_the_gradient_is_that_of_the_pieces(through, tmp_path):
+    rows, seen = train(through, tmp_path)
+    begin_of = begins(rows)
+    assert seen.step > SCHEDULE.steps
+    for step, batches in seen.batches.items():
+        limit = SCHEDULE.length_at(step, LONGEST) or LONGEST
+        for batch in batches:
+            ids, borders = batch["input_ids"][0], batch["cu_seq_lens_q"].tolist()
+            starts = [*begin_of(ids), len(ids)]
+            assert borders == sorted({at for a, b in pairwise(starts) for at in range(a, b, limit)} | {len(ids)})
+        expected = by_hand(batches, begin_of)
+        largest = max(float(each.abs().max()) for each in expected.values())
+        assert all(
+            float((seen.gradient[step][name] - expected[name]).abs().max()) <= 1e-12 * largest for name in expected
+        )
+    assert len({len(batches) for batches in seen.batches.values()} - {1}) == 1
+
+
+def test_a_resumed_loop_goes_on_with_its_length():
+    def loader_at(accumulation):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        return hfp.prepare_dataloader(accelerator, documents(), BUDGET)
+
+    def longest(loader):
+        return [batch["max_length_q"] for batch in loader]
+
+    whole = loader_at(2)
+    expected = longest(whole) + longest(whole)
+    stopped = loader_at(2)
+    batches = iter(stopped)
+    for _ in range(4):
+        next(batches)
+    state = stopped.state_dict()
+    assert state["optimizer_steps"] == 2
+    resumed = loader_at(2)
+    resumed.load_state_dict(state)
+    assert longest(resumed) + longest(resumed) == expected[4:]
+    others = loader_at(1)  # steps of another size: the schedule counts the steps that were made
+    others.load_state_dict(state)
+    found = longest(others)
+    limits = [SCHEDULE.length_at(2 + step, LONGEST) or LONGEST for step in range(len(found))]
+    assert all(length <= limit for length, limit in zip(found, limits, strict=True))
+    assert found[0] == limits[0] == 13
+    jumped = loader_at(2)
+    jumped.set_epoch(1)
+    assert longest(jumped) == expected[len(whole) :]
+
+
+def test_evaluation_does_not_cut(tmp_path):
+    model, rows = build("Llama", torch.float64), documents()
+    losses = []
+    for batching in (BUDGET, hfp.TokenBudget(LONGEST)):
+        trainer = trainer_of(tmp_path, Trainer, model, rows)
+        trainer.eval_dataset = rows
+        hfp.attach(trainer, batching)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(hfp.PackingError, match="length_schedule: expected LengthSchedule.* or None, got 7"):
+        hfp.TokenBudget(8, length_schedule=7)
+    trainer = trainer_of(tmp_path, data=documents())
+    with pytest.raises(hfp.PackingError, match="length_schedule: expected None for batches of fixed shapes"):
+        hfp.attach(trainer, BUDGET, tokens=64, max_segments=8)
+    config = build("Llama").config
+    config.num_labels = 2
+    rows = documents().add_column("labels", [0, 1] * 10)
+    classifier = Trainer(
+        AutoModelForSequenceClassification.from_config(config),
+        arguments(tmp_path),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+    )
+    with pytest.raises(hfp.PackingError, match="length_schedule: expected None for Trainer with LlamaForSequence"):
+        hfp.attach(classifier, BUDGET)
