@@ -29,14 +29,18 @@ _MAX_LIST_VALUES = 2**31 - 1
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed rows, the labels that packing replaced, and the number of tokens that are trained on."""
+    """Packed rows, and the labels that packing replaced."""
 
     table: pa.Table
     """One row for each pack, with input_ids, labels, other token columns, seq_lengths and optional columns."""
     first_labels: npt.NDArray[np.int32] | None
     """int32 [segments]: the original label of each segment's first token; None without labels and loss masks."""
-    trained_tokens: int
-    """The number of labels that are not -100."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of labels that are not -100."""
+        chunks = self.table.column(LABELS).chunks
+        return sum(int(np.count_nonzero(chunk.flatten().to_numpy() != IGNORED_LABEL)) for chunk in chunks)
 
 
 def pack_rows(
@@ -80,7 +84,7 @@ def pack_rows(
     arrays[SEQ_LENGTHS] = list_array(length, np.diff(offsets))
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
-    return PackedRows(pa.table(arrays), first_labels, int((labels != IGNORED_LABEL).sum()))
+    return PackedRows(pa.table(arrays), first_labels)
 
 
 def check_bucket_is_free(column_names: list[str]) -> None:

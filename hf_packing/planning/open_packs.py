@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hf_packing.planning.lengths import IntArray
-from hf_packing.planning.patterns import Pattern, Patterns, Run, patterns_from_list, patterns_from_runs
+from hf_packing.planning.patterns import Pattern, Patterns, patterns_from_list, patterns_from_runs
 
 
 class Interval(NamedTuple):
@@ -41,25 +41,15 @@ class OpenPacks:
         self.capacity = capacity
         self.limit = max_documents or capacity
         self.num_packs = 0
-        self.runs: list[Run] = []
-        self._intervals: dict[int, list[Interval]] = {}
+        self.runs: list[tuple[int, int, int, int]] = []
+        """The fields of each `Run`, in the order of filling."""
+        self._intervals: dict[int, list[tuple[int, int, int]]] = {}
+        """The fields of each `Interval`, by the room of its packs."""
         self._rooms = 0
-
-    def least_room(self, length: int) -> int | None:
-        """Return the number of free tokens of the fullest open pack in which a segment of `length` tokens fits.
-
-        Return None if there is no such pack.
-        """
-        fitting = self._rooms >> length
-        return length + (fitting & -fitting).bit_length() - 1 if fitting else None
 
     def most_room(self) -> int:
         """Return the number of free tokens of the emptiest open pack, or -1 if no pack is open."""
         return self._rooms.bit_length() - 1
-
-    def newest(self, room: int) -> Interval:
-        """Return the newest interval of open packs with `room` free tokens in each pack."""
-        return self._intervals[room][-1]
 
     def add(self, room: int, interval: Interval) -> None:
         """Add an interval of open packs with `room` free tokens in each pack."""
@@ -72,7 +62,7 @@ class OpenPacks:
         `packs` is the maximum number of packs to remove.
         """
         intervals = self._intervals[room]
-        interval = intervals.pop()
+        interval = Interval(*intervals.pop())
         if not intervals:
             self._rooms &= ~(1 << room)
         if packs < interval.packs:
@@ -86,7 +76,7 @@ class OpenPacks:
         removed by `take`. After the call, the packs are open, unless they are full or have the maximum number of
         segments.
         """
-        self.runs.append(Run(length, interval.first_pack, interval.packs, copies))
+        self.runs.append((length, interval.first_pack, interval.packs, copies))
         room, documents = room - copies * length, interval.documents + copies
         if room and documents < self.limit:
             self.add(room, Interval(interval.first_pack, interval.packs, documents))
@@ -95,6 +85,39 @@ class OpenPacks:
         """Create `packs` new packs, and put `copies` segments of `length` tokens into each new pack."""
         self.fill(Interval(self.num_packs, packs, 0), self.capacity, length, copies)
         self.num_packs += packs
+
+    def fill_best_fit(self, length: int, left: int) -> int:
+        """Put segments of `length` tokens into the fullest open packs in which they fit.
+
+        This method is the inner loop of best-fit decreasing, and calls no other: a window of a stream has few segments
+        of each length, so calls would take most of the time.
+
+        Args:
+            length: the length of the segments, in tokens; not longer than those that packs have already.
+            left: number of segments.
+
+        Returns:
+            The number of segments that fit into no open pack.
+        """
+        intervals, rooms, limit = self._intervals, self._rooms, self.limit
+        while left and (fitting := rooms >> length):
+            room = length + (fitting & -fitting).bit_length() - 1
+            with_room = intervals[room]
+            first_pack, packs, documents = with_room.pop()
+            copies = 1 if left == 1 else min(room // length, limit - documents, left)
+            taken = 1 if left == copies else min(left // copies, packs)
+            if taken < packs:
+                with_room.append((first_pack + taken, packs - taken, documents))
+            elif not with_room:
+                rooms ^= 1 << room
+            self.runs.append((length, first_pack, taken, copies))
+            left -= taken * copies
+            room, documents = room - copies * length, documents + copies
+            if room and documents < limit:
+                intervals.setdefault(room, []).append((first_pack, taken, documents))
+                rooms |= 1 << room
+        self._rooms = rooms
+        return left
 
     def patterns(self) -> Patterns:
         """Return the patterns of all packs, open or full."""
@@ -115,11 +138,7 @@ def fill_best_fit(packs: OpenPacks, counts: IntArray) -> None:
         counts: int64 [longest + 1]: counts[n] is the number of segments of n tokens; counts[0] is 0.
     """
     for length, left in lengths_descending(counts):
-        while left and (room := packs.least_room(length)):
-            copies = min(room // length, packs.limit - packs.newest(room).documents, left)
-            taken = packs.take(room, left // copies)
-            packs.fill(taken, room, length, copies)
-            left -= taken.packs * copies
+        left = packs.fill_best_fit(length, left)
         copies = min(packs.capacity // length, packs.limit)
         if left >= copies:
             packs.open(left // copies, length, copies)

@@ -111,15 +111,15 @@ def patterns_from_list(patterns: Sequence[Pattern]) -> Patterns:
     )
 
 
-def patterns_from_runs(runs: Iterable[Run], num_packs: int, capacity: int) -> Patterns:
+def patterns_from_runs(runs: Iterable[tuple[int, int, int, int]], num_packs: int, capacity: int) -> Patterns:
     """Return the patterns of packs that are filled step by step. Each step is a `Run`.
 
     Args:
-        runs: the steps, in order. Each step fills consecutive packs, whose indices are below num_packs.
+        runs: the fields of the steps, in order. Each step fills consecutive packs, whose indices are below num_packs.
         num_packs: total number of packs.
         capacity: capacity of each pack, in tokens.
     """
-    length, first, packs, copies = np.array(list(runs), dtype=np.int64).reshape(-1, 4).T
+    length, first, packs, copies = np.fromiter(chain.from_iterable(runs), dtype=np.int64).reshape(-1, 4).T
     borders = np.unique(np.concatenate([first, first + packs, [0, num_packs]]))
     first_pattern, end_pattern = np.searchsorted(borders, first), np.searchsorted(borders, first + packs)
     spans = end_pattern - first_pattern

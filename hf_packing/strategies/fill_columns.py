@@ -100,7 +100,7 @@ def _fill_rest(runs: list[Run], num_packs: int, left: IntArray, capacity: int, m
     """Pack the remaining segments best-fit, into packs that have free room and into new packs.
 
     Args:
-        runs: filling steps of the existing packs; extended in place.
+        runs: filling steps of the existing packs.
         num_packs: number of existing packs.
         left: int64 [longest + 1]: left[n] is the number of remaining segments of n tokens.
         capacity: capacity of each pack, in tokens.
@@ -111,7 +111,7 @@ def _fill_rest(runs: list[Run], num_packs: int, left: IntArray, capacity: int, m
     """
     made = patterns_from_runs(runs, num_packs, capacity)
     open_packs = OpenPacks(capacity, max_documents)
-    open_packs.runs, open_packs.num_packs = runs, num_packs
+    open_packs.runs, open_packs.num_packs = [*runs], num_packs
     room = made.capacity - made.tokens_per_pack()
     documents, first = made.segments_per_pack(), np.cumsum(made.packs) - made.packs
     useful = (documents > 0) & (documents < open_packs.limit) & (room > 0)
