@@ -6,7 +6,7 @@ First, lengths of documents are packed in windows, as `pack` packs a stream with
 waits and the last window. Beside it: one plan for all documents; batches of 1,000 documents, as TRL packs; and first
 fit into 64 open rows, which go out together when a document fits in none of them, as Grain packs. Then parquet files
 are read, read and packed, and read and packed batch by batch with `map`, in turn. Documents longer than a row are
-split.
+split. Last, how many rows lie between two documents that were neighbors in their file.
 """
 
 import argparse
@@ -153,6 +153,42 @@ def compare_speed(tokens: int, rounds: int) -> None:
         measure_state(hfp.pack(source(), hfp.BestFit(8192)), 64 * 8192)
 
 
+def compare_neighbors(documents: int) -> None:
+    """Print how far apart packing puts documents that were neighbors in their file."""
+    row = 8192
+    print("rows between neighbors of a file, rows of 8,192 tokens:")
+    with tempfile.TemporaryDirectory() as folder:
+        for streams, window_packs in ((None, 64), (None, 1024), (8, 64), (64, 64)):
+            files, per_file = streams or 1, documents if streams else 8 * documents
+            write_named(Path(folder), files, per_file)
+            data_files = [str(Path(folder) / f"{number}.parquet") for number in range(files)]
+            stream = datasets.load_dataset("parquet", data_files=data_files, split="train", streaming=True)
+            packed = hfp.pack(stream, hfp.BestFit(row), window_packs=window_packs, streams=streams)
+            row_of, rows = np.full(files * per_file, -1), 0
+            for _, table in packed._ex_iterable.iter_arrow():
+                ids = table["input_ids"].combine_chunks()
+                begins = np.flatnonzero(ids.flatten().to_numpy() >= 0)
+                names = ids.flatten().to_numpy()[begins]
+                row_of[names] = rows + np.searchsorted(np.diff(ids.offsets).cumsum(), begins, side="right")
+                rows += len(table)
+            apart = np.abs(np.diff(row_of.reshape(files, per_file), axis=1)).ravel()
+            print(
+                f"  {streams or 'no'} logical streams, window_packs={window_packs}: median {np.median(apart):,.0f} of "
+                f"{rows:,} rows; {(apart == 0).mean():.1%} in the same row"
+            )
+            figure(streams=streams, window_packs=window_packs, rows=rows, median=float(np.median(apart)))
+
+
+def write_named(folder: Path, files: int, documents: int) -> None:
+    """Write documents whose first token is the number of the document; all other tokens are -1."""
+    for number in range(files):
+        lengths = log_normal(documents, *LENGTHS["lognormal"], seed=number)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        ids = np.full(offsets[-1], -1, dtype=np.int32)
+        ids[offsets[:-1]] = number * documents + np.arange(documents)
+        pq.write_table(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, ids)}), folder / f"{number}.parquet")
+
+
 def measure_state(packed: Any, window: int) -> None:
     examples = packed._ex_iterable
     examples._init_state_dict()
@@ -174,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packs", type=int, default=4000, help="rows of each kind")
     parser.add_argument("--tokens", type=int, default=30_000_000, help="tokens in the files")
+    parser.add_argument("--documents", type=int, default=3000, help="documents in each file of the neighbors")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     datasets.disable_progress_bars()
@@ -181,6 +218,8 @@ def main() -> None:
     compare_fill(arguments.packs)
     print()
     compare_speed(arguments.tokens, arguments.rounds)
+    print()
+    compare_neighbors(arguments.documents)
 
 
 if __name__ == "__main__":

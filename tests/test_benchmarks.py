@@ -45,7 +45,7 @@ TOY = {
     ),
     "padded_batches.py": (["--rows", "8", "--pairs", "4", "--rounds", "1"], "kept for the backward pass"),
     "score.py": (["--documents", "12", "--max-tokens", "1024", "--rounds", "1"], "times as fast"),
-    "streams.py": (["--packs", "20", "--tokens", "200000", "--rounds", "1"], "state, windows of 64 packs"),
+    "streams.py": (["--packs", "20", "--tokens", "200000", "--rounds", "1", "--documents", "30"], "64 logical"),
     "lockstep.py": (["--steps", "20", "--rounds", "1"], "a step of 5 milliseconds in lockstep"),
     "masking.py": (["--documents", "20", "--tokens", "1024", "--rounds", "1"], "ms for 16,384 tokens"),
     "gpu_train.py": (
