@@ -15,6 +15,7 @@ fill.py           puts rows into a given number of micro-batches, with equal wor
 token_budget.py   TokenBudget, which limits the tokens of a micro-batch
 bucket_batches.py BucketBatches, for rows that were packed in buckets
 within_limits.py  limits a batching to fixed shapes; FilledInOrder, for evaluation with fixed shapes
+steps_of_epochs.py the optimizer steps of each epoch of a run, to find its place in the data
 sampler.py        RankBatchSampler, for a DataLoader; InOrder, for evaluation; EpochSummary
 sampled_rows.py   reads the rows that a sampler selects
 """

@@ -6,11 +6,13 @@ has no batch_size. Otherwise accelerate would assume that all batches have the s
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import (
     Batching,
@@ -24,6 +26,7 @@ from hf_packing.sampling.epoch_plan import (
     check_sizes,
     keep_rows,
 )
+from hf_packing.sampling.steps_of_epochs import StepsOfEpochs
 from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 3
@@ -32,6 +35,9 @@ arguments. Training then refuses to resume from older checkpoints."""
 
 SLOTS = "ranks x gradient_accumulation_steps"
 """Name of the number of micro-batches in an optimizer step, over all ranks, in checkpoints and messages."""
+
+STEPS = "steps"
+"""Name of the optimizer steps of the run's epochs, in checkpoints of a trainer; see `StepsOfEpochs.to_saved`."""
 
 
 class RankBatchSampler:
@@ -77,9 +83,18 @@ class RankBatchSampler:
         self._planned_rows = self.rows
         self._num_micro_batches = batching.num_micro_batches(self.rows, first_epoch)
         self._planned: tuple[Epoch, EpochPlan] | None = None
+        self.steps = StepsOfEpochs(self.optimizer_steps, rest=self.optimizer_steps)
+        """The optimizer steps of the epochs of the run."""
+        self.goes_on = False
+        """True after a call of `go_on`."""
 
     def __len__(self) -> int:
-        return self._num_micro_batches
+        return self.optimizer_steps * self.accumulation if self.goes_on else self._num_micro_batches
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Number of optimizer steps in the current epoch, or in its rest."""
+        return -(-self._num_micro_batches // self.accumulation)
 
     def set_epoch(self, number: int) -> None:
         """Make the next iteration yield the micro-batches of epoch `number`, counted from 0."""
@@ -93,9 +108,27 @@ class RankBatchSampler:
             number: number of the epoch, from 0.
             trained: pairs of integers (slots, optimizer steps) of the earlier runs, as in `Epoch`.
         """
-        self.epoch = Epoch(number, self.world_size, self.accumulation, trained)
-        self._planned_rows = self.batching.left_in(self.rows, self.epoch)
-        self._num_micro_batches = self.batching.num_micro_batches(self._planned_rows, self.epoch)
+        self.first_micro_batch = 0
+        epoch = Epoch(number, self.world_size, self.accumulation, trained)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._planned_rows = self.batching.left_in(self.rows, self.epoch)
+            self._num_micro_batches = self.batching.num_micro_batches(self._planned_rows, self.epoch)
+
+    def go_on(self, steps: StepsOfEpochs, step: int) -> None:
+        """Go to the place of a run after so many optimizer steps.
+
+        From then on, every optimizer step has `accumulation` micro-batches on each rank, since Trainer takes only whole
+        steps if epochs have different lengths. At the end of an epoch, copies of a row fill the last step.
+
+        Args:
+            steps: the optimizer steps of the epochs of the run.
+            step: number of optimizer steps that are done, those of earlier runs included.
+        """
+        epoch, done, _ = steps.place(step)
+        self.plan_rest(epoch, steps.trained_in(epoch))
+        self.first_micro_batch = done * self.accumulation
+        self.steps, self.goes_on = steps, True
 
     @property
     def plan(self) -> EpochPlan:
@@ -105,7 +138,13 @@ class RankBatchSampler:
         return self._planned[1]
 
     def __iter__(self) -> Iterator[list[SampledRow]]:
-        return self.plan.micro_batches(self.rank, self.first_micro_batch)
+        return chain(self.plan.micro_batches(self.rank, self.first_micro_batch), self._copies())
+
+    def _copies(self) -> Iterator[list[SampledRow]]:
+        """Yield micro-batches that fill the last optimizer step, each with a copy of a row; none before `go_on`."""
+        for _ in range(len(self) - self._num_micro_batches):
+            rows = [row for row, _ in self.plan.micro_batch(self._num_micro_batches - 1, self.rank)]
+            yield [(min(rows, key=self.rows.sizes.tokens.__getitem__), True)]
 
     def plan_inputs(self) -> dict[str, str | int]:
         """Return all values that determine the optimizer steps, except the epoch. Checkpoints store these values."""
@@ -127,7 +166,7 @@ class RankBatchSampler:
             PackingError: a value has changed since the checkpoint was saved; the message names the value.
         """
         for name, value in self.plan_inputs().items():
-            if saved.get(name) == value or (name == SLOTS and any_slots):
+            if saved.get(name) == value or (name == SLOTS and (any_slots or self.goes_on)):
                 continue
             got, hint = repr(value), ""
             if name == SLOTS:
@@ -137,6 +176,14 @@ class RankBatchSampler:
                 f"{name}: expected {saved.get(name)!r}, as when the checkpoint was saved, got {got}; resuming would "
                 f"train on some rows twice and on other rows not at all{hint}"
             )
+        if STEPS in saved and not (any_slots or self.goes_on):
+            before = StepsOfEpochs.from_saved(saved[STEPS])
+            if before != self.steps:
+                raise PackingError(
+                    "resume_from_checkpoint: expected the checkpoint as an argument of the trainer's train(), which "
+                    f"finds its place in the data before training begins. The steps before step {before.began} had "
+                    "another size, so global_step alone does not give the place"
+                )
 
 
 def _same_slots(saved: Any, world_size: int) -> str:
@@ -221,11 +268,15 @@ class EpochSummary:
     unpacked_documents_per_step: int | None = None
     """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
     cannot be set to this number."""
+    length_schedule: LengthSchedule | None = None
+    """The schedule that cuts documents in training; the counts above are without its borders."""
     isolation: object = field(default=None, compare=False, repr=False)
     """An object whose text says what was proven about isolation so far; None if this is not known."""
 
     def __str__(self) -> str:
         text = self._counts()
+        if self.length_schedule is not None:
+            text = f"{text}\nlength of segments: {self.length_schedule}"
         return text if self.isolation is None else f"{text}\n{self.isolation}"
 
     def _counts(self) -> str:
@@ -274,6 +325,7 @@ def summary_of(sampler: RankBatchSampler, unpacked: int, isolation: object = Non
         left_out=len(plan.left_out),
         lost_tokens=fitted.lost_tokens,
         unpacked_documents_per_step=unpacked if _can_match(sampler, unpacked) else None,
+        length_schedule=getattr(sampler.batching, "length_schedule", None),
         isolation=isolation,
     )
 

@@ -24,14 +24,14 @@ from hf_packing.columns import PADDING_SEGMENT
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.sampler import RankBatchSampler
+from hf_packing.sampling.sampler import STEPS, RankBatchSampler
 from hf_packing.training.losses import Loss, documents_in, items_in
 
 Result = TypeVar("Result")
 
 LOSS = "loss"
 
-_STEPS_AHEAD = "steps_ahead"
+STEPS_AHEAD = "steps_ahead"
 """A checkpoint entry: the number of optimizer steps by which global_step is ahead of the position in the epoch."""
 
 _TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
@@ -207,6 +207,13 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
     def state(self) -> dict[str, Any]:
         return {"args": {"loss": self.loss}, "attributes": {"batches": self.batches}}
 
+    @classmethod
+    def saved_in(cls, state: TrainerState) -> dict[str, Any] | None:
+        """Return how the batches of a checkpoint were planned, or None if the checkpoint does not tell."""
+        saved = state.stateful_callbacks.get(cls.__name__, {}).get("attributes", {})
+        batches: dict[str, Any] | None = saved.get("batches")
+        return batches
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -220,9 +227,9 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
             return
         steps_ahead = 0
         if state.global_step and args.ignore_data_skip:
-            steps_ahead = state.global_step % -(-len(rows.sampler) // rows.sampler.accumulation)
+            steps_ahead = state.global_step % rows.sampler.steps.steps
         elif state.global_step:
-            saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("batches")
+            saved = self.saved_in(state)
             if saved is None:
                 raise PackingError(
                     "resume_from_checkpoint: expected a checkpoint of an attached trainer, got a checkpoint "
@@ -230,14 +237,15 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
                 )
             rows.check_can_resume(saved)
             check_same_loss(saved, self.loss)
-            if saved.get(_STEPS_AHEAD):
+            if saved.get(STEPS_AHEAD):
                 raise PackingError(
                     "ignore_data_skip: expected True, got False. The run that saved the checkpoint was itself resumed "
-                    f"with ignore_data_skip=True, {saved[_STEPS_AHEAD]} steps into an epoch, and then began a new "
+                    f"with ignore_data_skip=True, {saved[STEPS_AHEAD]} steps into an epoch, and then began a new "
                     "epoch. So global_step does not give the position in the epoch: the resumed run would train on "
                     "some rows twice and on other rows not at all"
                 )
-        self.batches = {**rows.plan_inputs(), LOSS: self.loss, _STEPS_AHEAD: steps_ahead}
+        how = {LOSS: self.loss, STEPS_AHEAD: steps_ahead, STEPS: rows.sampler.steps.to_saved()}
+        self.batches = {**rows.plan_inputs(), **how}
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint of another trainer lacks it
 
 
