@@ -193,6 +193,9 @@ def test_what_trainer_calls():
     for call in ("self.get_train_dataloader()", "self.get_eval_dataloader(", "self.get_batch_samples("):
         assert call in source
     assert "self.current_gradient_accumulation_steps = " in source
+    assert source.count("self._maybe_log_save_evaluate(") == 2
+    condition = "if self.control.should_log and self.state.global_step > self._globalstep_last_logged:"
+    assert condition in source
     assert "self.model_accepts_loss_kwargs" in source
 
 

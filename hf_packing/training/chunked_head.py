@@ -21,6 +21,7 @@ from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import weighted_loss
 from hf_packing.training.sum_of_chunks import sum_of_chunks
+from hf_packing.training.token_losses import TokenLosses
 
 
 class UnsupportedHeadError(PackingError):
@@ -36,16 +37,27 @@ class ChunkedHead:
         weights: float [1, tokens].
         shift: True if the logits of a token predict the next token's label.
         size: number of tokens in a chunk.
+        token_losses: where the losses of all labels are kept; None to keep none.
     """
 
-    def __init__(self, inner: PreTrainedModel, labels: Tensor, weights: Tensor, shift: bool, size: int) -> None:
+    def __init__(
+        self,
+        inner: PreTrainedModel,
+        labels: Tensor,
+        weights: Tensor,
+        shift: bool,
+        size: int,
+        token_losses: TokenLosses | None = None,
+    ) -> None:
         self.inner, self.layer, self.size = inner, inner.get_output_embeddings(), size
-        self.shape = labels.shape
+        self.shape, self.token_losses = labels.shape, token_losses
         if shift:  # the last token predicts nothing
             labels, weights = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL), F.pad(weights[:, 1:], (0, 1))
         chosen = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]  # waits for the device, before the model runs
         self.chosen = chosen if len(chosen) else chosen.new_zeros(1)  # so that the loss always has a gradient
         self.labels, self.weights = labels[:, self.chosen], weights[:, self.chosen]
+        self.labeled = self.chosen + 1 if shift and len(chosen) else self.chosen
+        """int64 [chosen]: the tokens whose labels are predicted."""
         self.hidden: Tensor | None = None
         """The input of the output layer, float [1, tokens, width]; None if the output layer was left alone."""
         self.reason = "the output layer was not called"
@@ -125,7 +137,8 @@ class ChunkedHead:
     def _loss_of_chunk(self, hidden: Tensor, chunk: slice) -> Tensor:
         """Return the weighted sum of cross-entropies of a chunk of the chosen tokens, whose hidden states are given."""
         logits = self.of_logits(self.layer.forward(hidden))  # without hooks, which FSDP expects to be called once
-        return weighted_loss(logits, self.labels[:, chunk], self.weights[:, chunk], shift=False)
+        see = None if self.token_losses is None else partial(self.token_losses.put, tokens=self.labeled[chunk])
+        return weighted_loss(logits, self.labels[:, chunk], self.weights[:, chunk], shift=False, see=see)
 
 
 class _FirstLogits(Tensor):

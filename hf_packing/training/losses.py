@@ -10,7 +10,7 @@ depends on the whole global batch. The loss of a batch without trainable tokens 
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -93,7 +93,9 @@ def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
     return labeled / trainable_per_document(batch).clamp(min=1).repeat_interleave(lengths)[None]
 
 
-def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) -> Tensor:
+def weighted_loss(
+    logits: Tensor, labels: Tensor, weights: Tensor, shift: bool, see: Callable[[Tensor], None] | None = None
+) -> Tensor:
     """Return the weighted sum of cross-entropies over the tokens of a packed batch, a float scalar.
 
     Args:
@@ -102,6 +104,7 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
         weights: float [1, tokens]; 0 for a token without a label.
         shift: True if the logits of a token predict the next token's label; False if they predict the token's own
             label.
+        see: a function that is called with the cross-entropies, float [labels]; 0 for a label of -100.
     """
     if shift:
         logits, labels, weights = logits[:, :-1], labels[:, 1:], weights[:, 1:]
@@ -109,6 +112,8 @@ def weighted_loss(logits: Tensor, labels: Tensor, weights: Tensor, shift: bool) 
     losses = F.cross_entropy(
         exact.flatten(0, 1), labels.flatten().to(exact.device), ignore_index=IGNORED_LABEL, reduction="none"
     )
+    if see is not None:
+        see(losses.detach())
     return losses @ weights.flatten().to(losses)
 
 

@@ -100,7 +100,9 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         else:
             items = num_items_in_batch / data_rank(self.accelerator).world_size
         weights = weights_of(inputs, loss_kind) / items
-        loss, outputs = run_with_loss(model, inputs, inputs["labels"], weights, keep_logits=return_outputs)
+        loss, outputs = run_with_loss(
+            model, inputs, inputs["labels"], weights, keep_logits=return_outputs, token_losses=planned.token_losses
+        )
         if (routers := router_loss(outputs, model)) is not None:
             loss = loss + routers / self.current_gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss

@@ -44,6 +44,7 @@ from hf_packing.training.ranks import (
     on_all_ranks,
 )
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
+from hf_packing.training.token_losses import TokenLosses
 from hf_packing.training.trainer_loss import (
     SettledLoss,
     TrainerLoss,
@@ -105,6 +106,8 @@ class PlannedBatches:
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
         self.only_evaluates_loss = False
         """True while an evaluation runs that needs the loss, but no logits."""
+        self.token_losses: TokenLosses | None = None
+        """Where the losses of all labels are kept during a step of training; None to keep none."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self.accumulation = 1

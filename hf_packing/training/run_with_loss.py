@@ -10,6 +10,7 @@ cannot be used in this way, whole logits are computed; a warning of the logger o
 import logging
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from hf_packing.attention import inner_model, input_device
 from hf_packing.training.chunked_head import ChunkedHead, UnsupportedHeadError
 from hf_packing.training.losses import model_to_test, predicts_next, short_batch, weighted_loss
+from hf_packing.training.token_losses import TokenLosses
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
@@ -37,7 +39,13 @@ _CLOSE_GRADIENT, _CLOSE_ROUNDED_GRADIENT = 1e-4, 5e-2
 
 
 def run_with_loss(
-    model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, weights: Tensor, *, keep_logits: bool = False
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    keep_logits: bool = False,
+    token_losses: TokenLosses | None = None,
 ) -> tuple[Tensor, Any]:
     """Run a model on a packed batch, and return the weighted sum of cross-entropies and the model's outputs.
 
@@ -47,25 +55,27 @@ def run_with_loss(
         labels: int64 [1, tokens]; -100 marks a token without a label.
         weights: float [1, tokens]; 0 for a token without a label.
         keep_logits: True if the outputs must have the logits of the whole row. If False, the outputs may lack logits.
+        token_losses: where the losses of all labels are kept; None to keep none.
     """
     inner, shift = inner_model(model), predicts_next(model)
+    see = None if token_losses is None else partial(token_losses.put, tokens=slice(int(shift), None))
     inputs = {name: value for name, value in inputs.items() if name != "labels"}
     vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
     # chunks may gather weights once more: with FSDP2, all ranks have to do the same, however long their rows are
     fits = labels.numel() * vocabulary <= CHUNK_LOGITS and not isinstance(inner, FSDPModule)
     if keep_logits or fits or not can_chunk(model, inner):
         outputs = model(**inputs)
-        return weighted_loss(outputs.logits, labels, weights, shift), outputs
-    head = ChunkedHead(inner, labels, weights, shift, max(1, CHUNK_LOGITS // vocabulary))
+        return weighted_loss(outputs.logits, labels, weights, shift, see), outputs
+    head = ChunkedHead(inner, labels, weights, shift, max(1, CHUNK_LOGITS // vocabulary), token_losses)
     try:
         with head.installed():
             outputs = model(**inputs)
     except UnsupportedHeadError as error:  # the forward is another one in training mode
         _TESTED[inner] = _TESTED[inner][0], str(error)
-        return run_with_loss(model, inputs, labels, weights)
+        return run_with_loss(model, inputs, labels, weights, token_losses=token_losses)
     if head.hidden is None:
         _report(inner, head.reason)
-        return weighted_loss(outputs.logits, labels, weights, shift), outputs
+        return weighted_loss(outputs.logits, labels, weights, shift, see), outputs
     return outputs.loss, outputs
 
 

@@ -8,7 +8,14 @@ from typing import Any, get_args
 import datasets
 
 from hf_packing.data.streams import upstream
-from hf_packing.data.streams.mixed_examples import SOURCE, Count, MixedExamples, Mixture, StoppingStrategy
+from hf_packing.data.streams.mixed_examples import (
+    SOURCE,
+    SOURCE_EPOCH,
+    Count,
+    MixedExamples,
+    Mixture,
+    StoppingStrategy,
+)
 from hf_packing.data.streams.sources import Source, open_source
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import is_real
@@ -43,7 +50,8 @@ def mix(
 
     Returns:
         IterableDataset with the token columns, and a column `source`: the number of the document's source, for every
-        token, so that packed rows have it too.
+        token, so that packed rows have it too. With "all_exhausted", the column `source_epoch` has the number of times
+        that the source was read before the document.
 
     Raises:
         PackingError: the names differ, a share is not positive, a source has no documents or other token columns, or a
@@ -102,9 +110,10 @@ def _open(name: str, stream: Any) -> Source:
     if not isinstance(stream, datasets.IterableDataset):
         raise PackingError(f"streams[{name!r}]: expected an IterableDataset or a Dataset, got {type(stream).__name__}")
     source = open_source(f"streams[{name!r}]", stream)
-    if SOURCE in source.schema.names:
-        raise PackingError(
-            f"streams[{name!r}]: expected no column {SOURCE!r} with a number for each token, since the mixture makes a "
-            "column of this name; rename the column"
-        )
+    for column in (SOURCE, SOURCE_EPOCH):
+        if column in source.schema.names:
+            raise PackingError(
+                f"streams[{name!r}]: expected no column {column!r} with a number for each token, since the mixture "
+                "makes a column of this name; rename the column"
+            )
     return source

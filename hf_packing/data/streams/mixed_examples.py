@@ -25,6 +25,10 @@ from hf_packing.errors import PackingError
 SOURCE = "source"
 """The column with the number of the document's source, for every token."""
 
+SOURCE_EPOCH = "source_epoch"
+"""The column with the number of times that the source was read before this document, for every token. Only mixtures
+whose sources are read again have it."""
+
 Count = Literal["tokens", "trainable"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
 
@@ -46,7 +50,15 @@ class Mixture:
     @property
     def features(self) -> datasets.Features:
         """Names and types of the columns of mixed documents."""
-        return datasets.Features.from_arrow_schema(self.schema.append(pa.field(SOURCE, pa.list_(pa.int16()))))
+        schema = self.schema.append(pa.field(SOURCE, pa.list_(pa.int16())))
+        if self.reads_again:
+            schema = schema.append(pa.field(SOURCE_EPOCH, pa.list_(pa.int32())))
+        return datasets.Features.from_arrow_schema(schema)
+
+    @property
+    def reads_again(self) -> bool:
+        """True if a source may be read several times in an epoch of the mixture."""
+        return self.stopping_strategy == "all_exhausted"
 
     def counted(self, documents: pa.Table) -> npt.NDArray[np.int64]:
         """Return what counts of each document, int64 [documents]: all tokens, or those that are trained on."""
@@ -167,13 +179,13 @@ class MixedExamples(upstream.TypedExamples):
         active = self._active(progress)
         if progress.shares != shares:  # the documents that are out were chosen by the old shares
             chosen = self._choose(readers, progress, active)[0][:out]
-            self._take(readers, chosen)
+            self._take(readers, progress, chosen)
             progress.note(readers, chosen)
             progress.shares, progress.total, out = shares, [0] * len(shares), 0
         while active:
             here = progress.saved()
             chosen, due = self._choose(readers, progress, active)
-            table = self._take(readers, chosen)
+            table = self._take(readers, progress, chosen)
             for first in range(out, table.num_rows, 1 if one_row else max(table.num_rows - out, 1)):
                 end = first + 1 if one_row else table.num_rows
                 save(state, made_from, (here, end))
@@ -227,13 +239,17 @@ class MixedExamples(upstream.TypedExamples):
             chosen.append(source)
         return chosen, None
 
-    def _take(self, readers: list[DocumentReader], chosen: list[int]) -> pa.Table:
-        """Return the chosen documents, with the column that names their sources."""
+    def _take(self, readers: list[DocumentReader], progress: _Progress, chosen: list[int]) -> pa.Table:
+        """Return the chosen documents, with the columns of their sources."""
         order = np.argsort(np.array(chosen, dtype=np.int64), kind="stable")
         parts = [reader.take(chosen.count(source)) for source, reader in enumerate(readers)]
         table = pa.concat_tables(parts).take(np.argsort(order))
-        source = np.repeat(np.array(chosen, dtype=np.int16), lengths_of(table))
-        return table.append_column(SOURCE, list_array(source, lengths_of(table)))
+        lengths, sources = lengths_of(table), np.array(chosen, dtype=np.int16)
+        table = table.append_column(SOURCE, list_array(np.repeat(sources, lengths), lengths))
+        if self.mixture.reads_again:
+            epochs = np.array(progress.epoch, dtype=np.int32)[sources]
+            table = table.append_column(SOURCE_EPOCH, list_array(np.repeat(epochs, lengths), lengths))
+        return table
 
     def _go_on(self, due: int, readers: list[DocumentReader], progress: _Progress, active: set[int]) -> bool:
         """Return whether the mixture goes on after a source that is due has ended, and prepare it."""

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
+from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
@@ -44,6 +46,7 @@ class StreamSummary:
     ranks: int
     accumulation: int
     isolation: FirstBatchProof | None = None
+    length_schedule: LengthSchedule | None = None
 
     @property
     def rows_per_step(self) -> int:
@@ -58,6 +61,8 @@ class StreamSummary:
             f"step: {self.rows_per_step} rows, in {self.accumulation} micro-batches of {self.stream.rows_per_batch} "
             f"rows on each rank, of at most {self.stream.max_tokens:,} tokens",
         ]
+        if self.length_schedule is not None:
+            lines.append(f"length of segments: {self.length_schedule}")
         return "\n".join([*lines, *([str(self.isolation)] if self.isolation else [])])
 
 
@@ -87,15 +92,29 @@ class StreamTrainer(PackedTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        found = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if found[0]:
-            self.planned_batches.count_sources(self.accelerator)
-        return found
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            self.planned_batches.add_sources(batches, device)
+        return batches, items
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.planned_batches.losses_of_sources(model, inputs):
+            loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+            return loss
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Before all ranks log, sum what is logged of the sources of a mixture over the ranks.
+
+        A call of `log` is no such place, since a callback may call it on one rank only.
+        """
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self.planned_batches.gather_source_logs(self.accelerator)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the share of the tokens of each source of a mixture, together with the training loss."""
+        """Log what was read of each source of a mixture, together with the training loss."""
         if "loss" in logs:
-            logs = {**logs, **self.planned_batches.shares_of_sources()}
+            logs = {**logs, **self.planned_batches.source_logs.take()}
         super().log(logs, *args, **kwargs)
 
 
@@ -172,7 +191,8 @@ def _check(
             batches.sampler_in_order(trainer, name, dataset, planned_from)
     proof = batches.first_batch_proof if prove == "first batch" else None
     ranks = data_rank(trainer.accelerator).world_size
-    return batches, StreamSummary(stream, ranks, trainer.args.gradient_accumulation_steps, proof)
+    schedule = getattr(batching, "length_schedule", None)
+    return batches, StreamSummary(stream, ranks, trainer.args.gradient_accumulation_steps, proof, schedule)
 
 
 def _isolate_and_settle(trainer: Trainer, batches: StreamedBatches, _: PlannedFrom) -> None:

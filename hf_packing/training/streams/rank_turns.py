@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, TOKEN_TYPE_IDS
+from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, SEQ_LENGTHS, TOKEN_TYPE_IDS
 from hf_packing.data.streams.logical_streams import LogicalStreams, Position, Turn
-from hf_packing.data.streams.mixed_examples import SOURCE
+from hf_packing.data.streams.mixed_examples import SOURCE, SOURCE_EPOCH, MixedExamples
+from hf_packing.planning.lengths import IntArray
 
 Row = dict[str, Any]
 Collate = Callable[[list[Row]], dict[str, Any]]
@@ -38,8 +39,9 @@ class MicroBatch(NamedTuple):
     batch: dict[str, Any] | None
     """The batch; None if the logical streams of all its turns have ended."""
     moves: list[Move]
-    tokens_of_sources: dict[int, int]
-    """The number of tokens of each source of a mixture; empty without a mixture."""
+    documents: IntArray | None
+    """int64 [4, segments]: the source, number of tokens, epoch of the source and logical stream of each document, or
+    piece of one, of a mixture; None without a mixture, and without a row."""
 
 
 class _Moves:
@@ -97,7 +99,8 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
         self.owned = streams.owned[rank::world_size]
         self._streams, self._state, self._first = streams, state, first
         self._rows_per_batch, self._collate = rows_per_batch, collate
-        names = [INPUT_IDS, LABELS, *([TOKEN_TYPE_IDS] if token_types else []), *SEGMENT_COLUMNS, SOURCE]
+        names = [INPUT_IDS, LABELS, *([TOKEN_TYPE_IDS] if token_types else []), *SEGMENT_COLUMNS]
+        names += [SOURCE, SOURCE_EPOCH] if isinstance(streams.ex_iterable, MixedExamples) else []
         self._names = [name for name in names if name in streams.features]
 
     def usable_workers(self, workers: int) -> int:
@@ -126,13 +129,19 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 
     def _joined(self, turns: Sequence[Turn], moves: _Moves) -> MicroBatch:
         rows = [turn.values(self._names) for turn in turns if turn.row is not None]
-        counts: dict[int, int] = {}
-        for row in rows:
-            if SOURCE in row:
-                sources, tokens = np.unique(row.pop(SOURCE), return_counts=True)
-                for source, count in zip(sources.tolist(), tokens.tolist(), strict=True):
-                    counts[source] = counts.get(source, 0) + count
-        return MicroBatch(self._collate(rows) if rows else None, [moves.of(turn) for turn in turns], counts)
+        streams = [turn.stream for turn in turns if turn.row is not None]
+        documents = [_documents(row, stream) for row, stream in zip(rows, streams, strict=True) if SOURCE in row]
+        batch = self._collate(rows) if rows else None
+        together = np.concatenate(documents, axis=1) if documents else None
+        return MicroBatch(batch, [moves.of(turn) for turn in turns], together)
+
+
+def _documents(row: Row, stream: int) -> IntArray:
+    """Return what `MicroBatch.documents` says of a row, and remove the columns of sources, which no model takes."""
+    lengths = row[SEQ_LENGTHS].astype(np.int64)
+    first = np.cumsum(lengths) - lengths
+    source, epoch = (row.pop(name, np.zeros_like(row[INPUT_IDS]))[first] for name in (SOURCE, SOURCE_EPOCH))
+    return np.stack([source, lengths, epoch, np.full_like(lengths, stream)])
 
 
 def _without_end(turns: Iterator[Turn], owned: Sequence[int]) -> Iterator[Turn]:

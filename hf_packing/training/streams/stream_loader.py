@@ -14,10 +14,11 @@ from hf_packing.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.data.streams.logical_streams import Position
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
+from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.training.ranks import data_rank
 from hf_packing.training.streams.lockstep import Answer, in_lockstep
 from hf_packing.training.streams.rank_turns import MicroBatch, RankTurns, moved, turns_loader
+from hf_packing.training.streams.source_logs import SourceCounts
 from hf_packing.training.streams.training_stream import TrainingStream
 
 Batch = dict[str, Any]
@@ -66,12 +67,14 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """The epoch of the next row, from 0."""
         self.steps_done = 0
         """The number of optimizer steps of this epoch whose micro-batches were yielded."""
-        self.source_tokens: dict[int, int] = {}
-        """The tokens that this rank has yielded of each source of a mixture, by the number of the source."""
         self.without_rows: list[bool] = []
         """For each micro-batch of the current optimizer step: whether it has no row, since its streams have ended."""
+        self.documents: list[IntArray | None] = []
+        """For each micro-batch of the current optimizer step: `MicroBatch.documents`."""
         self._accelerator = accelerator
         self._rank, self._ranks = data_rank(accelerator)
+        self.counts = SourceCounts(stream.sources, stream.streams.streams)
+        """What was yielded of each source of a mixture."""
         self._collate, self._token_types, self._restarts = collate, token_types, restarts
         self._workers, self._options = workers, options
         self._positions: dict[int, Position] = {}
@@ -133,6 +136,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 yield from self._run(step)
             else:
                 self._move(step)
+        self.counts.end_epoch()
         self.begin_at_epoch(self.epoch + 1)
         return ran
 
@@ -141,6 +145,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         batches = self.prepared([send_to_device(self._batch(each), self._accelerator.device) for each in step])
         self._left_of_step = len(batches)
         self.without_rows = [each.batch is None for each in step]
+        self.documents = [each.documents for each in step]
         for batch in batches:
             self._left_of_step -= 1
             if not self._left_of_step:  # before the last batch, since a state is saved after it
@@ -160,8 +165,8 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         for each in step:
             for move in each.moves:
                 self._positions[move.stream] = moved(self._positions.get(move.stream), move)
-            for source, tokens in each.tokens_of_sources.items():
-                self.source_tokens[source] = self.source_tokens.get(source, 0) + tokens
+            if each.documents is not None:
+                self.counts.add(each.documents)
 
     def _reader(self) -> RankTurns:
         streams = self.stream.of_epoch(self.epoch)
@@ -190,16 +195,18 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 f"checkpoint {self._left_of_step} micro-batches before its end, which would lack the accumulated "
                 "gradients"
             )
-        positions = dict(self._positions)
+        positions, counted = dict(self._positions), {self._rank: self.counts}
         if self._accelerator.num_processes > 1:
-            for other in gather_object([positions]):
-                positions |= other
+            for theirs, counts in gather_object([(positions, counted)]):
+                positions |= theirs
+                counted |= counts
         return {
             "format": _FORMAT,
             "epoch": self.epoch,
             "steps": self.steps_done,
             "rows_per_batch": self.stream.rows_per_batch,
             "streams": self.stream.of_epoch(self.epoch).state_at(positions),
+            "sources": self.counts.saved(counted),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,6 +238,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.begin_at_epoch(epoch)
         self.steps_done = state["steps"]
         self._positions = {each: at for each, at in positions.items() if each % self._ranks == self._rank}
+        self.counts.load(state.get("sources"))  # a state of an older version has no counts
 
 
 def _masked(collate: Callable[..., Batch]) -> Batch:

@@ -1,20 +1,23 @@
 """The state that `attach` gives a trainer whose training dataset is a stream."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import datasets
 import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_packing.attention import inner_model
-from hf_packing.columns import COMPLETION_MASK
+from hf_packing.columns import COMPLETION_MASK, LABELS
+from hf_packing.data.streams.mixed_examples import SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import PlannedFrom, check_same_loss, data_rank
+from hf_packing.training.streams.source_logs import SourceLogs, check_names, source_of_tokens
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.training_stream import (
     TrainingStream,
@@ -24,6 +27,7 @@ from hf_packing.training.streams.training_stream import (
     training_stream,
     with_rows_joined,
 )
+from hf_packing.training.token_losses import TokenLosses
 
 
 class StreamedBatches(PlannedBatches):
@@ -36,23 +40,42 @@ class StreamedBatches(PlannedBatches):
     _trains = False
     _skips = False
     """The user's value of ignore_data_skip, while a training runs."""
-    _source_tokens: torch.Tensor | None = None
+    source_logs = SourceLogs()
+    """What the training that runs, or has run last, logs of the sources of a mixture."""
 
-    def count_sources(self, accelerator: Accelerator) -> None:
-        """Count the tokens of each source of a mixture on all ranks, for the logs."""
-        if self.loader is None or not (names := self.loader.stream.sources):
+    def add_sources(self, batches: Sequence[dict[str, Any]], device: torch.device) -> None:
+        """Add the source of each token to the micro-batches of an optimizer step, for `losses_of_sources`."""
+        if self.loader is None or (self.settled.by_trainer and not self.decided.trainer_loss.sums_log_probs):
             return
-        counts = [self.loader.source_tokens.pop(number, 0) for number in range(len(names))]
-        everywhere = accelerator.reduce(torch.tensor(counts, device=accelerator.device), reduction="sum")
-        self._source_tokens = everywhere if self._source_tokens is None else self._source_tokens + everywhere
+        for batch, documents in zip(batches, self.loader.documents, strict=True):
+            if documents is not None:
+                batch[SOURCE] = source_of_tokens(documents, batch[LABELS].shape[1]).to(device)
 
-    def shares_of_sources(self) -> dict[str, float]:
-        """Return the share of the tokens of each source since the last call, by its name in the logs."""
-        counts, self._source_tokens = self._source_tokens, None
-        if counts is None or self.loader is None or not counts.sum():
-            return {}
-        shares = (counts / counts.sum()).tolist()
-        return {f"source_{name}": share for name, share in zip(self.loader.stream.sources, shares, strict=True)}
+    @contextmanager
+    def losses_of_sources(self, model: nn.Module, batch: dict[str, Any]) -> Iterator[None]:
+        """Context manager for a step of training on a micro-batch: sum the losses of each source, for the logs.
+
+        Args:
+            model: the model that is trained.
+            batch: the micro-batch, from which the sources are removed, since no model takes them.
+        """
+        source = batch.pop(SOURCE, None)
+        if source is None or self.loader is None:
+            yield
+            return
+        losses = self.token_losses = TokenLosses(batch[LABELS])
+        try:
+            with losses.of_log_probs(model) if self.settled.by_trainer else nullcontext():
+                yield
+        finally:
+            self.token_losses = None
+        if losses.are_known:
+            self.source_logs.add_losses(batch[LABELS], source, len(self.loader.counts.names), losses)
+
+    def gather_source_logs(self, accelerator: Accelerator) -> None:
+        """Sum what is logged of the sources of a mixture over all ranks, which call this together."""
+        if self.loader is not None and self.loader.counts.names:
+            self.source_logs.gather(self.loader.counts, accelerator)
 
     def counts_of(self, batches: Sequence[dict[str, Any]]) -> torch.Tensor:
         counts = super().counts_of(batches)
@@ -69,7 +92,7 @@ class StreamedBatches(PlannedBatches):
             state: the state of a StreamLoader; None to start with the first row.
         """
         self._skips, self._state = trainer.args.ignore_data_skip, state
-        self.loader, self._trains = None, True
+        self.loader, self._trains, self.source_logs = None, True, SourceLogs()
         trainer.args.ignore_data_skip = True  # otherwise, Trainer would read and drop all batches before
         try:
             yield
@@ -125,7 +148,9 @@ class StreamedBatches(PlannedBatches):
             tokens=self.decided.shapes[0],
             max_segments=self.decided.shapes[1],
         )
-        return self._open(trainer, "train_dataset", trainer.train_dataset, planned_from)
+        stream = self._open(trainer, "train_dataset", trainer.train_dataset, planned_from)
+        check_names(stream.sources)
+        return stream
 
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> Any:
         if not is_stream(dataset):

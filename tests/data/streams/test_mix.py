@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, interleave_datasets
 from datasets.distributed import split_dataset_by_node
-from document_streams import stream_of, write_source
+from document_streams import generated, stream_of, write_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,6 +59,21 @@ def test_column_of_sources():
     for row in rows:
         assert row["source"] == [token // 1000 for token in row["input_ids"]]
     assert any(len(set(row["source"])) > 1 for row in rows)
+
+
+def test_column_of_epochs():
+    shards = {"few": [[[1, 1], [2]], [[3]]], "many": [[[11], [12, 12]], [[13] * 9]]}
+    made = {name: generated(parts) for name, parts in shards.items()}
+    mixed = hfp.mix(made, {"few": 0.6, "many": 0.4}, stopping_strategy="all_exhausted")
+    assert list(mixed.features) == ["input_ids", "source", "source_epoch"]
+    seen: Counter = Counter()
+    for document in mixed:
+        ids = document["input_ids"]
+        assert document["source_epoch"] == [seen[ids[0]]] * len(ids)
+        seen[ids[0]] += 1
+    assert (max(seen.values()), min(seen.values())) == (5, 1)
+    rows = list(hfp.pack(mixed, hfp.BestFit(16)))
+    assert {epoch for row in rows for epoch in row["source_epoch"]} == set(range(5))
 
 
 def test_trainable_tokens_count():
@@ -191,6 +206,7 @@ A, B = Dataset.from_dict({"input_ids": [[1]]}), Dataset.from_dict({"input_ids": 
         ({"a": A.select([])}, {"a": 1}, {}, r"streams\['a'\]: expected documents, got an empty dataset"),
         ({"a": [1]}, {"a": 1}, {}, r"streams\['a'\]: expected an IterableDataset or a Dataset, got list"),
         ({"a": A.add_column("source", [[1]])}, {"a": 1}, {}, r"streams\['a'\]: expected no column 'source'"),
+        ({"a": A.add_column("source_epoch", [[1]])}, {"a": 1}, {}, r"expected no column 'source_epoch'"),
         (
             {"a": A.to_iterable_dataset().shuffle(seed=1)},
             {"a": 1},

@@ -1,0 +1,156 @@
+"""The logs of the sources of a mixture: shares, tokens, documents, epochs and losses of what was trained on."""
+
+import json
+from collections import Counter
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from chunks import chunks_of
+from document_streams import generated
+from mixture_process import CAPACITY, MOST, SHARES, ByHand, mixture, packed, sources_in, train, trainer_of
+from processes import launch, read
+from transformers import Trainer, TrainerCallback
+from trl import SFTTrainer
+
+import hf_packing as hfp
+
+
+class Compares(TrainerCallback):
+    """Compares what is logged of the sources with what was trained on, as summed by hand."""
+
+    def __init__(self, losses=True):
+        self.losses, self.logs, self.trainer = losses, 0, None
+        self.before = {name: np.zeros(4) for name in SHARES}
+
+    def on_log(self, args, state, control, logs, **known):  # noqa: ARG002
+        if "loss" not in logs:
+            return
+        now = {name: sums.copy() for name, sums in self.trainer.by_hand.sums.items()}
+        since = {name: now[name] - self.before[name] for name in SHARES}
+        tokens, _, losses, labels = np.array(list(since.values())).T
+        for number, name in enumerate(SHARES):
+            assert logs[f"source_{name}"] == tokens[number] / tokens.sum()
+            assert logs[f"source_{name}_tokens"] == now[name][0]
+            assert logs[f"source_{name}_documents"] == now[name][1]
+            assert (f"source_{name}_loss" in logs) == (self.losses and labels[number] > 0)
+            assert (f"source_{name}_epoch" in logs) == (now[name][1] > self.before[name][1])
+            if f"source_{name}_loss" in logs:
+                assert logs[f"source_{name}_loss"] == pytest.approx(losses[number] / labels[number], rel=1e-9)
+        self.before, self.logs = now, self.logs + 1
+
+
+def run(folder, losses=True, stream=None, steps=6, **settings):
+    """Train, compare all logs with sums by hand, and return the trainer."""
+    compares = Compares(losses)
+    trainer = trainer_of(folder, stream or packed(mixture()), callbacks=[compares], max_steps=steps, **settings)
+    compares.trainer, trainer.by_hand = trainer, ByHand()
+    trainer.train()
+    assert compares.logs == steps // trainer.args.logging_steps
+    return trainer
+
+
+@pytest.mark.usefixtures("exact_log_probs")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["whole logits", "chunks, fixed shapes", "sequences", "SFTTrainer"])
+def test_losses_and_counts_are_those_of_the_documents(tmp_path, how):
+    settings = {
+        "whole logits": {"gradient_accumulation_steps": 2},
+        "chunks, fixed shapes": {"shapes": {"tokens": CAPACITY + 5, "max_segments": MOST + 1}},
+        "sequences": {"loss": "sequence"},
+        "SFTTrainer": {"kind": SFTTrainer, "loss": "sequence"},
+    }[how]
+    chunked = how.startswith("chunks")
+    with chunks_of(5, trainer_of(tmp_path, packed(mixture()), max_steps=1).model) if chunked else nullcontext() as sums:
+        trainer = run(tmp_path, **settings)
+    assert not chunked or len([size for _, size in sums if size == 5]) >= 6
+    assert any(len({document[0] for document in each}) == 3 for each in trainer.seen)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_training_is_the_same_bit_for_bit_as_without_logs_of_sources(tmp_path, kind):
+    rows = packed(mixture().remove_columns("source"))
+    with chunks_of(5, trainer_of(tmp_path, rows, max_steps=1).model):
+        settings = {"kind": kind, "max_steps": 6, "logging_steps": 1}
+        without = trainer_of(tmp_path, rows, **settings)
+        mixed = trainer_of(tmp_path, packed(mixture()), **settings)
+        for each in (without, mixed):
+            each.train()
+    assert without.seen == mixed.seen
+    logs = [[line for line in each.state.log_history if "loss" in line] for each in (without, mixed)]
+    assert [line["loss"] for line in logs[0]] == [line["loss"] for line in logs[1]]
+    assert [line["grad_norm"] for line in logs[0]] == [line["grad_norm"] for line in logs[1]]
+    assert sources_in(logs[1][0])
+    assert not sources_in(logs[0][0])
+    for one, two in zip(without.model.parameters(), mixed.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_trainer_with_a_loss_of_its_own_logs_no_losses_of_sources(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            losses = torch.nn.functional.cross_entropy(outputs.logits[0, :-1], inputs["labels"][0, 1:], reduction="sum")
+            loss = (
+                losses / (inputs["labels"] != -100).sum() if num_items_in_batch is None else losses / num_items_in_batch
+            )
+            return (loss, outputs) if return_outputs else loss
+
+    run(tmp_path, losses=False, kind=Own, steps=2)
+
+
+def test_epochs_are_those_from_which_the_documents_come(tmp_path):
+    """In an epoch of the mixture, the passes of a document are 0, 1, 2 and so on; the next epoch goes on from there."""
+    stream = packed(mixture(), streams=1)
+    trainer = trainer_of(tmp_path, stream, max_steps=3 * len(list(stream)), logging_steps=1)
+    trainer.train()
+    logs = [line for line in trainer.state.log_history if "loss" in line]
+    epochs = [int(line["epoch"]) for line in logs]
+    begun = dict.fromkeys(SHARES, 0)
+    for epoch in (0, 1):
+        first, end = epochs.index(epoch), epochs.index(epoch + 1)
+        seen = Counter(tuple(document) for documents in trainer.seen[first:end] for document in documents)
+        for number, name in enumerate(SHARES):
+            times = np.array([count for document, count in seen.items() if document[0] == number + 1])
+            documents = np.diff(
+                [logs[first - 1][f"source_{name}_documents"] if first else 0]
+                + [line[f"source_{name}_documents"] for line in logs[first:end]]
+            )
+            found = np.array([line.get(f"source_{name}_epoch", 0) for line in logs[first:end]])
+            expected = begun[name] * times.sum() + (times * (times - 1) // 2).sum()
+            assert found @ documents == pytest.approx(expected)
+            begun[name] += times.max()
+    assert begun["code"] > 4
+    assert min(begun.values()) >= 2
+
+
+def test_names_that_would_be_logged_twice_are_refused(tmp_path):
+    sources = {name: generated([[[1, 2, 3]]]) for name in ("web", "web_loss")}
+    with pytest.raises(hfp.PackingError, match="two of web, web_loss would log source_web_loss; rename one of them"):
+        trainer_of(tmp_path, packed(hfp.mix(sources, {"web": 1, "web_loss": 1}), streams=1), max_steps=1)
+
+
+@pytest.mark.slow
+def test_logs_do_not_depend_on_ranks_kills_and_resumes(tmp_path):
+    """Half of the run on two ranks, of which one is killed, and half on one rank, as the whole run on one rank."""
+    settings = {"max_steps": 48, "logging_steps": 1, "save_strategy": "steps", "save_steps": 20}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "second").mkdir()
+    train(tmp_path / "whole", tmp_path / "others", gradient_accumulation_steps=2, **settings)
+    on_two = settings | {"gradient_accumulation_steps": 1, "kill": 43, "dataloader_num_workers": 1}
+    launch("mixture_process.py", tmp_path / "first", json.dumps(on_two), ranks=2, fails=True)
+    train(tmp_path / "second", tmp_path / "checkpoints", gradient_accumulation_steps=2, **settings)
+    whole, first, second = (
+        {line["step"]: line["logs"] for line in read(tmp_path / name, "sources", 0)}
+        for name in ("whole", "first", "second")
+    )
+    assert (min(first), max(first), min(second), max(second)) == (1, 43, 41, 48)
+    assert max(logs["source_web_epoch"] for logs in whole.values() if "source_web_epoch" in logs) >= 1
+    assert max(logs["source_code_epoch"] for logs in second.values() if "source_code_epoch" in logs) > 3
+    for found in (first, second):
+        for step, logs in found.items():
+            assert logs == pytest.approx(whole[step], rel=1e-9)
+            counts = [name for name in logs if not name.endswith("_loss")]
+            assert [logs[name] for name in counts] == [whole[step][name] for name in counts]
