@@ -21,7 +21,6 @@
 | run_with_loss.py | runs a model with the loss, in chunks of tokens where that is possible |
 | chunked_head.py, sum_of_chunks.py | hooks that replace the logits of whole rows by the loss; the sum over chunks |
 | token_losses.py | keeps the loss of every label, for the logs of mixtures |
-| token_losses.py | keeps the loss of every label, for the logs of mixtures |
 | trainer_loss.py | decides whether attach or the trainer computes the loss; handles SFTTrainer's fused LM head |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
 | router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |
