@@ -108,6 +108,7 @@ class Recorder(TrainerCallback):
 
     def on_save(self, _, state, __, **___):
         if state.global_step == self.settings["stop_at"]:
+            PartialState().wait_for_everyone()  # the first rank still writes the checkpoint
             stop(self.settings)
 
 
@@ -161,6 +162,8 @@ def through_trainer(settings, folder, data, model):
 
     trainer.training_step = recorded
     trainer.train(resume_from_checkpoint=settings["resume"] or None)
+    state, rate = trainer.state, trainer.lr_scheduler.get_last_lr()[0]
+    log.write("ended", step=state.global_step, max_steps=state.max_steps, epoch=state.epoch, rate=rate)
     for size in settings["eval_batch_sizes"]:
         trainer.args.per_device_eval_batch_size = size
         log.write("evaluated", rows=size, loss=trainer.evaluate(data)["eval_loss"])

@@ -12,10 +12,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
+from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
+from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import ITEMS, TokenMean, items_in, router_loss, weights_of, without_router_loss
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import check_accumulation, data_rank, items_counted
+from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
 
@@ -27,8 +30,23 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     loss_is_scaled_for_ga = True
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.planned_batches.on_all_ranks(self, self.planned_batches.check_training):
-            return super().train(*args, **kwargs)
+        planned = self.planned_batches
+        planned.resumed = ResumedSteps(kwargs.get("resume_from_checkpoint", args[0] if args else None))
+        try:
+            with planned.on_all_ranks(self, planned.check_training):
+                return super().train(*args, **kwargs)
+        finally:
+            planned.resumed = ResumedSteps()
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> tuple[Any, ...]:
+        values = super().set_initial_training_values(args, dataloader)
+        return self.planned_batches.resumed.initial_values(args, values)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the epoch in which training begins, and the number of its micro-batches that Trainer skips."""
+        found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        epoch = self.planned_batches.resumed.begin()
+        return found if epoch is None else (epoch, 0)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.planned_batches.on_all_ranks(self, self.planned_batches.check):
@@ -64,7 +82,8 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         """Return this rank's micro-batches of a step, and the number of trainable tokens or documents on all ranks."""
         planned = self.planned_batches
         check_accumulation(self, planned.accumulation)
-        batches = list(islice(epoch_iterator, num_batches))
+        longest = longest_segment(planned.decided.batching, self.state.global_step)
+        batches = [with_segments_cut(batch, longest) for batch in islice(epoch_iterator, num_batches)]
         if not batches:
             return batches, None
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size

@@ -43,6 +43,7 @@ from hf_packing.training.ranks import (
     micro_batch_counts,
     on_all_ranks,
 )
+from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses
 from hf_packing.training.trainer_loss import (
@@ -112,6 +113,8 @@ class PlannedBatches:
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self.accumulation = 1
         """The value of gradient_accumulation_steps for which the training batches were planned."""
+        self.resumed = ResumedSteps()
+        """The place in the data at which the call of train() begins."""
         self._loss_settings: dict[str, Any] = {}
         """The settings that decide the trainer's loss, by name, with the values that `check` expects."""
         self._known_sizes: dict[int, _KnownSizes] = {}
@@ -223,7 +226,9 @@ class PlannedBatches:
 
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
             self.check_training(trainer)
-            return self.sampler(trainer, planned_from)
+            sampler = self.sampler(trainer, planned_from)
+            self.resumed.plan(trainer, sampler, planned_from)
+            return sampler
 
         def settle(_: PlannedFrom) -> None:
             self._settle_again(trainer)
