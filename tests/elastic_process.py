@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from datasets import Features, List, Value, load_dataset
 from process_group import end_process_group
 from tiny_models import build
@@ -26,6 +27,7 @@ SETTINGS = {
     "packs": False,
     "rows": 1,
     "workers": 0,
+    "dispatch": None,
     "save": None,
     "kill": None,
     "resume": False,
@@ -33,8 +35,8 @@ SETTINGS = {
     "unreadable": None,
 }
 """The steps to train, and the defaults of all settings. If `packs`, TokenBudget packs the documents. The first rank
-kills itself after `kill` steps. A checkpoint is saved every `save` steps. The second rank reads only so
-many documents (`unreadable`)."""
+kills itself after `kill` steps. A checkpoint is saved every `save` steps. The second rank, or with
+`dispatch` the first, reads only so many documents (`unreadable`)."""
 
 CAPACITY = 48
 
@@ -61,7 +63,7 @@ def open_stream(folder, settings, notes):
     features = Features({"input_ids": List(Value("int64"))})
     files = sorted(str(file) for file in (folder.parent / "data").glob("*.parquet"))
     stream = load_dataset("parquet", data_files=files, split="train", streaming=True)
-    unreadable = settings["unreadable"] if notes.rank == 1 else None
+    unreadable = settings["unreadable"] if notes.rank == (0 if settings["dispatch"] else 1) else None
     read = {"file": str(notes.folder / f"read-{notes.rank}.jsonl"), "unreadable": unreadable}
     stream = stream.select_columns(["input_ids"]).map(count_documents, fn_kwargs=read)
     if settings["packs"]:
@@ -113,6 +115,7 @@ def train_with_trainer(folder, settings):
         gradient_accumulation_steps=settings["accumulation"],
         dataloader_num_workers=settings["workers"],
         dataloader_pin_memory=False,
+        accelerator_config={"dispatch_batches": settings["dispatch"]},
     )
     notes = Notes(folder, args.process_index)
     stream = open_stream(folder, settings, notes)
@@ -130,7 +133,11 @@ def train_with_trainer(folder, settings):
 
 
 def train_in_a_loop(folder, settings):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=settings["accumulation"],
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=settings["dispatch"]),
+    )
     notes = Notes(folder, accelerator.process_index)
     model = build("Llama").double()
     stream = open_stream(folder, settings, notes)

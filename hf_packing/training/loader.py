@@ -21,7 +21,7 @@ from hf_packing.sampling.epoch_plan import EpochPlan
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.checks import check_accelerator
+from hf_packing.training.checks import check_accelerator, check_not_dispatched
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.losses import Loss, collator_for, exact_type, items_in, with_share
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, on_all_ranks
@@ -262,6 +262,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 no longer works with planned batches.
         """
         check_accelerator(self._accelerator)
+        check_not_dispatched(self._accelerator)
         self.dataset.check_num_rows()
         accumulation = self._accelerator.gradient_accumulation_steps
         if accumulation != self._sampler.accumulation:

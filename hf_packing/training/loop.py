@@ -24,7 +24,7 @@ from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.sampling.within_limits import within_shapes
-from hf_packing.training.checks import check_accelerator, check_labels_are_hidden
+from hf_packing.training.checks import check_accelerator, check_labels_are_hidden, check_not_dispatched
 from hf_packing.training.loader import PackedLoader, rows_loader
 from hf_packing.training.losses import (
     Loss,
@@ -94,7 +94,8 @@ def prepare_dataloader(
             the last one has stopped, up to the end of the epoch.
 
     Raises:
-        PackingError: dispatch_batches, split_batches, context or sequence parallelism is on; the dataset is not
+        PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
+            dataset is not
             map-style, or has fewer rows than ranks; a row is longer than a micro-batch; the model's own loss is not the
             cross-entropy of its logits; the model is already sharded; data or arguments differ between ranks (raised on
             all ranks); or a masked language model gets data without labels, or labels that only repeat the input.
@@ -122,6 +123,7 @@ def prepare_dataloader(
 
     def plan(planned_from: PlannedFrom) -> RankBatchSampler:
         check_accelerator(accelerator)
+        check_not_dispatched(accelerator)
         config = None if model is None else inner_model(model).config
         balanced = with_linear_cost(check_batching(batching), config)
         if (tokens, max_segments) != (None, None):
@@ -191,6 +193,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
 
     def load(planned_from: PlannedFrom) -> Any:
         check_accelerator(accelerator)
+        check_not_dispatched(accelerator)
         check_patched(model)
         planned_from.note_settings(rows_per_batch=rows_per_batch)
         sizes = sizes_of(dataset)

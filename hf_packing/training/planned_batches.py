@@ -29,6 +29,7 @@ from hf_packing.training.checks import (
     check_loss_masks,
     check_masks,
     check_methods,
+    check_not_dispatched,
     ignored_masks,
     masks_tokens,
 )
@@ -168,6 +169,7 @@ class PlannedBatches:
         """Return a sampler that plans this rank's micro-batches for training."""
         if trainer.train_dataset is None:
             raise PackingError("train_dataset: expected a dataset, but the trainer has none")
+        check_not_dispatched(trainer.accelerator)
         batching, accumulation = self.decided.batching, trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=self.decided.loss)
         planned_from.note_settings(tokens=self.decided.shapes[0], max_segments=self.decided.shapes[1])

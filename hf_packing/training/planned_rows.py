@@ -17,7 +17,7 @@ from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
-from hf_packing.training.checks import check_accelerator, check_arguments, check_methods
+from hf_packing.training.checks import check_accelerator, check_arguments, check_methods, check_not_dispatched
 from hf_packing.training.loss_units import ROWS_ASKED, count_units, find_loss_unit, loss_of_batch
 from hf_packing.training.losses import TokenMean
 from hf_packing.training.ranks import PlannedFrom, StepCounts, data_rank, on_all_ranks
@@ -92,6 +92,7 @@ class PlannedRows:
         check_methods(trainer)
         check_arguments(trainer, "token")
         check_accelerator(trainer.accelerator)
+        check_not_dispatched(trainer.accelerator)
         refuse_changed_settings(self._settings, trainer)
         if trainer.model_init is None and self._model() is not inner_model(trainer.model):
             raise PackingError(

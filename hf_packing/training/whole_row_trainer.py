@@ -23,7 +23,13 @@ from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import EpochSummary, summary_of
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step, with_linear_cost
-from hf_packing.training.checks import check_accelerator, check_arguments, check_methods, overridden_batch_methods
+from hf_packing.training.checks import (
+    check_accelerator,
+    check_arguments,
+    check_methods,
+    check_not_dispatched,
+    overridden_batch_methods,
+)
 from hf_packing.training.losses import TokenMean
 from hf_packing.training.planned_rows import PlannedRows
 from hf_packing.training.ranks import BatchesOfCheckpoint, check_accumulation, data_rank, items_counted, on_all_ranks
@@ -188,6 +194,7 @@ def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
     check_methods(trainer)
     check_arguments(trainer, "token")
     check_accelerator(trainer.accelerator)
+    check_not_dispatched(trainer.accelerator)
 
 
 def _without_repeated_rows(inputs: dict[str, Any], accelerator: Any) -> dict[str, Any]:

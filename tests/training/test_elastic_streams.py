@@ -71,8 +71,12 @@ def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, how, packs):
     run(tmp_path / "whole", 1, accumulation=4, **settings)
     steps, expected = steps_of(tmp_path / "whole", 1), losses(tmp_path / "whole")
     resumed = settings | {"save": 5, "resume": True}
-    run(tmp_path / "first", 2, accumulation=2, fails=True, kill=13, **resumed | {"resume": False})
-    run(tmp_path / "second", 4, accumulation=1, fails=True, kill=27, workers=2, **resumed)
+    first = {"fails": True, "kill": 13, "dispatch": how == "loop"}
+    run(tmp_path / "first", 2, accumulation=2, **first, **resumed | {"resume": False})
+    if how == "loop":
+        assert documents_read(tmp_path / "first", 1)
+        assert not (tmp_path / "first" / "read-1.jsonl").exists(), "with dispatch, only the first rank reads"
+    run(tmp_path / "second", 4, accumulation=1, fails=True, kill=27, workers=2, dispatch=packs, **resumed)
     run(tmp_path / "third", 1, accumulation=4, workers=1, **resumed)
     runs = {"first": (2, 0, 13), "second": (4, 10, 27), "third": (1, 25, 40)}
     for name, (ranks, begin, end) in runs.items():
@@ -87,8 +91,10 @@ def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, how, packs):
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_read_stops_all(tmp_path):
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_rank_that_cannot_read_stops_all(tmp_path, dispatch):
     write(tmp_path, FILES["even"])
-    settings = json.dumps({"how": "loop", "steps": 60, "unreadable": 60, "workers": 1})
-    done = launch("elastic_process.py", tmp_path / "run", settings, ranks=2, fails=True)
-    assert "an unreadable document" in done.stderr or "another rank could not read its next rows" in done.stderr
+    settings = {"how": "loop", "steps": 60, "unreadable": 60, "workers": 1, "dispatch": dispatch}
+    done = launch("elastic_process.py", tmp_path / "run", json.dumps(settings), ranks=2, fails=True)
+    of_others = "the main process, which raised" if dispatch else "another rank could not read its next rows"
+    assert "an unreadable document" in done.stderr or of_others in done.stderr

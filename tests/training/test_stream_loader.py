@@ -96,7 +96,7 @@ def test_workers_do_not_change_the_rows(files, workers):
 )
 def test_workers_that_share_logical_streams(files, rows, workers, usable):
     loader = loader_of(packed(files), hfp.TokenBudget(rows * CAPACITY))
-    assert loader._reader().usable_workers(workers) == usable
+    assert loader._reader(0, {}).usable_workers(workers) == usable
 
 
 @pytest.mark.parametrize("workers", [0, 2])

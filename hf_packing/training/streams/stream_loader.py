@@ -1,6 +1,7 @@
 """Yield the micro-batches of one rank from logical streams, and save how far the logical streams of all ranks are."""
 
 from collections.abc import Callable, Generator, Iterator
+from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from hf_packing.data.streams.logical_streams import Position
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.training.ranks import data_rank
+from hf_packing.training.streams.dispatch import Dispatched
 from hf_packing.training.streams.lockstep import Answer, in_lockstep
 from hf_packing.training.streams.rank_turns import MicroBatch, RankTurns, moved, turns_loader
 from hf_packing.training.streams.source_logs import SourceCounts
@@ -67,6 +69,8 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """The epoch of the next row, from 0."""
         self.steps_done = 0
         """The number of optimizer steps of this epoch whose micro-batches were yielded."""
+        self.optimizer_steps = 0
+        """The number of optimizer steps of all epochs whose micro-batches were yielded."""
         self.without_rows: list[bool] = []
         """For each micro-batch of the current optimizer step: whether it has no row, since its streams have ended."""
         self.documents: list[IntArray | None] = []
@@ -77,6 +81,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         """What was yielded of each source of a mixture."""
         self._collate, self._token_types, self._restarts = collate, token_types, restarts
         self._workers, self._options = workers, options
+        self._dispatches = bool(accelerator.dispatch_batches) and accelerator.num_processes > 1
         self._positions: dict[int, Position] = {}
         """How far the logical streams of this rank have come."""
         self._left_of_step = 0
@@ -116,14 +121,11 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
     def _rest_of_epoch(self) -> Generator[Batch, None, bool]:
         """Yield the micro-batches up to the end of the epoch; return whether there were any."""
-        reader = self._reader()
-        micro_batches = iter(
-            turns_loader(reader, self._workers, self.epoch * self._ranks + self._rank, **self._options)
-        )
-        left = set(reader.owned)
+        steps = self._dispatched_steps() if self._dispatches else self._steps_of(self._rank, self._positions)
+        left = set(self.stream.streams.owned[self._rank :: self._ranks])
 
         def read() -> tuple[list[MicroBatch], Answer]:
-            step = list(islice(micro_batches, self.accumulation))
+            step = next(steps)
             left.difference_update(move.stream for each in step for move in each.moves if move.ended)
             if any(each.batch is not None for each in step):
                 return step, Answer.ROW
@@ -151,6 +153,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             if not self._left_of_step:  # before the last batch, since a state is saved after it
                 self._move(step)
                 self.steps_done += 1
+                self.optimizer_steps += 1
             yield batch
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
@@ -168,19 +171,42 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             if each.documents is not None:
                 self.counts.add(each.documents)
 
-    def _reader(self) -> RankTurns:
+    def _steps_of(self, rank: int, positions: dict[int, Position]) -> Iterator[list[MicroBatch]]:
+        """Return an iterator over the steps of a rank, from the positions of its logical streams on, without an end."""
+        reader, seed = self._reader(rank, positions), self.epoch * self._ranks + rank
+        micro_batches = iter(turns_loader(reader, self._workers, seed, **self._options))
+        while True:
+            yield list(islice(micro_batches, self.accumulation))
+
+    def _reader(self, rank: int, positions: dict[int, Position]) -> RankTurns:
         streams = self.stream.of_epoch(self.epoch)
-        turns = sum(position.turns for position in self._positions.values())
+        own = {stream: at for stream, at in positions.items() if stream % self._ranks == rank}
+        turns = sum(position.turns for position in own.values())
         return RankTurns(
             streams,
-            self._rank,
+            rank,
             self._ranks,
             self.stream.rows_per_batch,
             self._collate,
-            streams.state_at(self._positions) if self._positions else None,
+            streams.state_at(own) if own else None,
             turns // self.stream.rows_per_batch,
             self._token_types,
         )
+
+    def _dispatched_steps(self) -> Iterator[list[MicroBatch]]:
+        """Return an iterator over the steps of this rank, which the main process reads."""
+        (positions,) = self._everywhere((self._positions,))
+        of_ranks = range(self._ranks if self._accelerator.is_main_process else 0)
+        read = [self._steps_of(rank, positions) for rank in of_ranks]
+        processes = self._accelerator.num_processes
+        return Dispatched(self._accelerator, read, lambda process: process * self._ranks // processes)
+
+    def _everywhere(self, facts: tuple[dict[int, Any], ...]) -> tuple[dict[int, Any], ...]:
+        """Return dicts with the entries that they have on any rank; all ranks have to call this method together."""
+        if self._accelerator.num_processes == 1:
+            return facts
+        of_ranks = gather_object([facts])
+        return tuple(reduce(dict.__or__, each) for each in zip(*of_ranks, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the logical streams of all ranks are; all ranks have to call this method together.
@@ -195,15 +221,12 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
                 f"checkpoint {self._left_of_step} micro-batches before its end, which would lack the accumulated "
                 "gradients"
             )
-        positions, counted = dict(self._positions), {self._rank: self.counts}
-        if self._accelerator.num_processes > 1:
-            for theirs, counts in gather_object([(positions, counted)]):
-                positions |= theirs
-                counted |= counts
+        positions, counted = self._everywhere((self._positions, {self._rank: self.counts}))
         return {
             "format": _FORMAT,
             "epoch": self.epoch,
             "steps": self.steps_done,
+            "optimizer_steps": self.optimizer_steps,
             "rows_per_batch": self.stream.rows_per_batch,
             "streams": self.stream.of_epoch(self.epoch).state_at(positions),
             "sources": self.counts.saved(counted),
@@ -237,6 +260,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             )
         self.begin_at_epoch(epoch)
         self.steps_done = state["steps"]
+        self.optimizer_steps = state.get("optimizer_steps", self.steps_done)
         self._positions = {each: at for each, at in positions.items() if each % self._ranks == self._rank}
         self.counts.load(state.get("sources"))  # a state of an older version has no counts
 

@@ -15,9 +15,10 @@ from hf_packing.attention import (
     patch_for_training,
     unpatched_on_error,
 )
+from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching
-from hf_packing.sampling.token_budget import with_linear_cost
+from hf_packing.sampling.token_budget import longest_segment, with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
@@ -48,9 +49,17 @@ class StreamLoopLoader(StreamLoader):
     how far the stream is on all ranks. The state can be loaded on another number of ranks.
     """
 
-    def __init__(self, *arguments: Any, loss: Loss, keep_labels: bool, prove_on: nn.Module | None, **options: Any):
+    def __init__(
+        self,
+        *arguments: Any,
+        batching: Batching,
+        loss: Loss,
+        keep_labels: bool,
+        prove_on: nn.Module | None,
+        **options: Any,
+    ):
         super().__init__(*arguments, **options)
-        self._loss, self._keep_labels, self._prove_on = loss, keep_labels, prove_on
+        self._batching, self._loss, self._keep_labels, self._prove_on = batching, loss, keep_labels, prove_on
         self.first_batch_proof = FirstBatchProof()
         """What was proven on the first batch; `print` shows it."""
 
@@ -61,6 +70,8 @@ class StreamLoopLoader(StreamLoader):
         return super().__iter__()
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
+        longest = longest_segment(self._batching, self.optimizer_steps)
+        batches = [with_segments_cut(batch, longest) for batch in batches]
         items = items_of_step(self._accelerator, batches, self._loss)
         if self._prove_on is not None:
             model = prepared_model(self._accelerator, self._prove_on)
@@ -109,6 +120,7 @@ def prepare_stream_loader(
         accumulation=accelerator.gradient_accumulation_steps,
         token_types=model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0)),
         workers=pinned.pop("num_workers", 0),
+        batching=batching,
         loss=loss,
         keep_labels=keeps_labels(),
         prove_on=model if prove == "first batch" else None,
