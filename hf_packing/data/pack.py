@@ -122,6 +122,10 @@ def pack(
             position_ids=position_ids,
             schedule=schedule,
         )
+    if streams is not None:
+        raise PackingError(
+            f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
+        )
     pack_each = partial(
         pack_split, position_ids=position_ids, load_from_cache_file=load_from_cache_file, schedule=schedule
     )

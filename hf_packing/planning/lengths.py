@@ -65,7 +65,8 @@ def check_whole_numbers(name: str, values: Any) -> IntArray:
             f"{name}: expected 1-d integers, got {type(values).__name__}; conversion to a NumPy array failed: {error}"
         ) from error
     if array.ndim != 1:
-        raise PackingError(f"{name}: expected a 1-d array, got an array of shape {array.shape}")
+        got = f"an array of shape {array.shape}" if array.ndim else type(values).__name__
+        raise PackingError(f"{name}: expected a 1-d array, got {got}")
     if array.size and array.dtype.kind not in "iu":
         raise PackingError(f"{name}: expected integers, got {array.dtype} values such as {array[0]!r}")
     return array

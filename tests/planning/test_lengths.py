@@ -16,7 +16,7 @@ from hf_packing.planning.lengths import check_lengths, sort_by_length
         ([3, -1, 2], "lengths: expected no negative length, got -1 at index 1"),
         ([1.0, 2.0], "lengths: expected integers, got float64"),
         (np.ones((2, 2), dtype=int), r"lengths: expected a 1-d array, got an array of shape \(2, 2\)"),
-        (7, r"lengths: expected a 1-d array, got an array of shape \(\)"),
+        (7, "lengths: expected a 1-d array, got int"),
         ([True, False], "lengths: expected integers, got bool"),
         (["a"], "lengths: expected integers, got <U1"),
         ([[1], [2, 3]], "lengths: expected 1-d integers, got list"),

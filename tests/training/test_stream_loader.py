@@ -25,7 +25,6 @@ from hf_packing.training.streams.training_stream import training_stream
 
 CAPACITY = 48
 DOCUMENTS = [[token % 90 + 1 for token in document[:40]] for document in make_documents(320)]
-REREAD = "ignore:pack reads every document"
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +150,7 @@ def test_a_resumed_loader_does_not_read_what_was_read(files, tmp_path):
 def test_masked_batches_when_the_streams_of_a_rank_have_ended():
     few = [{"input_ids": [5, 6, 7]}] * 3
     stream = datasets.IterableDataset.from_generator(lambda: iter(few))
-    with pytest.warns(UserWarning, match="pack reads every document about 4 times"):
-        stream = hfp.pack(stream, hfp.BestFit(3), streams=4, window_packs=1)
+    stream = hfp.pack(stream, hfp.BestFit(3), streams=4, window_packs=1)
     loader = loader_of(stream, hfp.TokenBudget(3), accumulation=4)
     batches = list(loader)
     trained = [batch for batch in batches if (batch["labels"] != -100).any()]
@@ -348,7 +346,6 @@ def refused(stream, batching=None, ranks=1):
     return str(error.value)
 
 
-@pytest.mark.filterwarnings(REREAD)
 def test_refused_streams(files):
     documents = open_files(files)
     assert refused(packed(files, streams=None)).endswith("pass streams=64 to pack")
@@ -362,6 +359,12 @@ def test_refused_streams(files):
     )
     node = split_dataset_by_node(packed(files), rank=0, world_size=2)
     assert "split_dataset_by_node" in refused(node)
+    begun = packed(files)
+    begun.load_state_dict(begun.state_dict())
+    assert "got a stream that goes on at a loaded state; resume from a checkpoint" in refused(begun)
+    later = packed(files)
+    later.set_epoch(1)
+    assert "got a stream that goes on in epoch 1" in refused(later)
     assert "a multiple of the 3 ranks, got 8; pack the stream with a multiple of 3" in refused(packed(files), ranks=3)
     assert "max_tokens: expected at least 48, the capacity of the packed rows, got 47" in refused(
         packed(files), hfp.TokenBudget(47)

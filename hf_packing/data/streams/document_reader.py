@@ -47,8 +47,7 @@ class DocumentReader:
         self._rest = schema.empty_table()
         self._state: dict[str, Any] = {}  # before the table whose last rows are in _rest
         self._used, self._to_pass = 0, place.passed
-        tables = upstream.tables(examples)
-        self._tables = _in_tables(upstream.rows(examples), schema) if tables is None else tables
+        self._tables = tables_of(examples, schema)
 
     @property
     def place(self) -> Place:
@@ -99,7 +98,13 @@ class DocumentReader:
                 break
             passed = min(self._to_pass, table.num_rows)
             self._to_pass -= passed
-            self._rest = _token_columns(table.slice(passed), self._schema)
+            self._rest = token_columns(table.slice(passed), self._schema)
+
+
+def tables_of(examples: upstream.Examples, schema: pa.Schema) -> Iterator[pa.Table]:
+    """Return an iterator over the documents of a stream as tables; of a few documents if they come one by one."""
+    tables = upstream.tables(examples)
+    return _in_tables(upstream.rows(examples), schema) if tables is None else tables
 
 
 def lengths_of(documents: pa.Table) -> npt.NDArray[np.int64]:
@@ -108,13 +113,19 @@ def lengths_of(documents: pa.Table) -> npt.NDArray[np.int64]:
     return lengths.astype(np.int64)
 
 
-def _token_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the columns of a schema. An attention_mask is checked for padding; all other columns are left out."""
+def select_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a schema, of any types, and an attention_mask if there is one."""
     if missing := [name for name in schema.names if name not in table.column_names]:
         raise PackingError(
             f"column {missing[0]!r}: expected this column in all documents of the stream, got documents with the "
             f"columns {', '.join(table.column_names)}"
         )
+    return table.select([*schema.names, *([ATTENTION_MASK] if ATTENTION_MASK in table.column_names else [])])
+
+
+def token_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the columns of a schema. An attention_mask is checked for padding; all other columns are left out."""
+    table = select_columns(table, schema)
     if ATTENTION_MASK in table.column_names and is_token_type(table.schema.field(ATTENTION_MASK).type):
         columns = {name: TokenColumn(name, table.column(name)) for name in (INPUT_IDS, ATTENTION_MASK)}
         check_same_lengths(columns)
@@ -140,7 +151,8 @@ def _in_tables(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa
             kind = schema.field(name).type if name in schema.names else None
             values = [_as_list(row.get(name)) for row in block]
             try:
-                arrays[name] = pa.array(values, type=kind)
+                array = pa.array(values)  # with the type, pyarrow would cut fractions off in silence
+                arrays[name] = array if kind is None else array.cast(kind)
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
                 expected = "lists of numbers" if kind is None else str(kind)
                 raise PackingError(f"column {name!r}: expected {expected}, got the error: {error}") from error

@@ -9,9 +9,10 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
 from hf_packing.data.streams import upstream
+from hf_packing.errors import PackingError
 
-_READ = 1 << 16
-"""Bytes read at the start and at the end of a file for its fingerprint."""
+_READ, _BLOCKS = 1 << 16, 16
+"""For the fingerprint of a file, so many bytes are read at each of so many places, from its start to its end."""
 
 
 def sizes_of_shards(examples: upstream.Examples) -> list[float]:
@@ -19,18 +20,23 @@ def sizes_of_shards(examples: upstream.Examples) -> list[float]:
 
     Args:
         examples: the object that reads the stream.
+
+    Raises:
+        PackingError: a parquet file has lost row groups since the stream was opened.
     """
     found = upstream.shard_files(examples)
     if found is None or len(found) != examples.num_shards:
         return [1.0] * examples.num_shards
-    return [_size(file, groups) for file, groups in found]
+    versions = {file: _fingerprint(file) for file in dict.fromkeys(file for file, _ in found)}
+    return [_size(file, groups, versions[file]) for file, groups in found]
 
 
 def fingerprint_of_files(examples: upstream.Examples) -> str:
     """Return a text that changes when a file of the stream changes, or the order or the number of its shards.
 
-    Of local files, the size, the beginning and the end count, but not the time, so that copies of the files will do. Of
-    other files, the size and the tag that the storage gives to each version count.
+    Of local files, the size and blocks from the beginning to the end count, but not the time, so that copies of the
+    files will do. Files of up to a megabyte are read whole. Of other files, the size and the tag that the storage gives
+    to each version count.
     """
     if getattr(examples, "ex_iterables", None) is not None:
         return ",".join(map(fingerprint_of_files, examples.ex_iterables))
@@ -46,16 +52,23 @@ def fingerprint_of_files(examples: upstream.Examples) -> str:
 
 
 @lru_cache(maxsize=100_000)
-def _size(file: str, groups: tuple[int, ...] | None) -> float:
+def _size(file: str, groups: tuple[int, ...] | None, version: bytes) -> float:
+    """Return the bytes of a shard, given the fingerprint of its file."""
     if groups is None:
         system, path = url_to_fs(file)
         return float(system.size(path) or 0)
-    sizes = _row_groups(file)
+    sizes = _row_groups(file, version)
+    if max(groups, default=0) >= len(sizes):
+        raise PackingError(
+            f"dataset: expected {max(groups) + 1} row groups or more in {file}, as when the stream was opened, got "
+            f"{len(sizes)}; the file has changed, so open the stream again"
+        )
     return float(sum(sizes[group] for group in groups))
 
 
 @lru_cache(maxsize=10_000)
-def _row_groups(file: str) -> list[int]:
+def _row_groups(file: str, _: bytes) -> list[int]:
+    """Return the bytes of each row group of a parquet file with a fingerprint."""
     system, path = url_to_fs(file)
     with system.open(path, "rb") as stream:
         facts = pq.ParquetFile(stream).metadata
@@ -75,7 +88,10 @@ def _fingerprint(file: str) -> bytes:
 @lru_cache(maxsize=100_000)
 def _fingerprint_of_local(path: str, size: int, _: int) -> bytes:
     """Return the fingerprint of a local file of a size, which was changed last at a time."""
-    system = LocalFileSystem()
-    begin = system.read_block(path, 0, min(_READ, size)) if size else b""
-    end = system.read_block(path, max(size - _READ, 0), min(_READ, size)) if size else b""
-    return hashlib.blake2b(b"%d" % size + begin + end, digest_size=16).digest()
+    digest = hashlib.blake2b(b"%d" % size, digest_size=16)
+    last = max(size - _READ, 0)
+    with open(path, "rb") as file:
+        for place in sorted({last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}):
+            file.seek(place)
+            digest.update(file.read(_READ))
+    return digest.digest()

@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.data.streams import upstream
+from hf_packing.data.streams.wrapped import checked
 from hf_packing.data.token_columns import columns_left_out, find_token_columns
 from hf_packing.errors import PackingError
 
@@ -36,17 +37,17 @@ def open_source(name: str, stream: datasets.IterableDataset, unread: Sequence[st
     Raises:
         PackingError: the stream yields no document, has no input_ids, is packed already, or has a shuffle buffer.
     """
-    stream = upstream.with_known_features(stream)
-    if not stream.features:
+    known = upstream.with_known_features(name, stream)
+    if not known.features:
         raise PackingError(f"{name}: expected a stream of documents, got a stream that yields no document")
-    examples = upstream.examples_of(stream)
+    examples = checked(stream, known.features)
     if upstream.has_shuffle_buffer(examples):
         raise PackingError(
             f"{name}: expected a stream without a shuffle buffer, since a saved state does not hold the documents in "
             "the buffer, so a resumed run would lose them. Leave shuffle(buffer_size=...) out: packing puts the rows "
             "of every window in random order, and every epoch after the first reads the files in another order"
         )
-    schema = stream.features.arrow_schema.remove_metadata()
+    schema = known.features.arrow_schema.remove_metadata()
     columns = find_token_columns(schema.empty_table())
     read = [column for column in columns if column not in unread]
     return Source(examples, _types_to_read(schema, read), schema.names, columns_left_out(schema))

@@ -11,10 +11,17 @@ import numpy as np
 import pyarrow as pa
 from datasets.iterable_dataset import (
     BufferShuffledExamplesIterable,
+    CyclingMultiSourcesExamplesIterable,
     DataSourcesShufflingDisallowed,
     FormattedExamplesIterable,
+    HorizontallyConcatenatedMultiSourcesExamplesIterable,
+    RepeatExamplesIterable,
+    SkipExamplesIterable,
+    TakeExamplesIterable,
     _BaseExamplesIterable,
 )
+
+from hf_packing.errors import PackingError
 
 Examples = Any
 """An object that reads examples, as `datasets` has one inside every IterableDataset."""
@@ -43,14 +50,34 @@ def examples_of(stream: datasets.IterableDataset) -> Examples:
     )
 
 
-def with_known_features(stream: datasets.IterableDataset) -> datasets.IterableDataset:
-    """Return the stream with its column names and types. If they are unknown, the first examples are read."""
+def with_known_features(name: str, stream: datasets.IterableDataset) -> datasets.IterableDataset:
+    """Return the stream with its column names and types. If they are unknown, the first examples are read.
+
+    Args:
+        name: the name of the stream in error messages.
+        stream: the stream.
+
+    Raises:
+        PackingError: `datasets` finds no types for the values of the first examples, such as tensors.
+    """
     if stream.features is not None:
         return stream
     try:
         return stream._resolve_features()
     except StopIteration:  # there is no example
         return stream
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise PackingError(
+            f"{name}: expected documents whose columns are lists or NumPy arrays of one type, or features=, with the "
+            f"types, as an argument of map or from_generator, but datasets finds no types: {error}"
+        ) from error
+
+
+def position(stream: datasets.IterableDataset) -> str:
+    """Return where a stream goes on that has a loaded state, or was set to an epoch; an empty text for the start."""
+    if stream._starting_state_dict is not None:
+        return "at a loaded state"
+    return f"in epoch {stream.epoch}" if stream.epoch else ""
 
 
 def stream_of(examples: Examples, features: datasets.Features, like: datasets.IterableDataset | None = None) -> Any:
@@ -83,10 +110,32 @@ def stream_of(examples: Examples, features: datasets.Features, like: datasets.It
 
 def has_shuffle_buffer(examples: Examples) -> bool:
     """Return whether examples go through a shuffle buffer, whose content a saved state does not hold."""
-    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
-    return isinstance(examples, BufferShuffledExamplesIterable) or any(
-        has_shuffle_buffer(each) for each in inner if each is not None
+    return isinstance(examples, BufferShuffledExamplesIterable) or any(map(has_shuffle_buffer, _inner(examples)))
+
+
+def depends_on_places(examples: Examples) -> bool:
+    """Return whether the examples depend on their places in the whole stream, and not only on the shards one by one.
+
+    So it is after `take`, `skip` and an endless `repeat`, for functions that get indices, for last batches that are
+    dropped, and for streams that are interleaved until one of them ends.
+    """
+    places = (TakeExamplesIterable, SkipExamplesIterable, HorizontallyConcatenatedMultiSourcesExamplesIterable)
+    return (
+        isinstance(examples, places)
+        or (isinstance(examples, RepeatExamplesIterable) and examples.num_times is None)
+        or bool(getattr(examples, "with_indices", False) or getattr(examples, "drop_last_batch", False))
+        or (
+            isinstance(examples, CyclingMultiSourcesExamplesIterable)
+            and examples.stopping_strategy != "all_exhausted_without_replacement"
+        )
+        or any(depends_on_places(each) for each in _inner(examples))
     )
+
+
+def _inner(examples: Examples) -> list[Examples]:
+    """Return the objects from which an object reads its examples."""
+    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return [each for each in inner if each is not None]
 
 
 def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:

@@ -107,6 +107,11 @@ def training_stream(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
             "divided; leave split_dataset_by_node out, since hf_packing divides the logical streams among the ranks"
         )
+    if place := upstream.position(stream):
+        raise PackingError(
+            f"{name}: expected a stream at its beginning, got a stream that goes on {place}; resume from a checkpoint "
+            "of the trainer or the loop instead, which saves how far the stream is, or open the stream again"
+        )
     examples = upstream.examples_of(stream)
     if isinstance(examples, LogicalStreams):
         streams, capacity = examples, examples.packing.strategy.largest_capacity
@@ -161,7 +166,7 @@ def _pack_documents(
             f"{name}: expected a stream with logical streams, which ranks can share, got a stream of pack without; "
             "pass streams=64 to pack"
         )
-    if SEQ_LENGTHS in (upstream.with_known_features(stream).features or {}):
+    if SEQ_LENGTHS in (upstream.with_known_features(name, stream).features or {}):
         raise PackingError(
             f"{name}: expected a stream of documents, or the stream that pack(stream, strategy, streams=64) returned, "
             "got a packed stream that was changed afterwards, or was packed by map; use map, filter and shuffle before "

@@ -3,7 +3,7 @@
 import inspect
 
 import numpy as np
-from datasets import IterableDataset, iterable_dataset
+from datasets import IterableDataset, concatenate_datasets, interleave_datasets, iterable_dataset
 from document_streams import make_documents, stream_of, write_source
 
 from hf_packing.data.streams import upstream
@@ -19,7 +19,7 @@ def test_examples_of_a_stream():
 
 
 def test_methods_of_examples():
-    """PackedExamples, LogicalStreams and ShareOfShards define these; a new one that datasets calls has to be added."""
+    """PackedExamples, LogicalStreams, ShareOfShards and Wrapped define these; add one that datasets begins to call."""
     base = {name for name in vars(iterable_dataset._BaseExamplesIterable) if not name.startswith("__")}
     assert base == {
         "_init_state_dict",
@@ -80,3 +80,24 @@ def test_epochs_come_as_a_generator():
     stream.set_epoch(3)
     list(stream)
     assert seen[-1]
+
+
+def test_positions_of_a_stream():
+    """upstream.position: without it, attach would ignore a state that was loaded into the stream."""
+    stream = stream_of(make_documents(5))
+    assert upstream.position(stream) == ""
+    stream.load_state_dict(stream.state_dict())
+    assert upstream.position(stream) == "at a loaded state"
+    stream = stream_of(make_documents(5))
+    stream.set_epoch(2)
+    assert upstream.position(stream) == "in epoch 2"
+
+
+def test_streams_that_depend_on_places():
+    """upstream.depends_on_places: without it, ranks would read other documents than those of `take`."""
+    stream = stream_of(make_documents(5))
+    fixed = [stream.take(2), stream.skip(2), stream.repeat(None), stream.map(lambda row, _: row, with_indices=True)]
+    fixed += [interleave_datasets([stream, stream]), stream.batch(2, drop_last_batch=True)]
+    assert all(upstream.depends_on_places(each.map(lambda row: row)._ex_iterable) for each in fixed)
+    free = [stream, stream.repeat(2), stream.map(lambda row: row), concatenate_datasets([stream, stream])]
+    assert not any(upstream.depends_on_places(each._ex_iterable) for each in free)
