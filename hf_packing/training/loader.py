@@ -173,12 +173,11 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             batches = iter(self._loader)
             while together := list(islice(batches, self._left_of_step())):
                 longest = longest_segment(self._sampler.batching, self.optimizer_steps)
-                together = [
-                    with_segments_cut(send_to_device(batch, self._accelerator.device), longest) for batch in together
-                ]
+                whole = [send_to_device(batch, self._accelerator.device) for batch in together]
+                together = [with_segments_cut(batch, longest) for batch in whole]
                 items = items_of_step(self._accelerator, together, self._loss)
-                for batch in together:
-                    self._prove_isolation(batch)
+                for uncut, batch in zip(whole, together, strict=True):
+                    self._prove_isolation(uncut)
                     self.micro_batches_done += 1
                     self.end_of_dataloader = self.micro_batches_done == len(self)
                     yield with_share(batch, self._loss, items, self._keep_labels)

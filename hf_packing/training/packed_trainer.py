@@ -82,12 +82,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         """Return this rank's micro-batches of a step, and the number of trainable tokens or documents on all ranks."""
         planned = self.planned_batches
         check_accumulation(self, planned.accumulation)
-        longest = longest_segment(planned.decided.batching, self.state.global_step)
-        batches = [with_segments_cut(batch, longest) for batch in islice(epoch_iterator, num_batches)]
+        batches = list(islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
         processes_per_rank = self.accelerator.num_processes // data_rank(self.accelerator).world_size
-        counts = planned.counts_of(batches).to(device)
+        counts = planned.counts_of([self._cut_for_this_step(batch) for batch in batches]).to(device)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
         planned.step_counts.add(everywhere)
         return batches, items_counted(everywhere)
@@ -111,6 +110,8 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         if planned.evaluation is not None or (num_items_in_batch is None and not self.model.training):
             return self._compute_evaluation_loss(model, inputs, return_outputs)
         loss_kind = planned.decided.loss
+        if num_items_in_batch is not None:  # in train(), after isolation was proven on whole documents
+            inputs = self._cut_for_this_step(inputs)
         if planned.settled.by_trainer:
             with weighted_log_probs(model, inputs) if loss_kind == "sequence" else nullcontext():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
@@ -125,6 +126,10 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         if (routers := router_loss(outputs, model)) is not None:
             loss = loss + routers / self.current_gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
+
+    def _cut_for_this_step(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
+        return with_segments_cut(batch, longest_segment(self.planned_batches.decided.batching, self.state.global_step))
 
     def _compute_evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Return a batch's mean loss over trainable tokens; in an evaluation, also add it to the overall mean."""

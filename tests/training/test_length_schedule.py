@@ -148,6 +148,22 @@ def test_a_resumed_loop_goes_on_with_its_length():
     assert longest(jumped) == expected[len(whole) :]
 
 
+@pytest.mark.parametrize("through", ["trainer", "loop"])
+def test_isolation_is_proven_on_whole_documents(through, tmp_path):
+    rows, model = documents(), build("Llama", torch.float64)
+    if through == "trainer":
+        trainer = trainer_of(tmp_path, Trainer, model, rows, max_steps=1)
+        hfp.attach(trainer, BUDGET)
+        trainer.train()
+        proof = trainer.planned_batches.first_batch_proof
+    else:
+        loader = hfp.prepare_dataloader(Accelerator(cpu=True), rows, BUDGET, model=model)
+        assert next(iter(loader))["max_length_q"] == SCHEDULE.start
+        proof = loader.first_batch_proof
+    (proven,) = proof.proofs.values()
+    assert proven.longest > SCHEDULE.start
+
+
 def test_evaluation_does_not_cut(tmp_path):
     model, rows = build("Llama", torch.float64), documents()
     losses = []

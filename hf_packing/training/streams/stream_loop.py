@@ -70,14 +70,14 @@ class StreamLoopLoader(StreamLoader):
         return super().__iter__()
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
-        longest = longest_segment(self._batching, self.optimizer_steps)
-        batches = [with_segments_cut(batch, longest) for batch in batches]
-        items = items_of_step(self._accelerator, batches, self._loss)
         if self._prove_on is not None:
             model = prepared_model(self._accelerator, self._prove_on)
             for batch in batches:
                 with self._accelerator.autocast():
                     self.first_batch_proof.check(model, batch, "training")
+        longest = longest_segment(self._batching, self.optimizer_steps)
+        batches = [with_segments_cut(batch, longest) for batch in batches]
+        items = items_of_step(self._accelerator, batches, self._loss)
         return [with_share(batch, self._loss, items, self._keep_labels) for batch in batches]
 
     def state_dict(self) -> dict[str, Any]:
