@@ -1,5 +1,6 @@
 """Small documents, tiny models and the shared data, for all tests."""
 
+import gc
 import json
 import os
 from collections import Counter
@@ -37,6 +38,13 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_for_the_garbage_collector():
+    """Every training collects all garbage. It takes longer than the training where it goes through all that is imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

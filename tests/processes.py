@@ -4,6 +4,7 @@ Processes are forked from a server that has imported torch and transformers, sin
 of what the processes do.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -97,6 +98,7 @@ def _run_here(script, arguments, environment, prints, folder):
     multiprocessing.set_start_method(None, force=True)  # the default of Python, as in a process of a user
     import datasets
 
+    gc.freeze()  # as in pytest's own processes: what the server has imported is not looked through at every training
     if cache := environment.get("HF_DATASETS_CACHE"):
         datasets.config.HF_DATASETS_CACHE = Path(cache)
     sys.argv = [script, *arguments]
