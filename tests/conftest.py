@@ -42,7 +42,7 @@ def one_thread():
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_for_the_garbage_collector():
-    """Every training collects all garbage. It takes longer than the training where it goes through all that is imported."""
+    """Every training collects garbage, and takes longer over what is imported than for the rest of a tiny training."""
     gc.collect()
     gc.freeze()
 
