@@ -5,6 +5,7 @@ logical streams in turn. Ranks and workers own logical streams, not files: `data
 So a state that was saved on one number of ranks can be loaded on another.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
@@ -17,12 +18,17 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.data.streams import upstream
+from hf_packing.data.streams.mixtures_in import divided_mixture, fixed_shares, warn_of_reading
 from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking, warn_of_losses
 from hf_packing.data.streams.saved_state import STATE, MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files, sizes_of_shards
-from hf_packing.data.streams.shares import ShareOfShards, equal_shares
+from hf_packing.data.streams.shared_reading import SharedReading
+from hf_packing.data.streams.shares import equal_shares, read_for_each_kept
 from hf_packing.data.streams.window_start import Counts
 from hf_packing.errors import PackingError
+
+_WORTH_A_WARNING = 1.5
+"""A process warns if it reads so many documents for each one that it keeps."""
 
 
 class Position(NamedTuple):
@@ -64,7 +70,10 @@ class LogicalStreams(upstream.TypedExamples):
         self, examples: upstream.Examples, packing: StreamPacking, streams: int, owned: tuple[int, ...] | None = None
     ) -> None:
         super().__init__()
-        self.ex_iterable, self.packing, self.streams = examples, packing, streams
+        mixture = divided_mixture(examples, streams)
+        self._is_divided_mixture = mixture is not None
+        self.ex_iterable = examples if mixture is None else mixture
+        self.packing, self.streams = packing, streams
         self.owned = tuple(range(streams)) if owned is None else owned
 
     @property
@@ -155,19 +164,28 @@ class LogicalStreams(upstream.TypedExamples):
         return {stream: Position(part["turns"], part["state"][STATE]) for stream, part in saved if part["turns"]}
 
     def _made_from(self) -> MadeFrom:
-        return MadeFrom(str(self.packing), self.streams, fingerprint_of_files(self.ex_iterable))
+        shares = "" if self._is_divided_mixture else fixed_shares(self.ex_iterable)
+        return MadeFrom(str(self.packing) + shares, self.streams, fingerprint_of_files(self.ex_iterable))
 
     def _parts(self, files: str) -> dict[int, PackedExamples]:
         """Return the packed rows of each owned logical stream."""
-        shares = equal_shares(sizes_of_shards(self.ex_iterable), self.streams)
-        return {
-            stream: PackedExamples(
-                ShareOfShards(self.ex_iterable, shares[stream]),
-                replace(self.packing, stream=stream, turns=self.streams),
-                files,
+        packings = {stream: replace(self.packing, stream=stream, turns=self.streams) for stream in self.owned}
+        if self._is_divided_mixture:
+            warn_of_reading(self.ex_iterable, self.streams)
+            pieces = {stream: self.ex_iterable.shard_data_sources(self.streams, stream) for stream in self.owned}
+            return {stream: PackedExamples(pieces[stream], packings[stream], files) for stream in self.owned}
+        sizes = sizes_of_shards(self.ex_iterable)
+        shares = equal_shares(sizes, self.streams)
+        times = read_for_each_kept(sizes, [shares[stream] for stream in self.owned])
+        if self.streams > len(sizes) and times >= _WORTH_A_WARNING:
+            warnings.warn(
+                f"pack reads about {times:.0f} documents for each one that this process keeps: {self.streams} logical "
+                f"streams share {len(sizes)} shards, and other ranks or workers have the rest of them; call reshard() "
+                "on a stream of parquet files, or write more files",
+                stacklevel=2,
             )
-            for stream in self.owned
-        }
+        reading = SharedReading(self.ex_iterable, self.packing.schema, self.packing.window_size)
+        return {stream: PackedExamples(reading.share(shares[stream]), packings[stream], files) for stream in self.owned}
 
     def _load(
         self, saved: dict[int, dict[str, Any]], parts: dict[int, PackedExamples], live: dict[int, dict[str, Any]]

@@ -72,12 +72,5 @@ def _pack_one(
     packing = StreamPacking(strategy, window_packs, position_ids, source.schema, schedule=schedule)
     packed: Any = PackedExamples(source.examples, packing)
     if streams is not None:
-        if (shards := int(source.examples.num_shards)) < streams:
-            warnings.warn(
-                f"pack reads every document about {streams / shards:.0f} times, since {streams} logical streams share "
-                f"{shards} shards; call reshard() on a stream of parquet files, write more files, or pass a smaller "
-                "number of streams",
-                stacklevel=4,
-            )
         packed = LogicalStreams(source.examples, packing, streams)
     return upstream.stream_of(packed, packing.features, like=stream)

@@ -7,10 +7,10 @@ resumed stream reads and plans its window again, and passes over the rows that a
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol
 
 import datasets
@@ -21,9 +21,10 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.data.packed_rows import pack_rows
 from hf_packing.data.streams import upstream
 from hf_packing.data.streams.document_reader import DocumentReader
+from hf_packing.data.streams.mixtures_in import begin_with, given_by_mixtures
 from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
-from hf_packing.data.streams.window_start import Counts, WindowStart, waiting_documents
+from hf_packing.data.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
 from hf_packing.data.token_columns import TOKENS_AT_ONCE, blocks_of_rows, find_token_columns
 from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import IntArray, check_lengths
@@ -193,7 +194,9 @@ class PackedExamples(upstream.TypedExamples):
         return self._state_dict
 
     def tables(self, one_row: bool = False) -> Iterator[pa.Table]:
-        """Yield tables of packed rows, and note in the state before each that its rows are out.
+        """Go to the place of the state, and return an iterator over tables of packed rows.
+
+        The iterator notes in the state before each table that its rows are out.
 
         Args:
             one_row: True for tables of one row each.
@@ -203,20 +206,32 @@ class PackedExamples(upstream.TypedExamples):
         saved, rows_out = load(state, made_from) or (None, 0)
         self.ex_iterable._init_state_dict()
         start = WindowStart.load(saved, self.packing.schema)
+        begin_with(self.ex_iterable, start.given)
         reader = DocumentReader(self.ex_iterable, self.packing.schema, start.place)
+        return self._tables(reader, start, rows_out, partial(save, state, made_from), one_row)
+
+    def _tables(
+        self,
+        reader: DocumentReader,
+        start: WindowStart,
+        rows_out: int,
+        note: Callable[[tuple[SavedWindow, int]], None],
+        one_row: bool,
+    ) -> Iterator[pa.Table]:
+        """Yield the packed rows from the start of a window on, except the first rows, which are out."""
         while not start.ended:
             columns, plan, following = self._plan(reader, start)
-            here = start.save()
-            save(state, made_from, (here, rows_out))
+            here = replace(start, given=given_by_mixtures(self.ex_iterable)).save()
+            note((here, rows_out))
             left = tokens_of_packs(plan)[rows_out:]
             for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, TOKENS_AT_ONCE)]:
                 table = self.packing.rows(columns, plan, first, end)
                 rows = 1 if one_row else table.num_rows
                 for begin in range(0, table.num_rows, rows):
-                    save(state, made_from, (here, first + begin + rows))
+                    note((here, first + begin + rows))
                     yield table.slice(begin, rows)
             start, rows_out = following, 0
-        save(state, made_from, (start.save(), 0))
+        note((start.save(), 0))
         self.counts = start.counts
         if self.packing.stream is None:
             warn_of_losses(self.counts, self.packing.strategy)

@@ -100,8 +100,7 @@ def test_a_state_of_all_streams_serves_any_rank(tmp_path):
 
 
 def test_more_streams_than_documents():
-    with pytest.warns(UserWarning, match="reads every document about 16 times, since 16 logical streams share 1 sh"):
-        packed = hfp.pack(stream_of(make_documents(5)), hfp.BestFit(64), streams=16)
+    packed = hfp.pack(stream_of(make_documents(5)), hfp.BestFit(64), streams=16)
     assert sorted(names_in(packed)) == list(range(5))
 
 
