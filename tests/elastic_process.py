@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,10 +67,8 @@ def open_stream(folder, settings, notes):
     stream = stream.select_columns(["input_ids"]).map(count_documents, fn_kwargs=read)
     if settings["packs"]:
         return stream.cast(features)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="pack reads every document")
-        strategy = hfp.BestFit(CAPACITY, overflow="split")
-        return hfp.pack(stream.cast(features), strategy, streams=settings["streams"], window_packs=3)
+    strategy = hfp.BestFit(CAPACITY, overflow="split")
+    return hfp.pack(stream.cast(features), strategy, streams=settings["streams"], window_packs=3)
 
 
 def count_documents(row, file, unreadable):

@@ -184,10 +184,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 def check_not_dispatched(accelerator: Accelerator) -> None:
     """Refuse dispatch_batches=True for a dataset whose rows every rank reads by itself; streams can be dispatched."""
     if accelerator.dispatch_batches:
-        raise PackingError(
-            "dispatch_batches: expected False, got True; every rank reads its own planned batches of a dataset. Only "
-            "streams can be dispatched"
-        )
+        raise PackingError("dispatch_batches: expected False, got True; every rank reads its own planned batches")
 
 
 def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
