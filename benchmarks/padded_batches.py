@@ -44,10 +44,10 @@ ROWS, VOCABULARY, CLOSE = 32, 4096, 1e-4
 Batch = dict[str, torch.Tensor]
 
 
-def documents(name: str, number: int) -> list[np.ndarray]:
+def documents(name: str, number: int, shrink: int) -> list[np.ndarray]:
     median, sigma, longest = LENGTHS[name]
     rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(np.log(median), sigma, number), 4, longest).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(median / shrink), sigma, number), 4, longest // shrink).astype(int)
     return [rng.integers(5, VOCABULARY, length) for length in lengths]
 
 
@@ -94,12 +94,13 @@ def compare(name: str, sides: dict[str, Callable[[], None]], rounds: int, slots:
 
 def classify(arguments: argparse.Namespace) -> None:
     for name, width in [*((name, 256) for name in LENGTHS), (next(iter(LENGTHS)), 512)]:
-        sizes = {"hidden_size": width, "num_attention_heads": width // 64, "intermediate_size": 4 * width}
+        hidden = width // arguments.shrink
+        sizes = {"hidden_size": hidden, "num_attention_heads": width // 64, "intermediate_size": 4 * hidden}
         config = transformers.BertConfig(vocab_size=VOCABULARY, num_hidden_layers=4, **sizes)
         torch.manual_seed(0)
         stock = transformers.BertForSequenceClassification(config)
         unpadded = hfp.patch_model(copy.deepcopy(stock))
-        rows = documents(name, arguments.rows)
+        rows = documents(name, arguments.rows, arguments.shrink)
         random = [padded(each) for each in in_batches(rows, ROWS)]
         by_length = [padded(each) for each in in_batches(sorted(rows, key=len), ROWS)]
         with torch.no_grad():
@@ -125,6 +126,11 @@ def classify(arguments: argparse.Namespace) -> None:
         compare(f"{name}, width {width}", sides, arguments.rounds, slots)
 
 
+def llama(layers: int, shrink: int, **labels: int) -> transformers.LlamaConfig:
+    sizes = {"hidden_size": 256 // shrink, "intermediate_size": 768 // shrink, "num_attention_heads": 4}
+    return transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, num_hidden_layers=layers, pad_token_id=0, **labels)
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -135,13 +141,12 @@ def prefer(arguments: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
 
     def text(median: int) -> str:
-        length = int(np.clip(rng.lognormal(np.log(median), 0.85), 4, 700))
+        length = int(np.clip(rng.lognormal(np.log(median / arguments.shrink), 0.85), 4, 700 // arguments.shrink))
         return " ".join(f"w{word}" for word in rng.integers(5, VOCABULARY, length))
 
     pairs = [{"prompt": text(60), "chosen": " " + text(90), "rejected": " " + text(80)} for _ in range(arguments.pairs)]
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
     torch.manual_seed(0)
-    policy = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0))
+    policy = transformers.LlamaForCausalLM(llama(4, arguments.shrink))
 
     def trainer() -> Any:
         settings = DPOConfig(
@@ -185,13 +190,11 @@ def prefer(arguments: argparse.Namespace) -> None:
     compare("DPO", sides, arguments.rounds, slots)
 
 
-def keep() -> None:
+def keep(shrink: int) -> None:
     """Compare the bytes that a reward model keeps for the backward pass, without its weights."""
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, pad_token_id=0, num_labels=1)
-    stock = transformers.LlamaForSequenceClassification(config)
+    stock = transformers.LlamaForSequenceClassification(llama(8, shrink, num_labels=1))
     rng = np.random.default_rng(0)
-    lengths = np.r_[512, rng.integers(40, 300, 15)]
+    lengths = np.r_[512, rng.integers(40, 300, 15)] // shrink
     batch = padded([rng.integers(5, VOCABULARY, length) for length in lengths])
     del batch["labels"]
     found = []
@@ -220,6 +223,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=96, help="documents of each length distribution")
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shrink", type=int, default=1, help="divide lengths and the widths of models by this number")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -228,7 +232,7 @@ def main() -> None:
     print(f"{machine('torch', 'transformers', 'trl')}, 1 thread\n")
     classify(arguments)
     prefer(arguments)
-    keep()
+    keep(arguments.shrink)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,10 @@ TOY = {
         ["--hidden", "64", "--layers", "1", "--vocabulary", "500", "--tokens", "512", "--rounds", "1"],
         "peak memory of the proof",
     ),
-    "padded_batches.py": (["--rows", "8", "--pairs", "4", "--rounds", "1"], "kept for the backward pass"),
+    "padded_batches.py": (
+        ["--rows", "8", "--pairs", "4", "--rounds", "1", "--shrink", "8"],
+        "kept for the backward pass",
+    ),
     "score.py": (["--documents", "12", "--max-tokens", "1024", "--rounds", "1"], "times as fast"),
     "streams.py": (["--packs", "20", "--tokens", "200000", "--rounds", "1", "--documents", "30"], "64 logical"),
     "lockstep.py": (["--steps", "20", "--rounds", "1"], "a step of 5 milliseconds in lockstep"),

@@ -262,6 +262,13 @@ def run_sft(data, model, folder, pack_length):
 
 
 def on_two_processes(recipe, *arguments):
+    """As `launched` runs it, on processes that have imported torch already."""
+    done = run_script(RECIPES / recipe, *arguments, ranks=2, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def launched(recipe, *arguments):
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(CONFIGS / "cpu.yaml")]
     threads = {**os.environ, "OMP_NUM_THREADS": "1"}
     command += [str(RECIPES / recipe), *map(str, arguments)]
@@ -278,7 +285,7 @@ def weights(output):
 def test_bucket_pre_training_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path):
     options = ("--data", text_file, "--tokenizer", tiny_model, "--model", tiny_model, "--save-every", 3)
     options += ("--buckets", 64, 128, 256, 512, "--tokens-per-batch", 512, "--steps", 0)
-    said = on_two_processes("pretrain_bucket.py", *options, "--output", tmp_path / "whole")
+    said = launched("pretrain_bucket.py", *options, "--output", tmp_path / "whole")
     assert "on 2 processes, the same bucket on all of them each time: True" in said
     table = said.split("speed\n", 1)[1].split("\nspeed:")[0].splitlines()
     rows = {int(bucket): int(rows) for bucket, _, rows, *_ in map(str.split, table)}
@@ -325,7 +332,7 @@ def test_bucket_pre_training_stops_and_goes_on(few_texts, tiny_model, tmp_path, 
 @pytest.mark.slow
 def test_a_loop_on_two_processes_stops_and_goes_on(text_file, tiny_model, tmp_path):
     options = ("--data", text_file, "--model", tiny_model, "--max-tokens", 512, "--save-every", 2, "--loss", "sequence")
-    whole = on_two_processes("accelerate_loop.py", *options, "--output", tmp_path / "whole")
+    whole = launched("accelerate_loop.py", *options, "--output", tmp_path / "whole")
     resume = ("--resume-from-checkpoint", tmp_path / "whole" / "before")
     rest = on_two_processes("accelerate_loop.py", *options, "--output", tmp_path / "rest", *resume)
     assert number_after(rest, "resuming in epoch 0 after ") > 0
