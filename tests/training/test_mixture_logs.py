@@ -41,7 +41,7 @@ class Compares(TrainerCallback):
         self.before, self.logs = now, self.logs + 1
 
 
-def run(folder, losses=True, stream=None, steps=6, **settings):
+def run(folder, losses=True, stream=None, steps=8, **settings):
     """Train, compare all logs with sums by hand, and return the trainer."""
     compares = Compares(losses)
     trainer = trainer_of(folder, stream or packed(mixture()), callbacks=[compares], max_steps=steps, **settings)

@@ -8,14 +8,9 @@ from typing import Any, get_args
 import datasets
 
 from hf_packing.data.streams import upstream
-from hf_packing.data.streams.mixed_examples import (
-    SOURCE,
-    SOURCE_EPOCH,
-    Count,
-    MixedExamples,
-    Mixture,
-    StoppingStrategy,
-)
+from hf_packing.data.streams.mixed_examples import MixedExamples
+from hf_packing.data.streams.mixture import SOURCE, SOURCE_EPOCH, Count, Mixture, StoppingStrategy
+from hf_packing.data.streams.mixtures_in import mixtures_in
 from hf_packing.data.streams.sources import Source, open_source
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import is_real
@@ -34,9 +29,10 @@ def mix(
 ) -> datasets.IterableDataset:
     """Mix tokenized streams and datasets so that each has its share of the tokens.
 
-    The next document always comes from the source that is furthest below its share. `datasets.interleave_datasets`
-    draws by documents instead, so that sources with long documents get more tokens than their share. The state of the
-    mixture is exact. If other shares are given when a saved state is loaded, they count from there on.
+    After every document, the tokens of a source differ from its share by about half a document.
+    `datasets.interleave_datasets` draws by documents instead, so that sources with long documents get more tokens than
+    their share. The state of the mixture is exact. If other shares are given when a saved state is loaded, they count
+    from there on. Logical streams, ranks and workers have mixtures of their own, of equal pieces of all sources.
 
     Args:
         streams: IterableDatasets or Datasets with `input_ids`, by name. All have the same token columns; other columns
@@ -45,7 +41,8 @@ def mix(
         stopping_strategy: as in `datasets.interleave_datasets`. "first_exhausted" ends the mixture when a source is due
             but has no more documents; "all_exhausted" reads such a source again, its shards in another order, until
             every source was read once; "all_exhausted_without_replacement" goes on with the other sources.
-        count: "tokens" to count all tokens, "trainable" to count tokens with a label.
+        count: "tokens" to count all tokens, "trainable" to count tokens with a label. After a document of which nothing
+            counts, another source is next.
         seed: seed for the order of the shards of sources that are read again.
 
     Returns:
@@ -54,8 +51,9 @@ def mix(
         that the source was read before the document.
 
     Raises:
-        PackingError: the names differ, a share is not positive, a source has no documents or other token columns, or a
-            stream has a shuffle buffer.
+        PackingError: the names differ, a share is not positive, a source has no documents or other token columns, a
+            stream has a shuffle buffer, or a stream is a mixture. While the mixture is read: nothing counts of all
+            documents of a source.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -92,6 +90,8 @@ def _check_shares(streams: Any, tokens: Any) -> dict[str, float]:
     """Return the shares of the sources, in the order of the sources, with the sum 1."""
     if not isinstance(streams, Mapping) or not streams:
         raise PackingError(f"streams: expected a dict of streams, at least one, got {type(streams).__name__}")
+    if names := [name for name in streams if not isinstance(name, str)]:
+        raise PackingError(f"streams: expected names that are strings, got {names[0]!r}")
     if not isinstance(tokens, Mapping) or set(tokens) != set(streams):
         got = ", ".join(map(str, tokens)) if isinstance(tokens, Mapping) else type(tokens).__name__
         raise PackingError(f"tokens: expected a share for each of {', '.join(map(str, streams))}, got {got}")
@@ -110,6 +110,11 @@ def _open(name: str, stream: Any) -> Source:
     if not isinstance(stream, datasets.IterableDataset):
         raise PackingError(f"streams[{name!r}]: expected an IterableDataset or a Dataset, got {type(stream).__name__}")
     source = open_source(f"streams[{name!r}]", stream)
+    if mixtures_in(source.examples):
+        raise PackingError(
+            f"streams[{name!r}]: expected a stream that is no mixture, got a mixture; pass its sources to this mix, "
+            "each with the product of both shares"
+        )
     for column in (SOURCE, SOURCE_EPOCH):
         if column in source.schema.names:
             raise PackingError(

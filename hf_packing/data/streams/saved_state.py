@@ -11,7 +11,7 @@ from hf_packing.errors import PackingError
 STATE = "packed"
 """The key of the tuple in the state of a packed stream."""
 
-_FORMAT = 1
+_FORMAT = 2
 """The version of the layout of saved states. A state of another version is refused."""
 
 

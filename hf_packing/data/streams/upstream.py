@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import datasets
@@ -110,7 +111,7 @@ def stream_of(examples: Examples, features: datasets.Features, like: datasets.It
 
 def has_shuffle_buffer(examples: Examples) -> bool:
     """Return whether examples go through a shuffle buffer, whose content a saved state does not hold."""
-    return isinstance(examples, BufferShuffledExamplesIterable) or any(map(has_shuffle_buffer, _inner(examples)))
+    return isinstance(examples, BufferShuffledExamplesIterable) or any(map(has_shuffle_buffer, inner(examples)))
 
 
 def depends_on_places(examples: Examples) -> bool:
@@ -128,14 +129,24 @@ def depends_on_places(examples: Examples) -> bool:
             isinstance(examples, CyclingMultiSourcesExamplesIterable)
             and examples.stopping_strategy != "all_exhausted_without_replacement"
         )
-        or any(depends_on_places(each) for each in _inner(examples))
+        or any(depends_on_places(each) for each in inner(examples) if not getattr(each, "is_one_shard", False))
     )
 
 
-def _inner(examples: Examples) -> list[Examples]:
+def inner(examples: Examples) -> list[Examples]:
     """Return the objects from which an object reads its examples."""
-    inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
-    return [each for each in inner if each is not None]
+    found = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
+    return [each for each in found if each is not None]
+
+
+def copied(examples: Examples) -> Examples:
+    """Return a new object that reads the same examples, with a state of its own."""
+    new = copy(examples)
+    if getattr(examples, "ex_iterable", None) is not None:
+        new.ex_iterable = copied(examples.ex_iterable)
+    if getattr(examples, "ex_iterables", None) is not None:
+        new.ex_iterables = [copied(each) for each in examples.ex_iterables]
+    return new
 
 
 def shuffled(examples: Examples, generator: np.random.Generator) -> Examples:
@@ -154,6 +165,16 @@ def tables(examples: Examples) -> Iterator[pa.Table] | None:
 def rows(examples: Examples) -> Iterator[dict[str, Any]]:
     """Return an iterator over the examples as dicts."""
     return (example for _, example in examples)
+
+
+def rows_of_shards(examples: Examples) -> list[float] | None:
+    """Return the number of rows of every shard of a stream that was made of a Dataset; None for other streams."""
+    while getattr(examples, "ex_iterable", None) is not None:
+        examples = examples.ex_iterable
+    shards = getattr(examples, "kwargs", {}).get("shards")
+    if isinstance(shards, list) and shards and all(isinstance(shard, datasets.Dataset) for shard in shards):
+        return [float(len(shard)) for shard in shards]
+    return None
 
 
 def shard_files(examples: Examples) -> list[tuple[str, tuple[int, ...] | None]] | None:

@@ -51,6 +51,8 @@ class WindowStart:
     """What was read and packed before the window."""
     ended: bool = False
     """True if there is no such window, since the stream has ended."""
+    given: tuple[tuple[Any, ...], ...] = ()
+    """What mixtures had given when the window was read; see `mixtures_in.py`."""
 
     def save(self) -> SavedWindow:
         """Return the start of the window as plain values and bytes."""
@@ -59,7 +61,7 @@ class WindowStart:
             with pa.ipc.new_stream(sink, self.waiting.schema) as writer:
                 writer.write_table(self.waiting)
         waiting = sink.getvalue().to_pybytes()
-        return (*self.place, waiting, self.age.tobytes(), self.number, self.counts.as_tuple(), self.ended)
+        return (*self.place, waiting, self.age.tobytes(), self.number, self.counts.as_tuple(), self.ended, self.given)
 
     @classmethod
     def load(cls, saved: SavedWindow | None, schema: pa.Schema) -> "WindowStart":
@@ -71,9 +73,10 @@ class WindowStart:
         """
         if saved is None:
             return cls(Place(None, 0), schema.empty_table(), np.zeros(0, np.int8))
-        source, passed, waiting, age, number, counts, ended = saved
+        source, passed, waiting, age, number, counts, ended, given = saved
         table = pa.ipc.open_stream(waiting).read_all() if waiting else schema.empty_table()
-        return cls(Place(source, passed), table, np.frombuffer(age, np.int8), number, Counts(*counts), ended)
+        known = Place(source, passed), table, np.frombuffer(age, np.int8), number
+        return cls(*known, Counts(*counts), ended, given)
 
 
 def waiting_documents(

@@ -67,12 +67,15 @@ class Wrapped(upstream.BaseExamples):  # type: ignore[misc]
 class OneShard(Wrapped):
     """The documents of a stream as one shard, for documents that depend on their places in the whole stream."""
 
+    is_one_shard = True
+
     @property
     def num_shards(self) -> int:
         return 1
 
     def shard_data_sources(self, *_: Any, **__: Any) -> "OneShard":
-        return self
+        """Return a new object, with a state of its own."""
+        return OneShard(upstream.copied(self.ex_iterable), self.names)
 
     def reshard_data_sources(self) -> "OneShard":
         return self

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, SEQ_LENGTHS, TOKEN_TYPE_IDS
 from hf_packing.data.streams.logical_streams import LogicalStreams, Position, Turn
-from hf_packing.data.streams.mixed_examples import SOURCE, SOURCE_EPOCH, MixedExamples
+from hf_packing.data.streams.mixed_examples import MixedExamples
+from hf_packing.data.streams.mixture import SOURCE, SOURCE_EPOCH
 from hf_packing.planning.lengths import IntArray
 
 Row = dict[str, Any]

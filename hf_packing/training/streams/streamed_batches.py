@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_packing.attention import inner_model
 from hf_packing.columns import COMPLETION_MASK, LABELS
-from hf_packing.data.streams.mixed_examples import SOURCE
+from hf_packing.data.streams.mixture import SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks
 from hf_packing.training.planned_batches import PlannedBatches

@@ -43,8 +43,11 @@ def test_shares_of_tokens():
     by_source = np.zeros((len(documents), 3))
     by_source[np.arange(len(documents)), [source_of(each) for each in documents]] = lengths
     so_far = by_source.cumsum(0)
-    off = np.abs(so_far - shares * so_far.sum(1, keepdims=True))
-    assert off.max() <= lengths.max()
+    off = so_far - shares * so_far.sum(1, keepdims=True)
+    assert np.abs(off).max() <= lengths.max()
+    weight = lengths / lengths.sum()  # of each document, the middle counts
+    middle = off - by_source / 2 + shares * lengths[:, None] / 2
+    assert np.abs(weight @ middle).max() < 0.1 * lengths.max()  # as often above as below
     drawn = tokens_by_source(interleave_datasets(list(sources().values()), probabilities=list(shares), seed=0))
     assert abs(drawn[2] / sum(drawn) - 0.2) > 0.3  # by documents, the long ones get most tokens
 
@@ -101,7 +104,7 @@ def test_ends_of_sources():
 
     assert numbers("first_exhausted") == {1: 10, 2: 5}
     assert numbers("all_exhausted_without_replacement") == {1: 10, 2: 30}
-    assert numbers("all_exhausted") == {1: 61, 2: 30}
+    assert numbers("all_exhausted") == {1: 60, 2: 30}
 
 
 def test_a_source_of_fixed_order_is_read_again():
@@ -111,7 +114,7 @@ def test_a_source_of_fixed_order_is_read_again():
         {"few": 1, "many": 1},
         stopping_strategy="all_exhausted",
     )
-    assert [each["input_ids"][0] for each in mixed if each["source"][0] == 0] == [1, 2, 1, 2, 1, 2, 1]
+    assert [each["input_ids"][0] for each in mixed if each["source"][0] == 0] == [1, 2, 1, 2, 1, 2]
 
 
 @settings(max_examples=30)
@@ -188,6 +191,13 @@ A, B = Dataset.from_dict({"input_ids": [[1]]}), Dataset.from_dict({"input_ids": 
         ([A], {"a": 1}, {}, "streams: expected a dict of streams, at least one, got list"),
         ({"a": A}, {"b": 1}, {}, "tokens: expected a share for each of a, got b"),
         ({"a": A}, [1], {}, "tokens: expected a share for each of a, got list"),
+        ({1: A}, {1: 1}, {}, "streams: expected names that are strings, got 1"),
+        (
+            {"a": hfp.mix({"b": A}, {"b": 1}).remove_columns("source")},
+            {"a": 1},
+            {},
+            "expected a stream that is no mixture",
+        ),
         ({"a": A}, {"a": 0}, {}, r"tokens\['a'\]: expected a positive number, got 0"),
         (
             {"a": A, "b": B},
@@ -229,9 +239,51 @@ def test_another_mixture_at_a_resume():
         next(iter(other))
 
 
-def test_a_source_that_ends_at_once():
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-    empty = datasets.IterableDataset.from_generator(lambda: iter(()), features=features)
-    mixed = hfp.mix({"a": A, "b": empty}, {"a": 1, "b": 1}, stopping_strategy="all_exhausted")
-    with pytest.raises(hfp.PackingError, match=r"streams\['b'\]: expected documents, got none"):
-        list(mixed)
+@pytest.mark.parametrize("how", ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"])
+@pytest.mark.parametrize("streams", [None, 3])
+def test_a_source_of_which_nothing_counts(how, streams):
+    def documents(number, labels, shards=3):
+        return [[{"input_ids": [number] * len(each), "labels": each} for each in labels]] * shards
+
+    def source(parts):
+        features = datasets.Features(dict.fromkeys(("input_ids", "labels"), datasets.List(datasets.Value("int32"))))
+        return datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"parts": parts}, features=features)
+
+    good = documents(1, [[1] * 5] * 30)
+    for bad, count, message in (
+        ([[], [], []], "tokens", "expected documents, got none"),
+        (documents(2, [[]] * 4), "tokens", "expected documents with a token, got 12 documents without"),
+        (
+            documents(2, [[-100] * 5] * 4),
+            "trainable",
+            "expected documents with a label to train on, since count='t",
+        ),
+    ):
+        mixed = hfp.mix({"a": source(good), "b": source(bad)}, {"a": 1, "b": 1}, count=count, stopping_strategy=how)
+        with pytest.raises(hfp.PackingError, match=rf"streams\['b'\]: {message}"):
+            list(mixed if streams is None else hfp.pack(mixed, hfp.BestFit(16), streams=streams))
+    late = documents(2, [[-100] * 5] * 20 + [[2] * 5] * 20, shards=1)
+    mixed = hfp.mix({"a": source(good), "b": source(late)}, {"a": 1, "b": 1}, count="trainable", stopping_strategy=how)
+    numbers = [each["input_ids"][0] for each in mixed]
+    assert numbers[:40].count(2) == 20  # nothing counts of these, but others have their turns
+    assert numbers[40:60].count(2) == 20  # so that the source catches up
+    assert how == "all_exhausted" or numbers[60:].count(2) == 0
+
+
+def rows_of(parts):
+    for part in parts:
+        yield from part
+
+
+def test_masks_of_other_lengths():
+    masks = [[1] * 4] * 700 + [[1] * 3] + [[1] * 4] * 9
+    source = Dataset.from_dict({"input_ids": [[1] * 4] * 710, "completion_mask": masks})
+    message = r"streams\['a'\]: column 'completion_mask': expected .* row 700 has 3 for 4 input_ids"
+    with pytest.raises(hfp.PackingError, match=message):
+        list(hfp.mix({"a": source}, {"a": 1}, count="trainable"))
+
+
+def test_the_same_stream_twice():
+    stream = generated([[[1], [2]], [[3], [4]]])
+    mixed = hfp.mix({"a": stream, "b": stream}, {"a": 1, "b": 1}, stopping_strategy="all_exhausted_without_replacement")
+    assert Counter(each["input_ids"][0] for each in mixed) == dict.fromkeys((1, 2, 3, 4), 2)

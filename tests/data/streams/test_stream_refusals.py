@@ -128,10 +128,10 @@ def test_a_state_of_other_files(streams, state_of, tmp_path):
 @pytest.mark.parametrize("streams", [None, 4])
 def test_a_state_of_another_format(streams, state_of, tmp_path, monkeypatch):
     state = pickle.loads(pickle.dumps(state_of(streams=streams)))
-    monkeypatch.setattr(saved_state, "_FORMAT", 2)
+    monkeypatch.setattr(saved_state, "_FORMAT", 3)
     packed = hfp.pack(write_source(tmp_path, "parquet")(), hfp.BestFit(64), window_packs=4, streams=streams)
     packed.load_state_dict(state)
-    with pytest.raises(hfp.PackingError, match="the state of a stream in format 2, got format 1; go on with"):
+    with pytest.raises(hfp.PackingError, match="the state of a stream in format 3, got format 2; go on with"):
         next(iter(packed))
 
 
