@@ -1,30 +1,31 @@
 """Patched tiny models, proven once in each process of the tests and copied: the proof takes most of the time."""
 
 import copy
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from tiny_models import build
+from transformers import PreTrainedModel
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 
 
 @cache
-def _patched(name, dtype):
-    return hfp.patch_model(build(name, dtype))
+def _patched_once(make: Callable[..., PreTrainedModel], *arguments, **changes) -> PreTrainedModel:
+    return hfp.patch_model(make(*arguments, **changes))
 
 
-@cache
-def _patched_tiny(architecture, kind, dtype):
-    return hfp.patch_model(tiny_model(architecture, kind, dtype))
+def patched(name: str = "Llama", dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
+    """A patched model as `build` makes it, for one test alone; attach leaves it as it is."""
+    torch.manual_seed(0)  # as build does
+    return copy.deepcopy(_patched_once(build, name, dtype, **changes))
 
 
-def patched(name="Llama", dtype=torch.float32):
-    """A patched model as `build` makes it, for one test alone."""
-    return copy.deepcopy(_patched(name, dtype))
-
-
-def patched_tiny(architecture, kind, dtype=torch.float32):
+def patched_tiny(
+    architecture: str, kind: str = "causal", dtype: torch.dtype = torch.float32, **changes
+) -> PreTrainedModel:
     """A patched model as `tiny_model` makes it, for one test alone."""
-    return copy.deepcopy(_patched_tiny(architecture, kind, dtype))
+    torch.manual_seed(0)
+    return copy.deepcopy(_patched_once(tiny_model, architecture, kind, dtype, **changes))

@@ -1,15 +1,8 @@
 """Tiny random models, one for each trait of attention that a packed row must survive."""
 
-import copy
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import transformers
 from transformers import PreTrainedModel
-
-import hf_packing as hfp
-from hf_packing.attention.tiny_model import tiny_model
 
 SIZES = {
     "vocab_size": 128,
@@ -97,23 +90,6 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes) -> PreTraine
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped one has no float64
     return model.to(dtype)
-
-
-@cache
-def patched_once(make: Callable[..., PreTrainedModel], *arguments, **changes) -> PreTrainedModel:
-    return hfp.patch_model(make(*arguments, **changes))
-
-
-def patched(name: str = "Llama", dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
-    """A model of `build`, patched; its isolation is proven once for all tests, and attach leaves it as it is."""
-    torch.manual_seed(0)  # as build does
-    return copy.deepcopy(patched_once(build, name, dtype, **changes))
-
-
-def patched_tiny(architecture: str, kind: str = "causal", **changes) -> PreTrainedModel:
-    """The same of `tiny_model`."""
-    torch.manual_seed(0)
-    return copy.deepcopy(patched_once(tiny_model, architecture, kind, **changes))
 
 
 def with_loss_times(factor: float | None) -> PreTrainedModel:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from leaky_models import LEAKS, Behind, leaky
-from patched_models import patched
+from patched_models import patched, patched_tiny
 from tiers import fast_only
-from tiny_models import build, patched_tiny
+from tiny_models import build
 from training_by_hand import batch_of
 
 import hf_packing as hfp

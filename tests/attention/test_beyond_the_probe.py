@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from patched_models import patched_tiny
 from tiers import fast_only
-from tiny_models import patched_tiny
 from training_by_hand import batch_of
 
 import hf_packing as hfp

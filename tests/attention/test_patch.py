@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from patched_models import patched, patched_tiny
 from tiers import fast_only
-from tiny_models import SUPPORTED, build, patched, patched_tiny
+from tiny_models import SUPPORTED, build
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,

@@ -10,9 +10,9 @@ import fsdp_process
 import pytest
 import torch
 import transformers
+from patched_models import patched_tiny
 from processes import HANGS
 from tiers import fast_only
-from tiny_models import patched_tiny
 from torch.distributed.fsdp import FSDPModule
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash_utils
+from patched_models import patched
 from tiers import fast_only
-from tiny_models import build, patched
+from tiny_models import build
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
