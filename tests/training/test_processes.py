@@ -130,14 +130,16 @@ def test_killed_in_the_first_and_in_the_last_epoch(on_two_ranks, tmp_path):
 
 
 @RESUMES_ON_CPUS
-def test_other_steps_are_refused_on_all_ranks(tmp_path):
+def test_another_batching_is_refused_on_all_ranks(tmp_path):
     settings = {"documents": NUMBER, "save_steps": 1, "epochs": 1}
     train(tmp_path / "trainer", stop_at=2, **settings)
-    run(tmp_path, {"trainer": {**settings, "resume": True, "fails": True}}, ranks=2)
+    run(tmp_path, {"trainer": {**settings, "max_tokens": 65, "resume": True, "fails": True}}, ranks=2)
     for rank in range(2):
         said = (tmp_path / "trainer" / f"error-{rank}.txt").read_text()
-        assert "ranks x gradient_accumulation_steps: expected 1, as when the checkpoint was saved, got 2" in said
-        assert "use a number of ranks that divides 1" in said
+        expected, got = said.split("as when the checkpoint was saved, got")
+        assert "batching: expected" in expected
+        assert "max_tokens=64" in expected
+        assert "max_tokens=65" in got
 
 
 def test_the_gradient_of_sft_trainer_on_two_ranks(on_two_ranks):
