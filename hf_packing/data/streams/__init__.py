@@ -3,8 +3,15 @@
 pack_stream.py      check a stream, and put the packing between the source and its readers
 packed_examples.py  pack a stream window by window
 logical_streams.py  divide a stream into logical streams, whose rows do not depend on the number of ranks
+
+These files mix sources:
+
 mix.py              mix streams, and check what is asked for
-mixed_examples.py   mix the documents of several sources, each with its share of the tokens
+mixture.py          the way in which sources are mixed, and what counts of a document
+mixture_balance.py  choose the sources of the next documents
+mixture_progress.py how far a mixture is, and up to which document its shares count
+mixed_examples.py   mix the documents of several sources, or of a piece of them
+mixtures_in.py      find the mixture that a stream reads, and divide it among logical streams
 
 These files read the source:
 

@@ -61,7 +61,7 @@ def mix(
         >>> long = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9, 10]]})
         >>> mixed = hfp.mix({"short": short, "long": long}, tokens={"short": 0.5, "long": 0.5})
         >>> [document["input_ids"] for document in mixed]
-        [[1], [5, 6, 7], [2], [3], [4], [8, 9, 10]]
+        [[1], [2], [5, 6, 7], [3], [4]]
     """
     shares = _check_shares(streams, tokens)
     if stopping_strategy not in get_args(StoppingStrategy):

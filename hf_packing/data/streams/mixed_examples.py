@@ -52,7 +52,7 @@ class MixedExamples(upstream.TypedExamples):
         self._piece: Piece = None if len(self._owned) == self._pieces else (self._pieces, self._owned)
         self._given_before: Given | None = None
         self._given = Given((), 0, self._piece)
-        self._used_state: dict[str, Any] | None = None  # the state of the last iteration
+        self._has_begun = False  # whether documents were read from the state on
 
     @property
     def features(self) -> datasets.Features:
@@ -101,16 +101,20 @@ class MixedExamples(upstream.TypedExamples):
         return len(self._shards)
 
     def _init_state_dict(self) -> dict[str, Any]:
-        # `map` loads an older state after the newest one, and passes over the documents between them
-        loaded = self._state_dict
-        if loaded is not None and loaded is self._used_state:
+        # `map` loads an older state after the newest one, passes over the documents between them, and saves the dict
+        # of the newest one, so this has to be the same dict
+        loaded: dict[str, Any] | None = self._state_dict
+        state: dict[str, Any] = {} if loaded is None or self._has_begun else loaded
+        if self._has_begun:
             self._given_before = None
-        elif loaded is not None and loaded[STATE] is not None:
-            self.begin_with(self._given_in(loaded[STATE][-1]))
+        elif state.get(STATE) is not None:
+            self.begin_with(self._given_in(state[STATE][-1]))
         for each in self.ex_iterables:
             each._init_state_dict()
-        self._state_dict: dict[str, Any] = new_state(type(self))
-        return self._state_dict
+        state.update(new_state(type(self)))
+        self._has_begun = False
+        self._state_dict: dict[str, Any] = state
+        return state
 
     @property
     def given(self) -> Given:
@@ -131,7 +135,7 @@ class MixedExamples(upstream.TypedExamples):
         state = self._init_state_dict() if self._state_dict is None else self._state_dict
         made_from = MadeFrom(str(self.mixture), None, fingerprint_of_files(self))
         progress, out = self._progress(load(state, made_from))
-        self._used_state, self._given_before = state, None
+        self._has_begun, self._given_before = True, None
         readers = [self._reader(source, progress) for source in range(len(self.ex_iterables))]
         active = self._active(progress)
         while active:

@@ -89,6 +89,23 @@ def begin_with(examples: upstream.Examples, given: Sequence[Sequence[Any]]) -> N
     Args:
         examples: the object that reads the mixtures, at its start.
         given: what `given_by_mixtures` has returned.
+
+    Raises:
+        PackingError: a mixture that `repeat` reads several times has other shares than before.
     """
-    for mixture, before in zip(mixtures_in(examples), given, strict=False):
-        mixture.begin_with(Given.load(before))
+    for mixture, saved in zip(mixtures_in(examples), given, strict=False):
+        before = Given.load(saved)
+        shares, old = tuple(mixture.mixture.shares.values()), before.history[-1][0]
+        if shares != old and _is_repeated(examples):
+            raise PackingError(
+                f"tokens: expected the shares {', '.join(map(str, old))}, as in the saved state, for a mixture that "
+                f"repeat() reads again, got {', '.join(map(str, shares))}; leave repeat() out, and pass "
+                "stopping_strategy='all_exhausted' to mix"
+            )
+        mixture.begin_with(before)
+
+
+def _is_repeated(examples: upstream.Examples) -> bool:
+    if isinstance(examples, MixedExamples):
+        return False
+    return upstream.is_repeat(examples) or any(map(_is_repeated, upstream.inner(examples)))

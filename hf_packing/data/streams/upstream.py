@@ -133,6 +133,11 @@ def depends_on_places(examples: Examples) -> bool:
     )
 
 
+def is_repeat(examples: Examples) -> bool:
+    """Return whether an object reads another one several times."""
+    return isinstance(examples, RepeatExamplesIterable)
+
+
 def inner(examples: Examples) -> list[Examples]:
     """Return the objects from which an object reads its examples."""
     found = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
