@@ -83,8 +83,9 @@ def main() -> None:
     parser.add_argument(
         "--sample", type=int, default=None, help="use only this many of the functions, to try the script"
     )
+    parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(arguments.threads)
     print(machine("hf-packing", "transformers", "torch"))
     texts = standard_library_functions().shuffle(seed=0)
     texts = texts.select(range(arguments.sample or len(texts)))

@@ -1,4 +1,7 @@
-"""Benchmarks that train, attend or need trainers run at toy size; the figures mean nothing there."""
+"""Benchmarks that train, attend or need trainers run at toy size; the figures mean nothing there.
+
+They run on one thread: two that wait for each other, beside tests on the other cores, take ten times as long.
+"""
 
 import json
 import re
@@ -21,12 +24,13 @@ TOY = {
     ),
     "samplers.py": (["--documents", "3000", "--ranks", "2"], "TokenBudget(16384)"),
     "by_segment.py": (
-        ["--steps", "2", "--documents", "4", "--max-length", "32", "--sample", "200"],
+        ["--steps", "2", "--documents", "4", "--max-length", "32", "--sample", "200", "--threads", "1"],
         "Jamba: route: varlen",
     ),
     "shapes.py": (["--batches", "3", "--documents", "2000"], "BestFit(16384, max_documents=255)"),
     "head.py": (
-        ["--tokens", "1024", "--vocabulary", "20000", "--hidden", "64", "--rounds", "1", "--steps", "1"],
+        ["--tokens", "1024", "--vocabulary", "20000", "--hidden", "64", "--rounds", "1", "--steps", "1"]
+        + ["--threads", "1"],
         "time of in chunks / time of whole logits",
     ),
     "training.py": (
