@@ -110,7 +110,8 @@ def pack(
         [[3, 1], [2]]
     """
     _check_strategy(strategy)
-    schedule = scheduled_rows(length_schedule, rows_per_step)
+    given = (length_schedule, rows_per_step)
+    schedule = None if given == (None, None) else scheduled_rows(*given)
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.data.streams.pack_stream import pack_stream
 
