@@ -119,7 +119,8 @@ class TokenBudget(Batching):
         if self.match_documents_per_step is not None:
             documents = check_whole_number("match_documents_per_step", self.match_documents_per_step)
             self._set_checked(match_documents_per_step=documents)
-        check_schedule(self.length_schedule)
+        if self.length_schedule is not None:
+            check_schedule(self.length_schedule)
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if self.max_patches is not None and sizes.patches is None:

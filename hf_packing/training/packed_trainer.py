@@ -36,16 +36,18 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             with planned.on_all_ranks(self, planned.check_training):
                 return super().train(*args, **kwargs)
         finally:
-            planned.resumed = ResumedSteps()
+            planned.resumed = None
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> tuple[Any, ...]:
-        values = super().set_initial_training_values(args, dataloader)
-        return self.planned_batches.resumed.initial_values(args, values)
+        values: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
+        resumed = self.planned_batches.resumed
+        return values if resumed is None else resumed.initial_values(args, values)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the epoch in which training begins, and the number of its micro-batches that Trainer skips."""
         found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
-        epoch = self.planned_batches.resumed.begin()
+        resumed = self.planned_batches.resumed
+        epoch = None if resumed is None else resumed.begin()
         return found if epoch is None else (epoch, 0)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

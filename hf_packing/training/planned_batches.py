@@ -114,8 +114,7 @@ class PlannedBatches:
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
         self.accumulation = 1
         """The value of gradient_accumulation_steps for which the training batches were planned."""
-        self.resumed = ResumedSteps()
-        """The place in the data at which the call of train() begins."""
+        self.resumed: ResumedSteps | None = None  # the place in the data at which train() begins, while it runs
         self._loss_settings: dict[str, Any] = {}
         """The settings that decide the trainer's loss, by name, with the values that `check` expects."""
         self._known_sizes: dict[int, _KnownSizes] = {}
@@ -229,7 +228,8 @@ class PlannedBatches:
         def plan(planned_from: PlannedFrom) -> RankBatchSampler:
             self.check_training(trainer)
             sampler = self.sampler(trainer, planned_from)
-            self.resumed.plan(trainer, sampler, planned_from)
+            if self.resumed is not None:
+                self.resumed.plan(trainer, sampler, planned_from)
             return sampler
 
         def settle(_: PlannedFrom) -> None:

@@ -25,7 +25,7 @@ class ResumedSteps:
         checkpoint: the argument resume_from_checkpoint of train().
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str] | bool | None = None) -> None:
+    def __init__(self, checkpoint: str | os.PathLike[str] | bool | None) -> None:
         self._checkpoint = checkpoint
         self._step = 0
         self._steps: StepsOfEpochs | None = None
