@@ -53,7 +53,7 @@ class StepsOfEpochs:
 
     @property
     def counts_from_zero(self) -> bool:
-        """Whether every epoch has begun after a multiple of `steps`, so that a step's number tells its place."""
+        """True if every epoch has begun after a multiple of `steps`, so that a step's number tells its place."""
         return self.rest == self.steps and self.began == self.epoch * self.steps and not self.trained
 
     def place(self, step: int) -> PlaceInEpoch:

@@ -275,12 +275,9 @@ def longest_segment(batching: Batching, step: int) -> int | None:
         batching: the batching, which may have a length_schedule.
         step: the number of optimizer steps before this one, from the beginning of the training.
     """
-    schedule = getattr(batching, "length_schedule", None)
-    if schedule is None:
+    if not isinstance(batching, TokenBudget) or batching.length_schedule is None:
         return None
-    assert isinstance(batching, TokenBudget)
-    length: int | None = schedule.length_at(step, batching.max_tokens)
-    return length
+    return batching.length_schedule.length_at(step, batching.max_tokens)
 
 
 def with_documents_per_step(batching: Batching, documents: int) -> Batching:

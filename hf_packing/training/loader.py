@@ -126,7 +126,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         if epoch != self.epoch:
             self.epoch = check_whole_number("epoch", epoch, minimum=0)
             self._sampler.set_epoch(self.epoch)
-            self._steps_before = self.epoch * -(-len(self._sampler) // self._sampler.accumulation)
+            self._steps_before = self.epoch * self._sampler.optimizer_steps
             self.micro_batches_done = self._begin_at = 0
 
     def skip_first_batches(self, batches: int) -> None:

@@ -95,10 +95,10 @@ def prepare_dataloader(
 
     Raises:
         PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
-            dataset is not
-            map-style, or has fewer rows than ranks; a row is longer than a micro-batch; the model's own loss is not the
-            cross-entropy of its logits; the model is already sharded; data or arguments differ between ranks (raised on
-            all ranks); or a masked language model gets data without labels, or labels that only repeat the input.
+            dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch;
+            the model's own loss is not the cross-entropy of its logits; the model is already sharded; data or arguments
+            differ between ranks (raised on all ranks); or a masked language model gets data without labels, or labels
+            that only repeat the input.
         ModelNotSupportedError: it cannot be verified that the model isolates documents.
 
     Example:

@@ -118,7 +118,7 @@ class MixedExamples(upstream.TypedExamples):
 
     @property
     def given(self) -> Given:
-        """What the last iteration has given so far."""
+        """The documents that the last iteration has given so far."""
         return self._given
 
     def begin_with(self, given: Given) -> None:

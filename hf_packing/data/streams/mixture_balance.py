@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass
 class Balance:
-    """What was counted of each source since its share was given."""
+    """The tokens, or labels, that were counted of each source since its share was given."""
 
     total: list[int] | None = None
     """What was counted of each source; None if counting begins with the next document."""

@@ -23,7 +23,7 @@ Piece = tuple[int, tuple[int, ...]] | None
 
 
 class Given(NamedTuple):
-    """What a mixture has given so far, as plain values."""
+    """The documents that a mixture has given so far, and by which shares, as plain values."""
 
     history: History
     documents: int

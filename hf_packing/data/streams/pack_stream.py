@@ -13,30 +13,22 @@ from hf_packing.data.streams.logical_streams import LogicalStreams
 from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.data.streams.sources import open_source
 from hf_packing.errors import PackingError
-from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import check_whole_number
 
 
-def pack_stream(
-    stream: Any,
-    strategy: Any,
-    *,
-    window_packs: int,
-    streams: int | None,
-    position_ids: bool,
-    schedule: ScheduledRows | None,
-) -> Any:
-    """Return an IterableDataset, or a dict of them, with packed rows. `hf_packing.pack` describes the arguments."""
+def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int | None, **how: Any) -> Any:
+    """Return an IterableDataset, or a dict of them, with packed rows. `hf_packing.pack` describes the arguments.
+
+    Args:
+        stream: the stream, or a dict of streams.
+        strategy: the strategy.
+        window_packs: packs in a window.
+        streams: number of logical streams; None for none.
+        how: further fields of StreamPacking.
+    """
     window_packs = check_whole_number("window_packs", window_packs)
     streams = None if streams is None else check_whole_number("streams", streams)
-    pack_each = partial(
-        _pack_one,
-        strategy=strategy,
-        window_packs=window_packs,
-        streams=streams,
-        position_ids=position_ids,
-        schedule=schedule,
-    )
+    pack_each: Any = partial(_pack_one, strategy=strategy, streams=streams, window_packs=window_packs, **how)
     if isinstance(stream, datasets.IterableDatasetDict):
         packed, name = {}, ""
         try:
@@ -48,14 +40,7 @@ def pack_stream(
     return pack_each(stream)
 
 
-def _pack_one(
-    stream: Any,
-    strategy: Any,
-    window_packs: int,
-    streams: int | None,
-    position_ids: bool,
-    schedule: ScheduledRows | None,
-) -> Any:
+def _pack_one(stream: Any, strategy: Any, streams: int | None, **how: Any) -> Any:
     if not hasattr(strategy, "plan_window"):
         raise PackingError(
             f"strategy: expected a strategy that plans windows of a stream, such as BestFit(2048), got {strategy!r}; "
@@ -69,7 +54,7 @@ def _pack_one(
         warnings.warn(f"pack leaves out columns without one number for each token: {left_out}", stacklevel=4)
     if masks := [name for name in LOSS_MASKS if name in source.schema.names]:
         warnings.warn(f"pack applies {' and '.join(masks)} to labels: tokens with a 0 are not trained on", stacklevel=4)
-    packing = StreamPacking(strategy, window_packs, position_ids, source.schema, schedule=schedule)
+    packing = StreamPacking(strategy, schema=source.schema, **how)
     packed: Any = PackedExamples(source.examples, packing)
     if streams is not None:
         packed = LogicalStreams(source.examples, packing, streams)

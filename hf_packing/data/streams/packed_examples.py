@@ -26,6 +26,7 @@ from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
 from hf_packing.data.token_columns import TOKENS_AT_ONCE, blocks_of_rows, find_token_columns
+from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import IntArray, check_lengths
 from hf_packing.planning.permutation import derive_key
@@ -246,9 +247,15 @@ class PackedExamples(upstream.TypedExamples):
         size = self.packing.window_size
         tokens, documents = _tokens(start.waiting), start.waiting.num_rows
         new = reader.read(max(size.tokens - tokens, 1), size.documents - documents, size.most_tokens - tokens)
-        columns = find_token_columns(pa.concat_tables([start.waiting, new]))
-        lengths = check_lengths(columns[INPUT_IDS].length)
-        window = self.packing.plan(lengths, start.number)
+        try:
+            columns = find_token_columns(pa.concat_tables([start.waiting, new]))
+            lengths = check_lengths(columns[INPUT_IDS].length)
+            window = self.packing.plan(lengths, start.number)
+        except PackingError as error:
+            raise PackingError(
+                f"{error}. Numbers count the documents of a window of the stream: {documents} that have waited, then "
+                f"those from document {start.counts.documents} on"
+            ) from error
         age = np.concatenate([start.age, np.zeros(new.num_rows, np.int8)])
         plan, waits = window.plan, np.zeros(window.plan.num_packs, dtype=bool)
         if not reader.ended:

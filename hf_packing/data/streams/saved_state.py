@@ -74,7 +74,8 @@ def load(state: dict[str, Any], made_from: MadeFrom) -> Any:
         )
     if saved.files != made_from.files:
         raise PackingError(
-            "dataset: expected the files with which the state was saved, but they have changed, so that the same "
-            "documents cannot be read again; restore the files, or start the epoch again without the state"
+            "dataset: expected the files with which the state was saved, but they have changed, or the state is of the "
+            "files of another rank or worker, so that the same documents cannot be read again; restore the files, load "
+            "the state of this rank or worker, or start the epoch again without the state"
         )
     return progress

@@ -82,7 +82,7 @@ def read_for_each_kept(sizes: Sequence[float], shares: Iterable[Share]) -> float
     return sum(sizes[shard] for shard in {part.shard for part in parts}) / kept if kept else 1.0
 
 
-class ShareOfShards(upstream.BaseExamples):  # type: ignore[misc]
+class ShareOfShards(upstream.ExamplesAround):
     """The documents of one share of a stream's shards, one part after the other.
 
     The state holds the number of the part and the state of its shard, however many shards the share has.
@@ -93,20 +93,8 @@ class ShareOfShards(upstream.BaseExamples):  # type: ignore[misc]
     """
 
     def __init__(self, examples: upstream.Examples, share: Share) -> None:
-        super().__init__()
-        self.ex_iterable, self.share = examples, share
-
-    @property
-    def is_typed(self) -> bool:
-        return bool(self.ex_iterable.is_typed)
-
-    @property
-    def features(self) -> Any:
-        return self.ex_iterable.features
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow if self.ex_iterable.iter_arrow else None
+        super().__init__(examples)
+        self.share = share
 
     @property
     def num_shards(self) -> int:

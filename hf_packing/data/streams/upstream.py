@@ -41,6 +41,30 @@ class TypedExamples(BaseExamples):  # type: ignore[misc]
         return self._iter_arrow
 
 
+class ExamplesAround(BaseExamples):  # type: ignore[misc]
+    """The base class of objects that read the examples of another object, which may yield tables or dicts.
+
+    Args:
+        examples: the other object.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        super().__init__()
+        self.ex_iterable = examples
+
+    @property
+    def is_typed(self) -> bool:
+        return bool(self.ex_iterable.is_typed)
+
+    @property
+    def features(self) -> Any:
+        return self.ex_iterable.features
+
+    @property
+    def iter_arrow(self) -> Any:
+        return self._iter_arrow if self.ex_iterable.iter_arrow else None
+
+
 def examples_of(stream: datasets.IterableDataset) -> Examples:
     """Return the object that reads the examples of a stream, with the columns and types that the stream shows."""
     examples = stream._ex_iterable

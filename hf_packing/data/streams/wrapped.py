@@ -15,7 +15,7 @@ from hf_packing.data.streams import upstream
 from hf_packing.errors import PackingError
 
 
-class Wrapped(upstream.BaseExamples):  # type: ignore[misc]
+class Wrapped(upstream.ExamplesAround):
     """The examples of another object, with its shards and its state.
 
     Args:
@@ -24,20 +24,8 @@ class Wrapped(upstream.BaseExamples):  # type: ignore[misc]
     """
 
     def __init__(self, examples: upstream.Examples, names: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self.ex_iterable, self.names = examples, names
-
-    @property
-    def is_typed(self) -> bool:
-        return bool(self.ex_iterable.is_typed)
-
-    @property
-    def features(self) -> Any:
-        return self.ex_iterable.features
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow if self.ex_iterable.iter_arrow else None
+        super().__init__(examples)
+        self.names = names
 
     @property
     def num_shards(self) -> int:

@@ -50,7 +50,7 @@ def source_of_tokens(documents: IntArray, tokens: int) -> Tensor:
 
 
 class SourceCounts:
-    """What a training has read of each source of a mixture: tokens, documents, and the sum of the documents' epochs.
+    """Counts of what a training has read of each source of a mixture: tokens, documents, and their epochs, summed.
 
     The epoch of a document is the number of times that its logical stream has begun to read the source before, also in
     earlier epochs of the mixture.

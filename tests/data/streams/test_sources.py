@@ -1,5 +1,6 @@
 """What users do to a stream before they pack it: no document is lost, repeated or read wrong in silence."""
 
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -153,6 +154,19 @@ def test_a_byte_in_the_middle_of_a_file_counts(tmp_path):
     changed.load_state_dict(state)
     with pytest.raises(hfp.PackingError, match="dataset: expected the files with which the state was saved"):
         list(changed)
+
+
+def test_numbers_in_errors_tell_the_place_in_the_stream():
+    rows = [{"input_ids": ids, "labels": ids if n != 70 else ids[1:]} for n, ids in enumerate(make_documents(90, 1))]
+    packed = hfp.pack(IterableDataset.from_generator(lambda: iter(rows)), hfp.BestFit(64), window_packs=1)
+    with pytest.raises(hfp.PackingError, match="column 'labels'.*row") as error:
+        list(packed)
+    found = re.search(
+        r"but row (\d+) has .*: (\d+) that have waited, then those from document (\d+) on", str(error.value)
+    )
+    row, waited, first = map(int, found.groups())
+    assert first > 0
+    assert first + row - waited == 70
 
 
 def test_streams_of_a_dataset_are_refused():
