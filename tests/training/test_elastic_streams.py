@@ -45,13 +45,16 @@ def documents_read(folder, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "files"), [*(("trainer", files) for files in FILES), ("loop", "even")])
-def test_steps_do_not_depend_on_ranks(tmp_path, files, how):
+@pytest.mark.parametrize(
+    ("how", "files", "streams"),
+    [*(("trainer", files, streams) for files, streams in zip(FILES, (8, 4, 16, 12), strict=True)), ("loop", "even", 8)],
+)
+def test_steps_do_not_depend_on_ranks(tmp_path, files, how, streams):
     documents = write(tmp_path, FILES[files])
     found = {}
     for ranks in (1, 2, 4):
         folder = tmp_path / f"{ranks} ranks"
-        run(folder, ranks, how=how, steps=42, accumulation=4 // ranks, evaluate=True)
+        run(folder, ranks, how=how, steps=42, accumulation=4 // ranks, streams=streams, evaluate=True)
         found[ranks] = steps_of(folder, ranks), losses(folder), read(folder, "evaluated", 0)[0]["loss"]
     steps, alone, evaluated = found[1]
     counts = sum(steps.values(), Counter())
