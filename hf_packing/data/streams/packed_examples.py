@@ -25,7 +25,7 @@ from hf_packing.data.streams.mixtures_in import begin_with, given_by_mixtures
 from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
-from hf_packing.data.token_columns import TOKENS_AT_ONCE, blocks_of_rows, find_token_columns
+from hf_packing.data.token_columns import blocks_of_rows, find_token_columns
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import IntArray, check_lengths
@@ -39,6 +39,9 @@ from hf_packing.planning.windows import (
     select_packs,
     tokens_of_packs,
 )
+
+_TOKENS_AT_ONCE = 1 << 17
+"""Rows are made in blocks of about so many tokens, so that the blocks of many logical streams fit in memory."""
 
 _LEVEL_TOGETHER = 8
 """So many logical streams in a row yield packs of about the same cost in each turn, if packs are ordered by cost."""
@@ -225,7 +228,7 @@ class PackedExamples(upstream.TypedExamples):
             here = replace(start, given=given_by_mixtures(self.ex_iterable)).save()
             note((here, rows_out))
             left = tokens_of_packs(plan)[rows_out:]
-            for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, TOKENS_AT_ONCE)]:
+            for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, _TOKENS_AT_ONCE)]:
                 table = self.packing.rows(columns, plan, first, end)
                 rows = 1 if one_row else table.num_rows
                 for begin in range(0, table.num_rows, rows):
