@@ -57,6 +57,7 @@ _HOME_OF = {
 }
 
 if TYPE_CHECKING:
+    from hf_packing import fleet
     from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
     from hf_packing.data.pack import pack, unpack
@@ -121,6 +122,7 @@ __all__ = [
     "compare",
     "compute_loss",
     "evaluation_loss",
+    "fleet",
     "mix",
     "pack",
     "packing_report",
@@ -136,6 +138,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "fleet":
+        return importlib.import_module("hf_packing.fleet")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hf_packing' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hf_packing.{_HOME_OF[name]}"), name)

@@ -158,10 +158,11 @@ def _make_labels(
 
 def _gather(column: TokenColumn, document: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
     values = column.gather(document, start, length)
-    return _as_int32(column.name, values) if column.name in (INPUT_IDS, LABELS) else values
+    return as_int32(column.name, values) if column.name in (INPUT_IDS, LABELS) else values
 
 
-def _as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Return the values of a column as int32. Raise PackingError if they are not integers, or do not fit."""
     if values.dtype == np.int32:
         return values
     if values.dtype.kind not in "iu":

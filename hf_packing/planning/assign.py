@@ -299,6 +299,16 @@ class Assignment:
             return pack
         return permute(pack, np.array([self.patterns.num_packs]), np.array([derive_key(self.seed, "packs")]))
 
+    def pack_capacity(self, first: int, end: int) -> IntArray:
+        """Return the capacities of the packs first:end of the plan, int32 [packs]."""
+        pack = np.arange(first, end)
+        if self.seed is not None:
+            key = derive_key(self.seed, "packs")
+            pack = permute_back(pack, np.array([self.patterns.num_packs]), np.array([key]))
+        pattern = np.searchsorted(np.cumsum(self.patterns.packs), pack, side="right")
+        capacity: IntArray = self.patterns.capacity[pattern]
+        return capacity
+
     def _place_packs(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return the index of every pack after shuffling, and the plan's arrays `pack_offsets` and `pack_capacity`.
 

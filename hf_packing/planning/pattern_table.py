@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.assign import Assignment, DealtShard
-from hf_packing.planning.lengths import IntArray, check_lengths, check_whole_numbers, sort_by_length
+from hf_packing.planning.lengths import IntArray, LengthCounts, check_lengths, check_whole_numbers, sort_by_length
 from hf_packing.planning.metrics import PackingMetrics, make_metrics, pack_lower_bound
 from hf_packing.planning.patterns import Cuts, DocumentsByLength, Patterns
 from hf_packing.planning.plan import PackingPlan
@@ -88,7 +88,8 @@ class PatternTable:
             shard_lengths: 1-d integers [documents]: lengths of the shard's documents, in tokens.
             already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in all earlier shards
                 together, that is, the sum of `np.bincount(shard_lengths)` over the earlier shards. The array may end
-                before the longest length; missing counts are 0. None for the first shard.
+                before the longest length; missing counts are 0. A LengthCounts gives the same numbers for some lengths
+                only, which must include those of the shard. None for the first shard.
 
         Returns:
             DealtShard with all segments of the shard's documents. Together, the results for all shards contain every
@@ -104,28 +105,41 @@ class PatternTable:
         kind, number = _number_documents(by_length, lengths[order], dealt)
         return self._assignment.shard(order, kind, number)
 
+    def pack_capacity(self, first: int, end: int) -> IntArray:
+        """Return the capacities of the packs first:end of the plan in tokens, int32 [end - first].
+
+        Args:
+            first: index of the first pack, from 0.
+            end: index of the last pack, plus 1; at most `num_packs`.
+        """
+        return self._assignment.pack_capacity(first, end)
+
     def metrics(self) -> PackingMetrics:
         """Return the metrics of the plan. The PackingPlan that `plan` returns has the same metrics."""
+        return make_metrics(**self.totals())
+
+    def totals(self) -> dict[str, Any]:
+        """Return the totals that the metrics are made of: the arguments of `make_metrics`."""
         cuts, patterns = self.cuts, self.patterns
         counts = cuts.counts()
         length = np.arange(len(counts), dtype=np.float64)
         capacity = patterns.capacity.astype(np.int64)
         largest = int(capacity.max(initial=0))
         dropped = (cuts.pieces_each == 0) & (cuts.document_length > 0)
-        return make_metrics(
-            documents=self.num_documents,
-            segments=int(counts.sum()),
-            packs=self.num_packs,
-            tokens=int(cuts.documents @ cuts.document_length),
-            packed_tokens=int(cuts.documents @ cuts.tokens_kept),
-            cut=int(cuts.documents[cuts.cut].sum()),
-            dropped=int(cuts.documents[dropped].sum()),
-            empty=int(cuts.documents[cuts.document_length == 0].sum()),
-            slots=int(patterns.packs.astype(object) @ capacity.astype(object)) if len(capacity) else 0,
-            squared_segments=float(counts @ length**2),
-            squared_capacities=float(patterns.packs @ capacity.astype(np.float64) ** 2),
-            lower_bound=max(pack_lower_bound(counts, largest) if largest else 0, self.proven_lower_bound),
-        )
+        return {
+            "documents": self.num_documents,
+            "segments": int(counts.sum()),
+            "packs": self.num_packs,
+            "tokens": int(cuts.documents @ cuts.document_length),
+            "packed_tokens": int(cuts.documents @ cuts.tokens_kept),
+            "cut": int(cuts.documents[cuts.cut].sum()),
+            "dropped": int(cuts.documents[dropped].sum()),
+            "empty": int(cuts.documents[cuts.document_length == 0].sum()),
+            "slots": int(patterns.packs.astype(object) @ capacity.astype(object)) if len(capacity) else 0,
+            "squared_segments": float(counts @ length**2),
+            "squared_capacities": float(patterns.packs @ capacity.astype(np.float64) ** 2),
+            "lower_bound": max(pack_lower_bound(counts, largest) if largest else 0, self.proven_lower_bound),
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the function and the arguments that rebuild the table when the table is copied or unpickled.
@@ -192,7 +206,8 @@ def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> In
     Args:
         by_length: number of documents of each length in the PatternTable.
         already_dealt: 1-d integers: already_dealt[n] is the number of documents of n tokens in earlier shards. The
-            array may end before the longest length; missing counts are 0. None if there are no earlier shards.
+            array may end before the longest length; missing counts are 0. Or a LengthCounts. None if there are no
+            earlier shards.
 
     Returns:
         int64 [lengths]: for each length in `by_length`, the number of documents in earlier shards.
@@ -200,6 +215,11 @@ def _check_already_dealt(by_length: DocumentsByLength, already_dealt: Any) -> In
     length, documents = by_length.length, by_length.documents
     if already_dealt is None:
         return np.zeros(len(length), dtype=np.int64)
+    if isinstance(already_dealt, LengthCounts):
+        result = np.zeros(len(length), dtype=np.int64)
+        known = np.isin(already_dealt.length, length)
+        result[np.searchsorted(length, already_dealt.length[known])] = already_dealt.documents[known]
+        return result
     dealt = check_whole_numbers("already_dealt", already_dealt)
     if dealt.size and dealt.dtype.kind == "i" and dealt.min() < 0:
         first = int(np.argmax(dealt < 0))

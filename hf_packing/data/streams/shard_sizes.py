@@ -5,8 +5,8 @@ import os
 from functools import lru_cache
 
 import pyarrow.parquet as pq
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from hf_packing.data.streams import upstream
 from hf_packing.errors import PackingError

@@ -1,0 +1,209 @@
+"""The first stage: count the documents of each length in one file. Files of texts are tokenized on the way."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS
+from hf_packing.data.token_columns import TokenColumn, columns_left_out, is_list, is_token_type, with_typed_empty_lists
+from hf_packing.errors import PackingError
+from hf_packing.fleet.inputs import (
+    Identity,
+    check_has_tokens,
+    has_tokens,
+    identity_of,
+    local_copy,
+    read_table,
+    schema_of,
+)
+from hf_packing.fleet.parts import Buffers, DamagedFileError, int64, read_parts, write_parts
+from hf_packing.fleet.run import Run
+from hf_packing.fleet.tokenizer import load_saved
+from hf_packing.planning.lengths import IntArray, LengthCounts, count_lengths
+from hf_packing.strategies.base import CountingStrategy
+
+_TOKENS = pa.schema({INPUT_IDS: pa.list_(pa.int32()), LABELS: pa.list_(pa.int32())})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What is known of a file after its documents were counted."""
+
+    name: str
+    """Path or URL of the file."""
+    identity: Identity
+    """What the file was when it was read."""
+    documents: int
+    columns: Mapping[str, str]
+    """The types of the values of token columns by name, input_ids first, such as "int32", or "large int32" if the
+    Arrow type is a large list; "" for a column without values."""
+    left_out: Sequence[str]
+    """Columns that are not packed."""
+    loss_masks: Sequence[str] = ()
+    """Masks that were applied to the labels of texts or rows without input_ids in a table."""
+    kind: str = ""
+    """The field that determined how rows became tokens; "" for a table of tokens."""
+    tokens_size: int = 0
+    """Bytes of the file of tokens of a file of texts; 0 for a table of tokens."""
+    skipped: Sequence[str] = ()
+    """Rows that were left out since they cannot be used, with the reasons."""
+    alone: Mapping[str, Any] | None = None
+    """Totals of a plan for this file alone; None if files are packed together."""
+
+
+def count(run: Run, number: int) -> None:
+    """Count the documents of each length in a file, and write the counts.
+
+    Args:
+        run: the run.
+        number: the number of the file.
+
+    Raises:
+        PackingError: the file cannot be packed, or changes while it is read.
+    """
+    name, options = run.input(number), run.store.options
+    before = identity_of(name, options)
+    read = _count_tokens if run.settings.texts is None else partial(_count_texts, run, number)
+    lengths, facts = read(name, options)
+    if identity_of(name, options) != before:
+        raise PackingError(f"{name}: expected a file that does not change while it is packed, but it has changed")
+    counts = count_lengths(lengths)
+    counted = Counted(
+        name=name,
+        identity=before,
+        documents=len(lengths),
+        alone=None if run.settings.exchange else _totals_alone(run, counts),
+        **facts,
+    )
+    facts_of_file = json.dumps(asdict(counted)).encode()
+    parts: list[Buffers] = [[facts_of_file], [counts.length.astype("<i8")], [counts.documents.astype("<i8")]]
+    write_parts(run.store, run.file("count", number), parts, len(parts))
+
+
+def load_count(run: Run, number: int) -> tuple[Counted, LengthCounts]:
+    """Return what `count` has written for a file.
+
+    Raises:
+        DamagedFileError: the counts are gone or damaged.
+    """
+    facts, length, documents = read_parts(run.store, run.file("count", number), 3)
+    return Counted(**json.loads(facts)), LengthCounts(int64(length), int64(documents))
+
+
+def check_unchanged(run: Run, counted: Counted) -> None:
+    """Raise PackingError if a file has changed since its documents were counted."""
+    now = identity_of(counted.name, run.store.options)
+    if now != list(counted.identity):
+        raise PackingError(
+            f"{counted.name}: expected the file that was counted, with size and last change {counted.identity}, got "
+            f"{now}; pack changed files into a new folder"
+        )
+
+
+def token_table(run: Run, number: int, counted: Counted, schema: pa.Schema) -> pa.Table:
+    """Return the token columns of a file.
+
+    Args:
+        run: the run.
+        number: the number of the file.
+        counted: what `count` found.
+        schema: names and types of the token columns of all files.
+
+    Raises:
+        PackingError: the file has changed.
+        DamagedFileError: the tokens that `count` has written are gone or damaged.
+    """
+    check_unchanged(run, counted)
+    if counted.tokens_size:
+        name = run.file("tokens", number)
+        if run.store.size(name) != counted.tokens_size:
+            raise DamagedFileError(name)
+        return pa.ipc.open_stream(pa.py_buffer(run.store.read(name))).read_all()
+    table = read_table(counted.name, run.store.options, [*schema.names, ATTENTION_MASK])
+    for name in [name for name, kind in counted.columns.items() if not kind]:
+        place = table.column_names.index(name)
+        table = table.set_column(place, name, table.column(name).cast(schema.field(name).type))
+    return with_typed_empty_lists(table)
+
+
+def _count_tokens(name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict[str, Any]]:
+    """Return the lengths of a table's documents, and what is known of the table."""
+    if not has_tokens(name):
+        raise PackingError(
+            f"files: expected parquet or Arrow files with input_ids, got {name!r}; pass a tokenizer for texts"
+        )
+    schema = schema_of(name, options)
+    check_has_tokens(name, schema)
+    if packed := [each for each in SEGMENT_COLUMNS if each in schema.names]:
+        raise PackingError(f"{name}: expected documents, but the column {packed[0]!r} says that rows are packed")
+    table = with_typed_empty_lists(read_table(name, options, [INPUT_IDS]))
+    if not is_token_type(table.schema.field(INPUT_IDS).type):
+        raise PackingError(
+            f"{name}: column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}"
+        )
+    try:
+        lengths = TokenColumn(INPUT_IDS, table.column(INPUT_IDS)).length
+    except PackingError as error:
+        raise PackingError(f"{name}: {error}") from None
+    columns = {each.name: _type_of(each.type) for each in schema if _may_have_tokens(each.type, table.num_rows)}
+    columns = {INPUT_IDS: _type_of(table.schema.field(INPUT_IDS).type)} | columns
+    columns.pop(ATTENTION_MASK, None)
+    left_out = columns_left_out(schema, removed=list(columns))
+    return lengths, {"columns": columns, "left_out": left_out}
+
+
+def _may_have_tokens(kind: pa.DataType, rows: int) -> bool:
+    return is_token_type(kind) or (is_list(kind) and pa.types.is_null(kind.value_type)) or not rows
+
+
+def _type_of(kind: pa.DataType) -> str:
+    """Return the type of a token column as text, such as "int32" or "large int32"; "" for a column without values."""
+    if not is_token_type(kind):
+        return ""
+    return f"{'large ' if pa.types.is_large_list(kind) else ''}{kind.value_type}"
+
+
+def _count_texts(run: Run, number: int, name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict[str, Any]]:
+    """Tokenize a file, write the tokens, and return the lengths of the documents and what is known of the file."""
+    from hf_packing.data.corpus import Corpus
+    from hf_packing.data.documents import Documents
+
+    texts = run.settings.texts
+    assert texts is not None
+    tokenizer = load_saved(run.store, texts.tokenizer) if texts.tokenizer else None
+    lengths: list[int] = []
+    with local_copy(name, options) as path, run.store.create(run.file("tokens", number)) as fresh:
+        documents = Documents(str(path), skip_bad=texts.skip_bad)
+        corpus = Corpus(documents, tokenizer, texts.text_field, texts.end_documents, texts.separator)
+        with pa.OSFile(str(fresh), "wb") as sink, pa.ipc.new_stream(sink, _TOKENS) as stream:
+            for block in corpus.blocks():
+                input_ids, labels = corpus.tokens_of(block)
+                stream.write_table(pa.table({INPUT_IDS: input_ids, LABELS: labels}, schema=_TOKENS))
+                lengths += map(len, input_ids)
+        size = Path(fresh).stat().st_size
+    facts = {
+        "columns": {each.name: _type_of(each.type) for each in _TOKENS},
+        "left_out": list(corpus.left_out),
+        "loss_masks": list(corpus.loss_masks),
+        "kind": corpus.kind,
+        "tokens_size": size,
+        "skipped": list(documents.skipped),
+    }
+    return np.array(lengths, dtype=np.int64), facts
+
+
+def _totals_alone(run: Run, counts: LengthCounts) -> dict[str, Any]:
+    strategy = run.settings.build_strategy()
+    assert isinstance(strategy, CountingStrategy)
+    return strategy.plan_counts(counts).totals()
+
+
+def masks_of(counted: Counted) -> list[str]:
+    """Return the names of the loss masks of a file."""
+    return [*counted.loss_masks, *(name for name in LOSS_MASKS if name in counted.columns)]

@@ -1,0 +1,180 @@
+"""The last stage: join the segments of one output file from all files, and write its packed rows.
+
+The rows are those that `pack` makes of all files: a pack has its segments in the order of the plan, and packs follow
+each other in the order of the plan.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hf_packing.columns import INPUT_IDS, POSITION_IDS
+from hf_packing.data.packed_rows import PackedRows, list_array, pack_rows
+from hf_packing.data.token_columns import TokenColumn, TokenColumns, blocks_of_rows
+from hf_packing.fleet.deal import DealtPart, columns_of_file, deal, load_deal
+from hf_packing.fleet.parts import DamagedFileError
+from hf_packing.fleet.plan import Plan, load_plan
+from hf_packing.fleet.run import Run
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.strategies.base import plan_packing
+
+_TOKENS_IN_A_ROW_GROUP = 1 << 20
+_COMPRESSION = {"compression": "zstd", "compression_level": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFile:
+    """An output file."""
+
+    name: str
+    rows: int
+    tokens: int
+    trained_tokens: int
+    """Number of labels that are not -100."""
+    size: int
+    """Bytes of the file."""
+    sha256: str
+
+
+def gather(run: Run, number: int) -> None:
+    """Write the packed rows of an output file, and what is known of it.
+
+    If the result of `deal` for a file is gone or damaged, it is made again.
+
+    Args:
+        run: the run.
+        number: the number of the output file.
+
+    Raises:
+        PackingError: a file has changed.
+        DamagedFileError: the plan is gone or damaged.
+    """
+    plan = load_plan(run)
+    assert plan.table is not None
+    parts = [_part(run, each, plan, number) for each in range(run.num_inputs)]
+    columns, packs = _joined(plan, parts, plan.first_pack(number), plan.first_pack(number + 1))
+    _write(run, plan, number, columns, packs)
+
+
+def pack_alone(run: Run, number: int) -> None:
+    """Pack one file by itself, and write the packed rows and what is known of the output file.
+
+    Args:
+        run: the run, which does not pack files together.
+        number: the number of the file, and of the output file.
+
+    Raises:
+        PackingError: the file has changed.
+        DamagedFileError: the plan is gone or damaged.
+    """
+    plan = load_plan(run)
+    columns = columns_of_file(run, number, plan)
+    packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
+    _write(run, plan, number, columns, packs)
+
+
+def load_packed_file(run: Run, number: int) -> PackedFile:
+    """Return what is known of an output file.
+
+    Raises:
+        DamagedFileError: the output file, or what is known of it, is gone or damaged.
+    """
+    name = run.file("packed", number)
+    try:
+        found = PackedFile(**json.loads(run.store.read(name)))
+    except (FileNotFoundError, ValueError, TypeError):
+        raise DamagedFileError(name) from None
+    if run.store.size(found.name) != found.size:
+        raise DamagedFileError(found.name)
+    return found
+
+
+def _part(run: Run, number: int, plan: Plan, shard: int) -> DealtPart:
+    try:
+        return load_deal(run, number, plan, shard)
+    except DamagedFileError:
+        deal(run, number)
+        return load_deal(run, number, plan, shard)
+
+
+def _joined(plan: Plan, parts: list[DealtPart], first: int, end: int) -> tuple[TokenColumns, PackingPlan]:
+    """Return all segments as documents, and the plan that packs them.
+
+    Args:
+        plan: the run's plan.
+        parts: the segments of the output file, one part for each file to pack.
+        first: index of the output file's first pack.
+        end: index of the output file's last pack, plus 1.
+    """
+    assert plan.table is not None
+    pack, place, length = (np.concatenate([getattr(part, name) for part in parts]) for name in DealtPart._fields[:3])
+    order = np.lexsort((place, pack))
+    columns = {}
+    for field in plan.schema:
+        large = pa.types.is_large_list(field.type)
+        chunks = [list_array(part.values[field.name], part.length, large) for part in parts]
+        columns[field.name] = TokenColumn(field.name, pa.chunked_array(chunks))
+    packs = PackingPlan(
+        document_length=length,
+        segment_document=order,
+        segment_start=np.zeros(len(order), dtype=np.int32),
+        segment_length=length[order],
+        pack_offsets=np.searchsorted(pack[order], np.arange(end - first + 1)),
+        pack_capacity=plan.table.pack_capacity(first, end),
+    )
+    return columns, packs
+
+
+def _write(run: Run, plan: Plan, number: int, columns: TokenColumns, packs: PackingPlan) -> None:
+    """Write the packed rows of an output file, and then what is known of the file."""
+    name = run.output(number, plan.shards)
+    trained = 0
+    with run.store.create(name) as fresh:
+        writer: Any = None
+        for rows in _row_groups(columns, packs, run):
+            if writer is None:
+                writer = pq.ParquetWriter(fresh, rows.table.schema, **_COMPRESSION, **_encodings(rows.table.schema))
+            writer.write_table(rows.table, row_group_size=max(1, rows.table.num_rows))
+            trained += rows.trained_tokens
+        writer.close()
+        known = PackedFile(
+            name=name,
+            rows=packs.num_packs,
+            tokens=int(packs.segment_length.sum(dtype=np.int64)),
+            trained_tokens=trained,
+            size=fresh.stat().st_size,
+            sha256=_digest(fresh),
+        )
+    run.store.put(run.file("packed", number), json.dumps(asdict(known)).encode())
+
+
+def _row_groups(columns: TokenColumns, packs: PackingPlan, run: Run) -> Iterator[PackedRows]:
+    """Yield packed rows, in tables of about _TOKENS_IN_A_ROW_GROUP tokens; an empty table if there are no rows."""
+    options = {"position_ids": run.settings.position_ids, "bucket": run.settings.has_buckets}
+    if not packs.num_packs:
+        yield pack_rows(columns, packs, 0, 0, **options)
+        return
+    tokens = np.add.reduceat(packs.segment_length, packs.pack_offsets[:-1])
+    for first, end in blocks_of_rows(tokens, _TOKENS_IN_A_ROW_GROUP):
+        yield pack_rows(columns, packs, first, end, **options)
+
+
+def _encodings(schema: pa.Schema) -> dict[str, Any]:
+    """Return the encodings of parquet columns. Positions rise by 1, so that their differences take no room."""
+    rising = [f"{field.name}.list.element" for field in schema if field.name == POSITION_IDS]
+    return {"use_dictionary": False, "column_encoding": dict.fromkeys(rising, "DELTA_BINARY_PACKED")}
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,309 @@
+"""`pack` of a fleet: run all stages of a run, by any engine, and go on where an earlier driver has stopped."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hf_packing
+from hf_packing.errors import PackingError
+from hf_packing.fleet.count import check_unchanged, load_count, masks_of
+from hf_packing.fleet.engines import Executor, local
+from hf_packing.fleet.gather import load_packed_file
+from hf_packing.fleet.in_order import in_order
+from hf_packing.fleet.inputs import find_inputs, has_tokens, identity_of
+from hf_packing.fleet.manifest import MANIFEST, PackedCorpus, read_manifest, write_manifest
+from hf_packing.fleet.parts import DamagedFileError
+from hf_packing.fleet.plan import Plan, make_plan
+from hf_packing.fleet.run import WORK, Run, Texts, claim_run, settings_of
+from hf_packing.fleet.store import Store
+from hf_packing.fleet.tasks import Task, is_done
+from hf_packing.fleet.tokenizer import save_tokenizer
+from hf_packing.planning.lengths import check_whole_number
+from hf_packing.strategies.base import CountingStrategy, Strategy, check_strategy, registered_strategies
+
+PROGRESS = f"{WORK}/progress.json"
+_SECONDS_BETWEEN_WRITES = 2.0
+
+
+def pack_files(
+    files: str | Path | Sequence[str | Path],
+    strategy: Strategy,
+    output: str | Path,
+    *,
+    shards: int | None = None,
+    executor: Executor | None = None,
+    exchange: bool = True,
+    position_ids: bool = True,
+    tokenizer: Any = None,
+    text_field: str | None = None,
+    end_documents: bool = True,
+    separator: str | None = None,
+    skip_bad: bool = False,
+    trust_remote_code: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PackedCorpus:
+    """Pack many files with one plan, by processes of one or many machines. Each row is written exactly once.
+
+    The rows of the output files, in order, are the rows that `hf_packing.pack` makes of all files. Workers, nodes and
+    the driver may die at any time: the same call goes on with what is missing.
+
+    Args:
+        files: parquet or Arrow files with `input_ids` and other token columns; or, with a tokenizer, files of texts,
+            prompts or chats as for `hf-packing pack`. A list in its order, or a folder or a pattern such as
+            "s3://bucket/*.parquet", whose files are sorted by name.
+        strategy: a strategy that needs only counts of lengths, such as BestFit(4096).
+        output: folder for the packed rows, local or a URL of fsspec. All workers must reach it.
+        shards: number of output files; None to have one for about 33 million tokens.
+        executor: `hf_packing.fleet.local(workers)` or `hf_packing.fleet.ray(address)`; None for local processes, one
+            per core.
+        exchange: whether documents of different files may share a pack. With False, each file is packed by itself into
+            one output file, and the result says how many more packs there are.
+        position_ids: whether packed rows get a column `position_ids`.
+        tokenizer: a name on the hub, a folder, a tokenizer.json file, or a fast tokenizer of transformers; None if the
+            rows of the files have input_ids.
+        text_field: name of the field with the text; None to use the first of text, prompt and messages that a row has.
+        end_documents: whether to append the end-of-sequence token to texts.
+        separator: the text between a prompt and a completion; None for a line break.
+        skip_bad: whether to leave out, and count, rows that cannot be read or used; False to raise an error.
+        trust_remote_code: whether to run code that comes with the tokenizer.
+        storage_options: arguments for file systems that are not local, such as {"endpoint_url": ...}.
+
+    Returns:
+        PackedCorpus: the output files and the metrics of the plan.
+
+    Raises:
+        PackingError: an argument is wrong, a file cannot be packed or has changed since its documents were counted,
+            or another run has begun in the output folder.
+    """
+    store, strategy = Store(str(output), dict(storage_options or {})), check_counting(strategy)
+    inputs = find_inputs(files, store.options)
+    if shards is not None:
+        check_whole_number("shards", shards)
+        if not exchange:
+            raise PackingError(
+                f"shards: expected None with exchange=False, which packs each file by itself, got {shards}"
+            )
+    run = begin_run(
+        inputs,
+        strategy,
+        store,
+        shards=shards,
+        exchange=exchange,
+        position_ids=position_ids,
+        tokenizer=tokenizer,
+        text_field=text_field,
+        end_documents=end_documents,
+        separator=separator,
+        skip_bad=skip_bad,
+        trust_remote_code=trust_remote_code,
+    )
+    return drive(run, local() if executor is None else executor)
+
+
+def check_counting(strategy: Any) -> CountingStrategy:
+    """Return a strategy that needs only counts of lengths.
+
+    Raises:
+        PackingError: the strategy needs the order of the documents, or is no strategy.
+    """
+    check_strategy(strategy)
+    if not isinstance(strategy, CountingStrategy):
+        counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
+        raise PackingError(
+            f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
+            f"{strategy!r}, which needs the order of the documents of all files"
+        )
+    return strategy
+
+
+def begin_run(
+    inputs: Sequence[str],
+    strategy: Strategy,
+    store: Store,
+    *,
+    shards: int | None,
+    exchange: bool,
+    position_ids: bool,
+    tokenizer: Any,
+    text_field: str | None,
+    end_documents: bool,
+    separator: str | None,
+    skip_bad: bool,
+    trust_remote_code: bool,
+) -> Run:
+    """Begin a run, or go on with it. The arguments are those of `pack_files`."""
+    texts = None
+    if tokenizer is not None or not all(map(has_tokens, inputs)):
+        texts = Texts(
+            tokenizer="" if tokenizer is None else save_tokenizer(store, tokenizer, trust_remote_code),
+            text_field=text_field,
+            end_documents=end_documents,
+            separator=separator,
+            skip_bad=skip_bad,
+        )
+    settings = settings_of(strategy, shards=shards, exchange=exchange, position_ids=position_ids, texts=texts)
+    return claim_run(store, inputs, settings)
+
+
+def drive(run: Run, executor: Executor) -> PackedCorpus:
+    """Do what is missing of a run, and return the packed corpus."""
+    packed = read_manifest(run.store)
+    if packed is not None:
+        if packed.key != run.key:
+            raise PackingError(
+                f"output: expected a new folder, but {run.store.url!r} has a packed corpus of another run"
+            )
+        for name, identity in packed.inputs:
+            _check_identity(run, name, identity)
+        _clean_up(run, len(packed.files))
+        return packed
+    with _progress(run) as bar:
+        for _ in in_order(lambda number: _check_counted(run, number), range(run.num_inputs)):
+            pass
+        _do(run, executor, "count", run.num_inputs, bar)
+        with bar("plan", run.num_inputs) as seen:
+            plan = make_plan(run, seen)
+        if run.settings.exchange:
+            _do(run, executor, "deal", run.num_inputs, bar)
+            _do(run, executor, "gather", plan.shards, bar)
+        else:
+            _do(run, executor, "alone", plan.shards, bar)
+    return finish(run, plan)
+
+
+def finish(run: Run, plan: Plan) -> PackedCorpus:
+    """Write the manifest of a run whose tasks are all done, and remove intermediate files.
+
+    Raises:
+        PackingError: an output file is missing, or a file has changed.
+    """
+    counted = []
+    left_out: dict[str, None] = {}
+    masks: dict[str, None] = {}
+    skipped: list[str] = []
+    num_skipped = 0
+    for each, _ in in_order(lambda number: load_count(run, number), range(run.num_inputs)):
+        check_unchanged(run, each)
+        counted.append((each.name, list(each.identity)))
+        left_out |= dict.fromkeys(each.left_out)
+        masks |= dict.fromkeys(masks_of(each))
+        num_skipped += len(each.skipped)
+        skipped += each.skipped[: 1 - len(skipped)]
+    try:
+        files = list(in_order(lambda number: load_packed_file(run, number), range(plan.shards)))
+    except DamagedFileError as error:
+        raise PackingError(f"output: expected all output files, but {error.name!r} is gone or damaged") from None
+    packed = PackedCorpus(
+        output=run.store.url,
+        key=run.key,
+        version=hf_packing.__version__,
+        strategy=run.settings.strategy,
+        exchange=run.settings.exchange,
+        files=files,
+        inputs=counted,
+        totals=plan.totals,
+        packs_together=plan.together["packs"],
+        columns=list(plan.columns),
+        left_out=list(left_out),
+        loss_masks=list(masks),
+        skipped=num_skipped,
+        first_skipped=skipped[0] if skipped else "",
+        note=plan.note,
+    )
+    write_manifest(run.store, packed)
+    _clean_up(run, plan.shards)
+    return packed
+
+
+def num_done(run: Run, stage: str, number: int) -> int:
+    """Return how many of a stage's tasks are done."""
+    return sum(in_order(lambda each: is_done(run, stage, each), range(number)))
+
+
+_Bar = Callable[[str, int], Any]
+
+
+def _do(run: Run, executor: Executor, stage: str, number: int, bar: _Bar) -> None:
+    """Do the tasks of a stage that are not done."""
+    with bar(stage, number) as seen:
+
+        def missing() -> Iterator[Task]:
+            for each, done in enumerate(in_order(lambda each: is_done(run, stage, each), range(number))):
+                if done:
+                    seen(1)
+                else:
+                    yield Task(run.store.url, run.store.options, run.key, stage, each)
+
+        for _ in executor.run(missing()):
+            seen(1)
+
+
+@contextmanager
+def _progress(run: Run) -> Iterator[_Bar]:
+    """Context manager: show the progress of stages, and write it to the store from time to time.
+
+    Yields:
+        A context manager for a stage and its number of tasks, which yields a function that adds tasks that are done.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+
+        @contextmanager
+        def stage_bar(stage: str, number: int) -> Iterator[Callable[[int], None]]:
+            task = shown.add_task(stage, total=number)
+            done, written = 0, 0.0
+
+            def seen(more: int) -> None:
+                nonlocal done, written
+                done += more
+                shown.advance(task, more)
+                if time.monotonic() - written > _SECONDS_BETWEEN_WRITES:
+                    _write_progress(run, stage, done, number)
+                    written = time.monotonic()
+
+            yield seen
+            _write_progress(run, stage, done, number)
+
+        yield stage_bar
+
+
+def _write_progress(run: Run, stage: str, done: int, of: int) -> None:
+    known = {"key": run.key, "stage": stage, "done": done, "of": of, "time": round(time.time())}
+    run.store.put(PROGRESS, json.dumps(known).encode())
+
+
+def _check_counted(run: Run, number: int) -> None:
+    """Raise PackingError if a file has been counted, and has changed since."""
+    try:
+        counted, _ = load_count(run, number)
+    except DamagedFileError:
+        run.store.remove(run.file("count", number))
+    else:
+        check_unchanged(run, counted)
+
+
+def _check_identity(run: Run, name: str, identity: Sequence[Any]) -> None:
+    if (now := identity_of(name, run.store.options)) != list(identity):
+        raise PackingError(
+            f"{name}: expected the file that was packed, with size and last change {list(identity)}, got {now}; pack "
+            f"changed files into a new folder. The rows in {run.store.url!r} are complete, and of the file as it was: "
+            f"{MANIFEST} lists them"
+        )
+
+
+def _clean_up(run: Run, shards: int) -> None:
+    """Remove intermediate files, except run.json, which names the run."""
+    names = [run.file("inputs"), run.file("plan"), run.file("before"), PROGRESS]
+    for stage, number in (("count", run.num_inputs), ("tokens", run.num_inputs), ("deal", run.num_inputs)):
+        names += [run.file(stage, each) for each in range(number)]
+    names += [run.file("packed", each) for each in range(shards)]
+    for _ in in_order(run.store.remove, names):
+        pass
+    run.store.remove_local_folders(f"{WORK}/{run.key}")

@@ -1,0 +1,72 @@
+"""The tasks of a run, which any process on any machine can do: all that they need and make is in the output folder."""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from hf_packing.errors import PackingError
+from hf_packing.fleet.count import count
+from hf_packing.fleet.deal import deal
+from hf_packing.fleet.gather import gather, load_packed_file, pack_alone
+from hf_packing.fleet.parts import DamagedFileError
+from hf_packing.fleet.run import Run, open_run
+from hf_packing.fleet.store import Store
+
+
+class Task(NamedTuple):
+    """A task, to be done by any process."""
+
+    url: str
+    """The output folder."""
+    options: Mapping[str, Any]
+    """Arguments for its file system, if it is not local."""
+    key: str
+    """The run's key."""
+    stage: str
+    number: int
+
+
+STAGES: Mapping[str, Callable[[Run, int], None]] = {
+    "count": count,
+    "deal": deal,
+    "gather": gather,
+    "alone": pack_alone,
+}
+"""What tasks do, by the name of their stage."""
+
+
+def do_task(task: Task) -> None:
+    """Do a task, unless it is done.
+
+    Raises:
+        PackingError: the task cannot be done, and another try will not help.
+    """
+    run = _run_of(task.url, tuple(sorted(task.options.items())), task.key)
+    if is_done(run, task.stage, task.number):
+        return
+    try:
+        STAGES[task.stage](run, task.number)
+    except DamagedFileError as error:
+        raise PackingError(
+            f"output: expected the file {run.store.path_of(error.name)!r} as it was written, but it is gone or "
+            "damaged; run the stages before this one again"
+        ) from None
+
+
+def is_done(run: Run, stage: str, number: int) -> bool:
+    """Return whether the result of a task is there."""
+    if stage in ("count", "deal"):
+        return run.store.exists(run.file(stage, number))
+    try:
+        load_packed_file(run, number)
+    except DamagedFileError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4)
+def _run_of(url: str, options: tuple[tuple[str, Any], ...], key: str) -> Run:
+    run = open_run(Store(url, dict(options)))
+    if run.key != key:
+        raise PackingError(f"output: expected the run {key} in {url!r}, got the run {run.key}")
+    return run
