@@ -19,6 +19,7 @@ from hf_packing.fleet.inputs import (
     has_tokens,
     identity_of,
     local_copy,
+    read_batches,
     read_table,
     schema_of,
 )
@@ -142,20 +143,33 @@ def _count_tokens(name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict
     check_has_tokens(name, schema)
     if packed := [each for each in SEGMENT_COLUMNS if each in schema.names]:
         raise PackingError(f"{name}: expected documents, but the column {packed[0]!r} says that rows are packed")
-    table = with_typed_empty_lists(read_table(name, options, [INPUT_IDS]))
-    if not is_token_type(table.schema.field(INPUT_IDS).type):
+    lengths = np.concatenate(
+        [
+            np.zeros(0, np.int64),
+            *(_lengths_of(name, options, table) for table in read_batches(name, options, INPUT_IDS)),
+        ]
+    )
+    columns = {each.name: _type_of(each.type) for each in schema if _may_have_tokens(each.type, len(lengths))}
+    if INPUT_IDS not in columns:
         raise PackingError(
-            f"{name}: column 'input_ids': expected lists of integers, got {table.schema.field(INPUT_IDS).type}"
+            f"{name}: column 'input_ids': expected lists of integers, got {schema.field(INPUT_IDS).type}"
         )
-    try:
-        lengths = TokenColumn(INPUT_IDS, table.column(INPUT_IDS)).length
-    except PackingError as error:
-        raise PackingError(f"{name}: {error}") from None
-    columns = {each.name: _type_of(each.type) for each in schema if _may_have_tokens(each.type, table.num_rows)}
-    columns = {INPUT_IDS: _type_of(table.schema.field(INPUT_IDS).type)} | columns
+    columns = {INPUT_IDS: columns[INPUT_IDS]} | columns
     columns.pop(ATTENTION_MASK, None)
     left_out = columns_left_out(schema, removed=list(columns))
     return lengths, {"columns": columns, "left_out": left_out}
+
+
+def _lengths_of(name: str, options: Mapping[str, Any], table: pa.Table) -> IntArray:
+    try:
+        return TokenColumn(INPUT_IDS, with_typed_empty_lists(table).column(INPUT_IDS)).length
+    except PackingError:
+        whole = with_typed_empty_lists(read_table(name, options, [INPUT_IDS]))
+        try:  # the error names the row of the file
+            TokenColumn(INPUT_IDS, whole.column(INPUT_IDS))
+        except PackingError as error:
+            raise PackingError(f"{name}: {error}") from None
+        raise
 
 
 def _may_have_tokens(kind: pa.DataType, rows: int) -> bool:

@@ -21,6 +21,9 @@ Identity = list[Any]
 """What differs between two versions of a file: the size, and the time of the last change or the etag."""
 
 _PARQUET, _ARROW = ".parquet", ".arrow"
+_ROWS_AT_ONCE, _ROWS_OF_A_CHUNK = 10_000, 100_000
+"""Rows that are read together to be counted, and to stay in memory. pyarrow reads lists of rows in batches, without
+threads, in half the time of a whole file."""
 _CHANGES = ("ETag", "etag", "blob_id", "sha256", "md5Hash", "content_md5", "LastModified", "updated", "mtime")
 """Values of fsspec's `info` that change with a file's content; the first that a file system has counts."""
 
@@ -87,8 +90,26 @@ def read_table(name: str, options: Mapping[str, Any], columns: Sequence[str] | N
         if isinstance(source, pa.ipc.RecordBatchStreamReader):
             table = source.read_all()
             return table if columns is None else table.select([each for each in columns if each in table.column_names])
-        names = source.schema_arrow.names
-        return source.read(columns=None if columns is None else [each for each in columns if each in names])
+        schema = source.schema_arrow
+        if columns is not None:
+            schema = pa.schema([schema.field(each) for each in schema.names if each in columns])
+        batches = source.iter_batches(_ROWS_OF_A_CHUNK, columns=schema.names, use_threads=False)
+        return pa.Table.from_batches(batches, schema=schema.remove_metadata())
+
+
+def read_batches(name: str, options: Mapping[str, Any], column: str) -> Iterator[pa.Table]:
+    """Yield one column of a parquet or Arrow file, in tables of some rows.
+
+    Raises:
+        PackingError: the file cannot be read.
+    """
+    with _opened(name, options) as source:
+        if isinstance(source, pa.ipc.RecordBatchStreamReader):
+            for batch in source:
+                yield pa.Table.from_batches([batch]).select([column])
+        else:
+            for batch in source.iter_batches(_ROWS_AT_ONCE, columns=[column], use_threads=False):
+                yield pa.Table.from_batches([batch])
 
 
 def schema_of(name: str, options: Mapping[str, Any]) -> pa.Schema:
@@ -128,6 +149,9 @@ def _opened(name: str, options: Mapping[str, Any]) -> Iterator[Any]:
         if Path(name).suffix.lower() == _ARROW:
             with pa.memory_map(path) if is_local else system.open(path, "rb") as source:
                 yield pa.ipc.open_stream(source)
+        elif is_local:
+            with pq.ParquetFile(path) as parquet:
+                yield parquet
         else:
             with system.open(path, "rb") as file, pq.ParquetFile(file, pre_buffer=True) as parquet:
                 yield parquet
