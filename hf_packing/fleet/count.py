@@ -121,6 +121,8 @@ def token_table(run: Run, number: int, counted: Counted, schema: pa.Schema) -> p
         DamagedFileError: the tokens that `count` has written are gone or damaged.
     """
     check_unchanged(run, counted)
+    if not counted.documents:
+        return schema.empty_table()
     if counted.tokens_size:
         name = run.file("tokens", number)
         if run.store.size(name) != counted.tokens_size:
@@ -173,7 +175,8 @@ def _lengths_of(name: str, options: Mapping[str, Any], table: pa.Table) -> IntAr
 
 
 def _may_have_tokens(kind: pa.DataType, rows: int) -> bool:
-    return is_token_type(kind) or (is_list(kind) and pa.types.is_null(kind.value_type)) or not rows
+    untyped = pa.types.is_null(kind.value_type) if is_list(kind) else pa.types.is_null(kind) and not rows
+    return is_token_type(kind) or untyped
 
 
 def _type_of(kind: pa.DataType) -> str:

@@ -61,9 +61,9 @@ class PackedCorpus:
 
     @property
     def data_files(self) -> list[str]:
-        """Paths or URLs of the output files, in order, for `datasets.load_dataset("parquet", data_files=...)`."""
+        """Paths or URLs of the output files that have rows, in order, for `datasets.load_dataset("parquet", ...)`."""
         store = Store(self.output)
-        return [store.path_of(file.name) for file in self.files]
+        return [store.path_of(file.name) for file in self.files if file.rows]
 
     def metrics(self) -> PackingMetrics:
         """Return the metrics of the plan, such as the share of padding."""

@@ -168,9 +168,7 @@ def drive(run: Run, executor: Executor) -> PackedCorpus:
             plan = make_plan(run, seen)
         if run.settings.exchange:
             _do(run, executor, "deal", run.num_inputs, bar)
-            _do(run, executor, "gather", plan.shards, bar)
-        else:
-            _do(run, executor, "alone", plan.shards, bar)
+        _do(run, executor, "gather", plan.shards, bar)
     return finish(run, plan)
 
 
