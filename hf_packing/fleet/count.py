@@ -145,17 +145,11 @@ def _count_tokens(name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict
     check_has_tokens(name, schema)
     if packed := [each for each in SEGMENT_COLUMNS if each in schema.names]:
         raise PackingError(f"{name}: expected documents, but the column {packed[0]!r} says that rows are packed")
-    lengths = np.concatenate(
-        [
-            np.zeros(0, np.int64),
-            *(_lengths_of(name, options, table) for table in read_batches(name, options, INPUT_IDS)),
-        ]
-    )
+    if not _may_have_tokens(kind := schema.field(INPUT_IDS).type, 0):
+        raise PackingError(f"{name}: column 'input_ids': expected lists of integers, got {kind}")
+    found = [_lengths_of(name, options, table) for table in read_batches(name, options, INPUT_IDS)]
+    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *found])
     columns = {each.name: _type_of(each.type) for each in schema if _may_have_tokens(each.type, len(lengths))}
-    if INPUT_IDS not in columns:
-        raise PackingError(
-            f"{name}: column 'input_ids': expected lists of integers, got {schema.field(INPUT_IDS).type}"
-        )
     columns = {INPUT_IDS: columns[INPUT_IDS]} | columns
     columns.pop(ATTENTION_MASK, None)
     left_out = columns_left_out(schema, removed=list(columns))

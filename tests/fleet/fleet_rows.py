@@ -1,5 +1,6 @@
 """Files of documents for tests of a fleet, and the rows that it makes of them."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,19 @@ import pyarrow.parquet as pq
 
 import hf_packing as hfp
 from hf_packing.fleet import PackedCorpus
+from hf_packing.fleet.tasks import Task, do_task
 
 SIZES = (40, 0, 700, 3, 150)
 """Documents of the files: uneven, and one file without any."""
+
+
+class Here:
+    """An engine that does tasks in this process, since workers take a second to start."""
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        for task in tasks:
+            do_task(task)
+            yield task
 
 
 def write_files(

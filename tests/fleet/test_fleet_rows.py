@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fleet.fleet_rows import check_rows, documents_of, packed_by_pack, rows_of, write_files
+from fleet.fleet_rows import Here, check_rows, documents_of, packed_by_pack, rows_of, write_files
 
 import hf_packing as hfp
 from hf_packing.cli import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves out columns|skips|drops|cuts)")
+pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves out columns|skips|drops)")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_rows_are_those_of_pack(files, strategy, tmp_path):
-    packed = hfp.fleet.pack(files, strategy, tmp_path / "packed", shards=4, executor=hfp.fleet.local(1))
+    packed = hfp.fleet.pack(files, strategy, tmp_path / "packed", shards=4, executor=Here())
     expected = packed_by_pack(files, strategy)
     check_rows(packed, expected)
     assert len(packed.files) == 4
@@ -47,7 +47,7 @@ def _ids(files):
     return documents_of(files)["input_ids"][:]
 
 
-@pytest.mark.parametrize(("workers", "shards"), [(1, 1), (2, 3), (4, 50)])
+@pytest.mark.parametrize(("workers", "shards"), [(1, 1), (2, 3), (4, 20)])
 def test_any_number_of_workers_and_files(files, workers, shards, tmp_path):
     packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path, shards=shards, executor=hfp.fleet.local(workers))
     check_rows(packed, packed_by_pack(files, hfp.BestFit(128)))
@@ -56,9 +56,7 @@ def test_any_number_of_workers_and_files(files, workers, shards, tmp_path):
 
 def test_without_position_ids_and_labels(tmp_path):
     files = write_files(tmp_path / "files", others=False)
-    packed = hfp.fleet.pack(
-        files, hfp.BestFit(128), tmp_path / "packed", position_ids=False, executor=hfp.fleet.local(1)
-    )
+    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", position_ids=False, executor=Here())
     documents = documents_of(files)
     check_rows(packed, hfp.pack(documents, hfp.BestFit(128), position_ids=False, load_from_cache_file=False))
     assert rows_of(packed).column_names == ["input_ids", "labels", "seq_lengths"]
@@ -86,11 +84,14 @@ def test_masks_other_types_and_large_lists(tmp_path):
         }
         files.append(str(tmp_path / f"{number}.parquet"))
         pq.write_table(pa.table(arrays), files[-1])
-    packed = hfp.fleet.pack(files, hfp.BestFit(10), tmp_path / "packed", shards=2, executor=hfp.fleet.local(1))
-    with pytest.warns(UserWarning, match="applies completion_mask"):
+    with pytest.warns(UserWarning) as said:
+        packed = hfp.fleet.pack(files, hfp.BestFit(10), tmp_path / "packed", shards=2, executor=Here())
+    with pytest.warns(UserWarning) as said_by_pack:
         expected = hfp.pack(documents_of(files), hfp.BestFit(10), load_from_cache_file=False)
     check_rows(packed, expected)
     assert {"flags", "scores", "types"} <= set(rows_of(packed).column_names)
+    assert [str(each.message) for each in said] == [str(each.message) for each in said_by_pack]
+    assert "pack applies completion_mask and assistant_masks to labels" in str(said[0].message)
     assert "loss masks applied to labels: completion_mask, assistant_masks" in str(packed)
 
 
@@ -101,7 +102,7 @@ def test_a_file_without_values_in_a_column(tmp_path):
         tmp_path / "files" / "empty.parquet",
     )
     files.append(str(tmp_path / "files" / "empty.parquet"))
-    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", executor=hfp.fleet.local(1))
+    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", executor=Here())
     assert packed.metrics().num_empty_documents >= 2
     assert packed.metrics().num_documents == 27
 
@@ -109,14 +110,15 @@ def test_a_file_without_values_in_a_column(tmp_path):
 def test_arrow_files_of_a_saved_dataset(files, tmp_path):
     documents = documents_of(files)
     documents.save_to_disk(tmp_path / "saved", num_shards=3)
-    packed = hfp.fleet.pack(tmp_path / "saved", hfp.BestFit(128), tmp_path / "packed", executor=hfp.fleet.local(1))
+    packed = hfp.fleet.pack(tmp_path / "saved", hfp.BestFit(128), tmp_path / "packed", executor=Here())
     check_rows(packed, hfp.pack(documents, hfp.BestFit(128), load_from_cache_file=False))
     assert len(packed.inputs) == 3
 
 
 def test_each_file_by_itself(files, tmp_path):
-    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", exchange=False, executor=hfp.fleet.local(2))
-    together = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "together", executor=hfp.fleet.local(2))
+    with pytest.warns(UserWarning, match="exchange: with False, files make .* more than with one plan"):
+        packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", exchange=False, executor=Here())
+    together = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "together", executor=Here())
     for number, file in enumerate(files):
         alone = packed_by_pack([file], hfp.BestFit(128)) if number != 1 else None
         found = pq.read_table(tmp_path / "packed" / packed.files[number].name)
@@ -131,7 +133,7 @@ def test_each_file_by_itself(files, tmp_path):
 def test_open(files, tmp_path):
     with pytest.raises(hfp.PackingError, match="expected a folder with a manifest.json, which is written when"):
         hfp.fleet.open(tmp_path)
-    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", shards=2, executor=hfp.fleet.local(1))
+    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", shards=2, executor=Here())
     expected = packed_by_pack(files, hfp.BestFit(128))
     opened = hfp.fleet.open(str(tmp_path / "packed"))
     assert opened.features == expected.features
@@ -141,7 +143,7 @@ def test_open(files, tmp_path):
 
 
 def test_a_complete_run_is_not_done_again(files, tmp_path):
-    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", executor=hfp.fleet.local(1))
+    packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", executor=Here())
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").iterdir()}
     assert hfp.fleet.pack(files, hfp.BestFit(128), tmp_path / "packed", executor=NoExecutor()) == packed
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").iterdir()} == times
