@@ -11,6 +11,9 @@ import hf_packing as hfp
 from hf_packing.cli import main
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves out columns|skips|drops)")
+
+
 def write(folder, name, **columns):
     pq.write_table(pa.table(columns), folder / name)
     return str(folder / name)

@@ -84,9 +84,9 @@ def test_masks_other_types_and_large_lists(tmp_path):
         }
         files.append(str(tmp_path / f"{number}.parquet"))
         pq.write_table(pa.table(arrays), files[-1])
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning, match="skips 3 documents without a token") as said:
         packed = hfp.fleet.pack(files, hfp.BestFit(10), tmp_path / "packed", shards=2, executor=Here())
-    with pytest.warns(UserWarning) as said_by_pack:
+    with pytest.warns(UserWarning, match="skips 3 documents without a token") as said_by_pack:
         expected = hfp.pack(documents_of(files), hfp.BestFit(10), load_from_cache_file=False)
     check_rows(packed, expected)
     assert {"flags", "scores", "types"} <= set(rows_of(packed).column_names)
