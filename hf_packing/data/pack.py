@@ -129,8 +129,13 @@ def pack(
         raise PackingError(
             f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
         )
-    options = {"position_ids": position_ids, "load_from_cache_file": load_from_cache_file, "lazy": lazy}
-    pack_each = partial(pack_split, **options, schedule=schedule)
+    pack_each = partial(
+        pack_split,
+        position_ids=position_ids,
+        load_from_cache_file=load_from_cache_file,
+        schedule=schedule,
+        lazy=lazy,
+    )
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
         return pack_each(dataset, strategy)
@@ -184,10 +189,10 @@ def pack_split(
         if schedule is not None:
             plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
         extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
-        if documents is None:
-            rows = write_packs(columns, plan, repr(strategy), extras, cache)
-        else:
+        if documents is not None and isinstance(stored, StoredPacks):
             rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, stored)
+        else:
+            rows = write_packs(columns, plan, repr(strategy), extras, cache)
     changes = stored.describe_changes()
     if left_out := columns_left_out(table.schema):
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")

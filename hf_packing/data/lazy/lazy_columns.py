@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.data.lazy.packed_tokens import PackedTokens, split_cells
 from hf_packing.data.token_columns import TokenColumn
 from hf_packing.errors import PackingError
@@ -50,7 +51,7 @@ class LazyColumn:
         return tokens
 
     def read(self, rows: Sequence[int]) -> list[npt.NDArray[Any]]:
-        """Return the values of each of these rows."""
+        """Return the values of each of these rows, in arrays that may be read-only."""
         read = self._feature.read
         return [read(cell) for cell in self.cells[rows].tolist()]
 
@@ -63,6 +64,16 @@ class LazyColumn:
 def is_lazy(dataset: datasets.Dataset, name: str) -> bool:
     """Return whether a column of a dataset is one of lazy packs."""
     return isinstance(dataset.features.get(name), PackedTokens)
+
+
+def copies_labels(dataset: datasets.Dataset) -> bool:
+    """Return whether the labels of all rows are lazy, and are input_ids but for the first token of every segment."""
+    if not (is_lazy(dataset, INPUT_IDS) and is_lazy(dataset, LABELS)):
+        return False
+    cells, feature = dataset.data.table.column(LABELS), dataset.features[LABELS]
+    return cells.equals(dataset.data.table.column(INPUT_IDS)) and all(
+        feature.packs(folder).facts["packing"]["labels_made"] for folder, _, _ in split_cells(cells.to_numpy())
+    )
 
 
 def open_column(

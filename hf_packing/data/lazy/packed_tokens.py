@@ -95,7 +95,9 @@ class PackedTokens:
     def decode_example(self, value: Any, token_per_repo_id: Any = None) -> Any:  # noqa: ARG002
         """Return the values of a cell: a list if the cell is an int, as in rows without format, else a NumPy array."""
         row = self.read(int(value))
-        return row if isinstance(value, np.generic) else row.tolist()
+        if not isinstance(value, np.generic):
+            return row.tolist()
+        return row if row.flags.writeable else row.copy()
 
     def embed_storage(self, *_: Any, **__: Any) -> pa.Array:
         """Refuse to upload packs, which datasets asks for before it uploads a dataset.
@@ -109,7 +111,7 @@ class PackedTokens:
         )
 
     def read(self, cell: int) -> npt.NDArray[Any]:
-        """Return the values of a cell, [tokens of the pack]."""
+        """Return the values of a cell, [tokens of the pack], in an array that may be read-only."""
         return self.packs(cell >> _PACK_BITS).row(self.column, cell & _LAST_PACK)
 
     def packs(self, number: int) -> LazyPacks:

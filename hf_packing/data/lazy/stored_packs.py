@@ -1,7 +1,8 @@
 """The folder of lazy packs on disk: which documents are in which pack, and where their tokens lie.
 
-A segment takes 16 bytes: its first token's number (8), its document's number (4) and its length (4, in the column
-seq_lengths of the rows). Folders are written beside their final path, and renamed when complete.
+A segment takes 12 bytes: the number of its first token (4, or 8 above 2**32 tokens), the number of its document (4) and
+its length (4, in the column seq_lengths of the rows). A pack takes 28 bytes, for its cells. Folders are written beside
+their final path, and renamed when complete.
 """
 
 import json
@@ -29,6 +30,8 @@ _ROWS = "rows.arrow"
 _FACTS = "packs.json"
 _ARRAYS = ("begin", "document", "first_token", "file_of_chunk", "places")
 _FORMAT = 1
+_ROWS_KEPT = 8
+"""The input_ids of so many rows are kept, since their labels are made from them, usually for the same few rows."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class StoredPacks:
             "documents": origin.plan.num_documents,
             "packing": origin.facts(),
         }
-        arrays = (begin, origin.plan.segment_document, tokens.first_token, tokens.file_of_chunk, tokens.places)
+        small = begin.astype(np.uint32) if tokens.first_token[-1] < 2**32 else begin
+        arrays = (small, origin.plan.segment_document, tokens.first_token, tokens.file_of_chunk, tokens.places)
         with work_folder(self.folder) as work:
             fresh = work / self.folder.name
             fresh.mkdir()
@@ -100,7 +104,7 @@ class LazyPacks:
         facts: the content of packs.json.
         pack_offsets: integers [packs + 1]: the segments of pack p are pack_offsets[p]:pack_offsets[p + 1].
         segment_length: int32 [segments].
-        begin: int64 [segments]: the number of each segment's first token.
+        begin: uint32 or int64 [segments]: the number of each segment's first token.
         document: integers [segments]: the number of each segment's document.
 
     Raises:
@@ -120,6 +124,7 @@ class LazyPacks:
         self._reader = TokenReader(TokenFiles(files, columns, first_token, file_of_chunk, places))
         masks = self.facts["packing"]["loss_masks"]
         self._of_labels = [name for name in (LABELS, *masks) if name in columns]
+        self._input_ids = lru_cache(_ROWS_KEPT)(self._read_input_ids)
 
     def is_of(self, folder: Path) -> bool:
         """Return whether the packs were written to this folder, rather than to one that was moved or copied here."""
@@ -132,15 +137,27 @@ class LazyPacks:
         return np.diff(before[self.pack_offsets])
 
     def row(self, column: str, pack: int) -> npt.NDArray[Any]:
-        """Return a column of a packed row, [tokens of the pack], as a copy."""
-        segments = slice(self.pack_offsets[pack], self.pack_offsets[pack + 1])
-        length = self.segment_length[segments]
+        """Return a column of a packed row, [tokens of the pack], in an array that is read-only if it is kept."""
+        if column == INPUT_IDS:
+            return self._input_ids(pack)
+        begin, length = self._segments(pack)
         if column == POSITION_IDS:
             return positions_of(length)
-        values = self.read(column, self.begin[segments], length)
-        if column == LABELS:
-            values[np.cumsum(length) - length] = IGNORED_LABEL
+        if column != LABELS:
+            return self.read(column, begin, length)
+        labels = self.read(LABELS, begin, length) if self._of_labels else self._input_ids(pack).copy()
+        labels[length.cumsum() - length] = IGNORED_LABEL
+        return labels
+
+    def _read_input_ids(self, pack: int) -> npt.NDArray[np.int32]:
+        values = self.read(INPUT_IDS, *self._segments(pack))
+        values.flags.writeable = False
         return values
+
+    def _segments(self, pack: int) -> tuple[IntArray, IntArray]:
+        """Return the numbers of the first tokens of a pack's segments, and the lengths of the segments."""
+        segments = slice(self.pack_offsets[pack], self.pack_offsets[pack + 1])
+        return self.begin[segments], self.segment_length[segments]
 
     def read(self, column: str, begin: IntArray, length: IntArray) -> npt.NDArray[Any]:
         """Return slices of a column of the documents, concatenated, as a copy; of labels, with loss masks applied.

@@ -137,7 +137,7 @@ def first_tokens(column: pa.ChunkedArray, row_numbers: IntArray | None) -> IntAr
     """
     lengths = [np.diff(_Lists(chunk).borders) for chunk in column.chunks]
     tokens = np.concatenate([np.zeros(0, dtype=np.int64), *lengths])
-    first = np.cumsum(tokens, dtype=np.int64) - tokens
+    first: IntArray = np.cumsum(tokens, dtype=np.int64) - tokens
     return first if row_numbers is None else first[row_numbers]
 
 
