@@ -99,16 +99,27 @@ class PackedTokens:
             return row.tolist()
         return row if row.flags.writeable else row.copy()
 
-    def embed_storage(self, *_: Any, **__: Any) -> pa.Array:
-        """Refuse to upload packs, which datasets asks for before it uploads a dataset.
+    def embed_storage(
+        self,
+        storage: pa.Array,
+        token_per_repo_id: Any = None,  # noqa: ARG002
+        local_files: bool = True,  # noqa: ARG002
+        remote_files: bool = False,
+    ) -> pa.Array:
+        """Return cells as datasets is to write them: unchanged for save_to_disk.
+
+        push_to_hub also embeds remote files. Versions of datasets before 4.8.5 do not tell the two apart, and upload
+        cells that nobody can read.
 
         Raises:
-            PackingError: always.
+            PackingError: datasets is about to upload the cells.
         """
-        raise PackingError(
-            f"column {self.column!r}: expected tokens to upload, but lazy packs only refer to files on this machine; "
-            "pack the documents with lazy=False, and upload the result"
-        )
+        if remote_files:
+            raise PackingError(
+                f"column {self.column!r}: expected tokens to upload, but lazy packs only refer to files on this "
+                "machine; pack the documents with lazy=False, and upload the result"
+            )
+        return storage
 
     def read(self, cell: int) -> npt.NDArray[Any]:
         """Return the values of a cell, [tokens of the pack], in an array that may be read-only."""

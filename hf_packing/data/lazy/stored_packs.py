@@ -31,7 +31,7 @@ _FACTS = "packs.json"
 _ARRAYS = ("begin", "document", "first_token", "file_of_chunk", "places")
 _FORMAT = 1
 _ROWS_KEPT = 8
-"""The input_ids of so many rows are kept, since their labels are made from them, usually for the same few rows."""
+"""The input_ids of so many rows are kept, since their labels are made from them, and are mostly read just after them."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class LazyPacks:
         self._reader = TokenReader(TokenFiles(files, columns, first_token, file_of_chunk, places))
         masks = self.facts["packing"]["loss_masks"]
         self._of_labels = [name for name in (LABELS, *masks) if name in columns]
-        self._input_ids = lru_cache(_ROWS_KEPT)(self._read_input_ids)
+        self._kept: dict[int, npt.NDArray[np.int32]] = {}
 
     def is_of(self, folder: Path) -> bool:
         """Return whether the packs were written to this folder, rather than to one that was moved or copied here."""
@@ -137,21 +137,25 @@ class LazyPacks:
         return np.diff(before[self.pack_offsets])
 
     def row(self, column: str, pack: int) -> npt.NDArray[Any]:
-        """Return a column of a packed row, [tokens of the pack], in an array that is read-only if it is kept."""
-        if column == INPUT_IDS:
-            return self._input_ids(pack)
+        """Return a column of a packed row, [tokens of the pack], in an array that is read-only if it is kept.
+
+        Raises:
+            PackingError: a file of the documents is gone, or has changed since they were packed.
+        """
         begin, length = self._segments(pack)
         if column == POSITION_IDS:
             return positions_of(length)
-        if column != LABELS:
-            return self.read(column, begin, length)
-        labels = self.read(LABELS, begin, length) if self._of_labels else self._input_ids(pack).copy()
-        labels[length.cumsum() - length] = IGNORED_LABEL
-        return labels
-
-    def _read_input_ids(self, pack: int) -> npt.NDArray[np.int32]:
-        values = self.read(INPUT_IDS, *self._segments(pack))
-        values.flags.writeable = False
+        if column == LABELS:
+            ids = None if self._of_labels else self._kept.get(pack)
+            labels = self.read(LABELS, begin, length) if ids is None else ids.copy()
+            labels[length.cumsum() - length] = IGNORED_LABEL
+            return labels
+        values = self.read(column, begin, length)
+        if column == INPUT_IDS:
+            values.flags.writeable = False
+            if len(self._kept) == _ROWS_KEPT:
+                self._kept.clear()
+            self._kept[pack] = values
         return values
 
     def _segments(self, pack: int) -> tuple[IntArray, IntArray]:

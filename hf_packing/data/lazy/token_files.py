@@ -7,6 +7,7 @@ record batch, and its place in the file.
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +52,16 @@ class SourceFile:
 
     def check(self) -> None:
         """Raise PackingError if the file is gone, or was written to since the documents were packed."""
-        if (now := SourceFile.at(self.path)) != self:
-            raise PackingError(
-                f"lazy: expected the documents' file {self.path!r} as it was when they were packed, with {self.size:,} "
-                f"bytes and last written at {self.mtime_ns} ns, got {now.size:,} bytes, written at {now.mtime_ns} ns; "
-                "load the documents and pack them again"
-            )
+        with suppress(OSError):  # SourceFile.at says what is wrong
+            status = os.stat(self.path)
+            if status.st_size == self.size and status.st_mtime_ns == self.mtime_ns:
+                return
+        now = SourceFile.at(self.path)
+        raise PackingError(
+            f"lazy: expected the documents' file {self.path!r} as it was when they were packed, with {self.size:,} "
+            f"bytes and last written at {self.mtime_ns} ns, got {now.size:,} bytes, written at {now.mtime_ns} ns; load "
+            "the documents and pack them again"
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ def first_tokens(column: pa.ChunkedArray, row_numbers: IntArray | None) -> IntAr
 
 
 class TokenReader:
-    """Reads slices of token columns from memory-mapped files.
+    """Reads slices of token columns from memory-mapped files, and checks each time that the files have not changed.
 
     Args:
         tokens: where the tokens lie.
@@ -155,6 +160,7 @@ class TokenReader:
         for file in tokens.files:
             file.check()
         buffers = [pa.memory_map(file.path).read_buffer() for file in tokens.files]
+        self._files = tokens.files
         self._first_token = tokens.first_token[:-1]
         self._file_of_chunk = tokens.file_of_chunk
         self._dtypes = {name: np.dtype(column.dtype) for name, column in tokens.columns.items()}
@@ -170,17 +176,18 @@ class TokenReader:
             name: name of the column.
             begin: int64 [slices]: number of the first token of each slice. A slice is within one document.
             length: integers [slices]: tokens of each slice.
+
+        Raises:
+            PackingError: a file with one of the slices is gone, or has changed since the documents were packed.
         """
         values = self._values[name]
         chunk = self._first_token.searchsorted(begin, side="right") - 1
         start = begin + self._shifts[name][chunk]
         bounds = zip(start.tolist(), (start + length).tolist(), strict=True)
-        if len(values) == 1:
-            only = values[0]
-            slices = [only[a:b] for a, b in bounds]
-        else:
-            files = self._file_of_chunk[chunk].tolist()
-            slices = [values[file][a:b] for file, (a, b) in zip(files, bounds, strict=True)]
+        files = self._file_of_chunk[chunk].tolist()
+        for file in set(files):
+            self._files[file].check()
+        slices = [values[file][a:b] for file, (a, b) in zip(files, bounds, strict=True)]
         return np.concatenate(slices) if slices else np.zeros(0, dtype=self._dtypes[name])
 
 
