@@ -15,6 +15,9 @@ from hf_packing.data.token_columns import TokenColumn
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
+_CHECK_AFTER = 1.0
+"""Seconds after which it is checked again that a file of documents is as it was."""
+
 
 class LazyColumn:
     """A column of lazy packs, with the interface of TokenColumn.
@@ -53,7 +56,7 @@ class LazyColumn:
     def read(self, rows: Sequence[int]) -> list[npt.NDArray[Any]]:
         """Return the values of each of these rows, in arrays that may be read-only."""
         read = self._feature.read
-        return [read(cell) for cell in self.cells[rows].tolist()]
+        return [read(cell, _CHECK_AFTER) for cell in self.cells[rows].tolist()]
 
     def gather(self, row: IntArray, start: IntArray, length: IntArray) -> npt.NDArray[Any]:
         """Return slices of rows, concatenated; see `TokenColumn.gather`."""

@@ -121,9 +121,14 @@ class PackedTokens:
             )
         return storage
 
-    def read(self, cell: int) -> npt.NDArray[Any]:
-        """Return the values of a cell, [tokens of the pack], in an array that may be read-only."""
-        return self.packs(cell >> _PACK_BITS).row(self.column, cell & _LAST_PACK)
+    def read(self, cell: int, check_after: float = 0) -> npt.NDArray[Any]:
+        """Return the values of a cell, [tokens of the pack], in an array that may be read-only.
+
+        Args:
+            cell: the cell.
+            check_after: seconds for which a file of documents need not be checked again.
+        """
+        return self.packs(cell >> _PACK_BITS).row(self.column, cell & _LAST_PACK, check_after)
 
     def packs(self, number: int) -> LazyPacks:
         """Return the packs in the folder with this number; see `folder`."""

@@ -31,7 +31,7 @@ _FACTS = "packs.json"
 _ARRAYS = ("begin", "document", "first_token", "file_of_chunk", "places")
 _FORMAT = 1
 _ROWS_KEPT = 8
-"""The input_ids of so many rows are kept, since their labels are made from them, and are mostly read just after them."""
+"""The input_ids of so many rows are kept, since their labels are made from them, and are mostly read next."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,13 @@ class LazyPacks:
         before = np.concatenate([[0], np.cumsum(self.segment_length, dtype=np.int64)])
         return np.diff(before[self.pack_offsets])
 
-    def row(self, column: str, pack: int) -> npt.NDArray[Any]:
+    def row(self, column: str, pack: int, check_after: float = 0) -> npt.NDArray[Any]:
         """Return a column of a packed row, [tokens of the pack], in an array that is read-only if it is kept.
+
+        Args:
+            column: name of the column.
+            pack: number of the pack.
+            check_after: seconds for which a file of documents need not be checked again.
 
         Raises:
             PackingError: a file of the documents is gone, or has changed since they were packed.
@@ -147,10 +152,10 @@ class LazyPacks:
             return positions_of(length)
         if column == LABELS:
             ids = None if self._of_labels else self._kept.get(pack)
-            labels = self.read(LABELS, begin, length) if ids is None else ids.copy()
+            labels = self.read(LABELS, begin, length, check_after) if ids is None else ids.copy()
             labels[length.cumsum() - length] = IGNORED_LABEL
             return labels
-        values = self.read(column, begin, length)
+        values = self.read(column, begin, length, check_after)
         if column == INPUT_IDS:
             values.flags.writeable = False
             if len(self._kept) == _ROWS_KEPT:
@@ -163,19 +168,23 @@ class LazyPacks:
         segments = slice(self.pack_offsets[pack], self.pack_offsets[pack + 1])
         return self.begin[segments], self.segment_length[segments]
 
-    def read(self, column: str, begin: IntArray, length: IntArray) -> npt.NDArray[Any]:
+    def read(self, column: str, begin: IntArray, length: IntArray, check_after: float = 0) -> npt.NDArray[Any]:
         """Return slices of a column of the documents, concatenated, as a copy; of labels, with loss masks applied.
 
         Args:
             column: name of a token column, or "labels".
             begin: int64 [slices]: number of the first token of each slice.
             length: int32 [slices]: tokens of each slice.
+            check_after: seconds for which a file of documents need not be checked again.
         """
         if column != LABELS:
-            values = self._reader.read(column, begin, length)
+            values = self._reader.read(column, begin, length, check_after)
             return as_int32(column, values) if column == INPUT_IDS else values
-        given = {name: self._reader.read(name, begin, length) for name in self._of_labels}
-        labels = as_int32(LABELS, given.pop(LABELS)) if LABELS in given else self.read(INPUT_IDS, begin, length)
+        given = {name: self._reader.read(name, begin, length, check_after) for name in self._of_labels}
+        if LABELS in given:
+            labels = as_int32(LABELS, given.pop(LABELS))
+        else:
+            labels = self.read(INPUT_IDS, begin, length, check_after)
         return apply_loss_masks(labels, given) if given else labels
 
 

@@ -6,6 +6,7 @@ record batch, and its place in the file.
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def first_tokens(column: pa.ChunkedArray, row_numbers: IntArray | None) -> IntAr
 
 
 class TokenReader:
-    """Reads slices of token columns from memory-mapped files, and checks each time that the files have not changed.
+    """Reads slices of token columns from memory-mapped files, and checks that the files do not change.
 
     Args:
         tokens: where the tokens lie.
@@ -161,6 +162,7 @@ class TokenReader:
             file.check()
         buffers = [pa.memory_map(file.path).read_buffer() for file in tokens.files]
         self._files = tokens.files
+        self._checked = [time.monotonic()] * len(tokens.files)
         self._first_token = tokens.first_token[:-1]
         self._file_of_chunk = tokens.file_of_chunk
         self._dtypes = {name: np.dtype(column.dtype) for name, column in tokens.columns.items()}
@@ -169,13 +171,14 @@ class TokenReader:
             name: places - self._first_token for name, places in zip(tokens.columns, tokens.places, strict=True)
         }
 
-    def read(self, name: str, begin: IntArray, length: IntArray) -> npt.NDArray[Any]:
+    def read(self, name: str, begin: IntArray, length: IntArray, check_after: float = 0) -> npt.NDArray[Any]:
         """Return slices of a column, concatenated, as a copy in the column's dtype.
 
         Args:
             name: name of the column.
             begin: int64 [slices]: number of the first token of each slice. A slice is within one document.
             length: integers [slices]: tokens of each slice.
+            check_after: seconds for which a file need not be checked again.
 
         Raises:
             PackingError: a file with one of the slices is gone, or has changed since the documents were packed.
@@ -185,8 +188,11 @@ class TokenReader:
         start = begin + self._shifts[name][chunk]
         bounds = zip(start.tolist(), (start + length).tolist(), strict=True)
         files = self._file_of_chunk[chunk].tolist()
+        now = time.monotonic()
         for file in set(files):
-            self._files[file].check()
+            if now - self._checked[file] >= check_after:
+                self._files[file].check()
+                self._checked[file] = now
         slices = [values[file][a:b] for file, (a, b) in zip(files, bounds, strict=True)]
         return np.concatenate(slices) if slices else np.zeros(0, dtype=self._dtypes[name])
 
