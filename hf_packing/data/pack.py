@@ -1,27 +1,35 @@
 """`pack` packs a whole dataset with one plan and caches the packed rows on disk; `unpack` restores the documents."""
 
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import datasets
+import numpy as np
+from datasets.table import MemoryMappedTable
+from datasets.utils import tqdm
 
-from hf_packing.columns import INPUT_IDS, LABELS
-from hf_packing.data.cache import CachedPacks, cache_for, fingerprint_of
+from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.data.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of
 from hf_packing.data.lazy.lazy_columns import is_lazy
 from hf_packing.data.lazy.restore import unpack_lazy_packs
 from hf_packing.data.lazy.stored_packs import StoredPacks
 from hf_packing.data.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
-from hf_packing.data.packed_rows import check_bucket_is_free, unpack_rows
+from hf_packing.data.origin import Origin
+from hf_packing.data.packed_info import info_of_packed
+from hf_packing.data.packed_rows import check_bucket_is_free, pack_rows, unpack_rows
 from hf_packing.data.token_columns import (
+    TOKENS_AT_ONCE,
+    TokenColumns,
+    blocks_of_rows,
     columns_left_out,
     find_token_columns,
     row_numbers,
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.data.write_packs import info_of_packed, write_packs
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
 from hf_packing.planning.lengths import IntArray, check_lengths
@@ -192,7 +200,7 @@ def pack_split(
         if documents is not None and isinstance(stored, StoredPacks):
             rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, stored)
         else:
-            rows = write_packs(columns, plan, repr(strategy), extras, cache)
+            rows = _write_packs(columns, plan, repr(strategy), extras, cache)
     changes = stored.describe_changes()
     if left_out := columns_left_out(table.schema):
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
@@ -284,3 +292,53 @@ def _check_no_transform(dataset: datasets.Dataset) -> None:
             "remove_columns=dataset.column_names).with_format(None); or call with_format(None) to pack without the "
             "transform"
         )
+
+
+def _write_packs(
+    columns: TokenColumns, plan: PackingPlan, strategy: str, extras: dict[str, bool], cache: CachedPacks
+) -> MemoryMappedTable:
+    """Build packed rows block by block, write them to the cache, and return them.
+
+    A thread writes a block while the next one is built.
+
+    Args:
+        columns: the token columns of the documents.
+        plan: the plan, which assigns slices of documents to packs.
+        strategy: the strategy's repr.
+        extras: whether packed rows get the columns `position_ids` and `bucket`.
+        cache: where to write.
+    """
+    schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
+    schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
+    first_labels, trained_tokens = [], 0
+    pack_tokens = (
+        np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
+    )
+    with (
+        cache.create(schema) as (stream, folder),
+        tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents:,} documents", unit=" packs") as progress,
+        ThreadPoolExecutor(max_workers=1) as writer,
+    ):
+        written: Future[None] | None = None
+        for first, end in blocks_of_rows(pack_tokens, TOKENS_AT_ONCE):
+            rows = pack_rows(columns, plan, first, end, **extras)
+            if rows.first_labels is not None:
+                first_labels.append(rows.first_labels)
+            trained_tokens += rows.trained_tokens
+            if written:
+                written.result()
+            written = writer.submit(stream.write_table, rows.table.replace_schema_metadata(schema.metadata))
+            progress.update(end - first)
+        if written:
+            written.result()
+        masks = tuple(name for name in LOSS_MASKS if name in columns)
+        origin = Origin(
+            plan=plan,
+            strategy=strategy,
+            labels_made=LABELS not in columns and not masks,
+            first_labels=np.concatenate(first_labels) if first_labels else None,
+            loss_masks=masks,
+            trained_tokens=trained_tokens,
+        )
+        cache.save_origin(origin, folder)
+    return MemoryMappedTable.from_file(str(cache.rows))
