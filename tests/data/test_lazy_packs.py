@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hf_packing as hfp
+from hf_packing.data.cache import UNTOUCHED_FOR
 from hf_packing.data.lazy import stored_packs
 from hf_packing.data.lazy.packed_tokens import number_of
 from hf_packing.data.lazy.stored_packs import StoredPacks
@@ -543,6 +545,61 @@ def test_packing_at_the_same_time(tmp_path):
     assert len(found) == 4
     assert all(rows == found[0] for rows in found)
     assert not list(tmp_path.glob(".*"))
+
+
+PACKING = """
+import warnings; warnings.simplefilter("ignore")
+import sys, datasets, hf_packing as hfp
+documents = datasets.Dataset.from_file(sys.argv[1])
+for turn in range(5):
+    rows = hfp.pack(documents, hfp.BestFit(16), lazy=True, load_from_cache_file=bool(turn % 2))
+    assert rows[:]["input_ids"] == [rows[number]["input_ids"] for number in range(len(rows))]
+print(rows[:])
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_pack_at_the_same_time(pair, tmp_path):
+    packed, _ = pair
+    command = [sys.executable, "-c", PACKING, str(tmp_path / "documents" / "data-0.arrow")]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0] for process in running] == [f"{packed[:]}\n"] * 3
+    assert not list((tmp_path / "documents").glob(".*"))
+
+
+def test_another_process_has_packed_again(tmp_path):
+    """What this process has open is of the old file, and must not be used."""
+    documents = on_disk(tmp_path)
+    rows = hfp.pack(documents, STRATEGIES[0], lazy=True)[:]
+    os.utime(documents.cache_files[0]["filename"])
+    kept = stored_packs.open_packs
+    stale = kept(hfp.pack(documents, STRATEGIES[0], lazy=True).features["labels"].folders[0])
+    stale._reader._files = (SourceFile("gone", 1, 1),)  # as if opened before the other process wrote
+    assert hfp.pack(documents, STRATEGIES[0], lazy=True)[:] == rows
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    documents = on_disk(tmp_path)
+    left = tmp_path / ".cache-0a1b.lazy-killed"
+    left.mkdir()
+    long_ago = time.time() - UNTOUCHED_FOR - 10
+    os.utime(left, (long_ago, long_ago))
+    hfp.pack(documents, STRATEGIES[0], lazy=True)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("rows", [[], [0], [0, 1, 0]])
+@pytest.mark.parametrize("kind", ["int32", "null"])
+def test_no_tokens(tmp_path, rows, kind):
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value(kind))})
+    Dataset.from_dict({"input_ids": [[], []]}, features=features).save_to_disk(tmp_path)
+    documents = load_from_disk(tmp_path).select(rows)
+    packed, warned, lazy, warned_lazily = both(documents)
+    assert len(lazy) == len(packed) == 0
+    assert lazy.column_names == packed.column_names
+    assert warned == warned_lazily
+    assert hfp.unpack(lazy)[:] == hfp.unpack(packed)[:]
+    assert both(documents)[2].cache_files == lazy.cache_files
 
 
 def test_without_caching(pair, tmp_path):

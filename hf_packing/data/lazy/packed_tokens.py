@@ -23,7 +23,7 @@ class PackedTokens:
     """The feature of columns of `pack(..., lazy=True)`, whose values are read from the documents' own files.
 
     Rows have lists if the dataset has no format, as those of `pack` have, and NumPy arrays, tensors and so on in other
-    formats. In the formats "arrow" and "pandas" of whole tables, such as `to_pandas`, cells are numbers.
+    formats. The format "arrow", and methods that read the table, such as `to_dict` and `to_pandas`, show numbers.
 
     datasets reads a saved dataset with this feature only if the feature is registered. `import hf_packing` registers it
     if datasets has been imported before; `from hf_packing import PackedTokens` registers it in any case.

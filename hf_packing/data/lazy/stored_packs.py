@@ -42,6 +42,7 @@ class StoredPacks:
 
     def open(self) -> MemoryMappedTable | None:
         """Return the rows; None if the folder is incomplete or was moved, or if a file of the documents has changed."""
+        open_packs.cache_clear()  # another process may have written the folder again
         try:
             packs = LazyPacks(self.folder)
             return MemoryMappedTable.from_file(str(self.folder / _ROWS)) if packs.is_of(self.folder) else None
