@@ -404,6 +404,17 @@ def test_documents_in_memory_and_streams(tmp_path):
     assert not list(tmp_path.glob("cache-*"))
 
 
+def test_files_that_were_replaced_before_packing(tmp_path):
+    """The dataset still maps the old file, which has the same size."""
+    documents = on_disk(tmp_path / "old")
+    other = on_disk(tmp_path / "new", seed=1)
+    path, new = (rows.cache_files[0]["filename"] for rows in (documents, other))
+    assert os.path.getsize(path) == os.path.getsize(new)
+    os.replace(new, path)
+    with pytest.raises(hfp.PackingError, match="or its file has changed since the dataset was loaded"):
+        hfp.pack(documents, STRATEGIES[0], lazy=True)
+
+
 def test_columns_of_other_files(tmp_path):
     one, other = (on_disk(tmp_path / str(number), rows_in_batch=number) for number in (3, 4))
     other = other.select_columns("weights").rename_column("weights", "scores")

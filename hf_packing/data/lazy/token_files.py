@@ -22,6 +22,9 @@ from hf_packing.data.lazy.upstream import mapped_tables
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
+_COMPARED = 4096
+"""Bytes at both ends of a file by which it is known again."""
+
 _SAVE = "call documents.save_to_disk(path) and pack datasets.load_from_disk(path)"
 
 
@@ -262,17 +265,31 @@ def _root(buffer: pa.Buffer) -> pa.Buffer:
 def _mapped_files(dataset: datasets.Dataset) -> dict[int, str]:
     """Return the path of each file that a dataset is mapped from, by the address of the mapping.
 
+    Files that were replaced since the dataset was loaded are left out.
+
     Raises:
         PackingError: a file is gone.
     """
-    found = {}
+    found: dict[int, str] = {}
     for path, table in mapped_tables(dataset):
-        size = SourceFile.at(path).size
         for column in table.columns:
             for buffer in column.chunk(0).buffers() if column.num_chunks else ():
-                if buffer is not None and (root := _root(buffer)).size == size:
+                root = None if buffer is None else _root(buffer)
+                if root is not None and root.address not in found and _is_mapped_from(root, path):
                     found[root.address] = path
     return found
+
+
+def _is_mapped_from(buffer: pa.Buffer, path: str) -> bool:
+    """Return whether a buffer and a file have the same size, beginning and end."""
+    if SourceFile.at(path).size != buffer.size:
+        return False
+    length = min(buffer.size, _COMPARED)
+    with pa.OSFile(path) as file:
+        return all(
+            buffer.slice(begin, length).to_pybytes() == file.read_at(length, begin)
+            for begin in (0, buffer.size - length)
+        )
 
 
 def _refuse_layout(name: str) -> None:
