@@ -8,9 +8,10 @@ import pyarrow as pa
 from datasets.table import MemoryMappedTable
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS, POSITION_IDS, SEQ_LENGTHS
+from hf_packing.data.lazy.find_tokens import find_tokens, first_tokens
 from hf_packing.data.lazy.packed_tokens import PackedTokens, cells_of
 from hf_packing.data.lazy.stored_packs import StoredPacks
-from hf_packing.data.lazy.token_files import TokenFiles, find_tokens, first_tokens
+from hf_packing.data.lazy.token_files import TokenFiles
 from hf_packing.data.origin import Origin
 from hf_packing.data.packed_rows import list_array, pack_rows
 from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, row_numbers
