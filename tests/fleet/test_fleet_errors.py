@@ -10,7 +10,6 @@ from fleet.fleet_rows import Here, write_files
 import hf_packing as hfp
 from hf_packing.cli import main
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:pack (leaves out columns|skips|drops)")
 
 
