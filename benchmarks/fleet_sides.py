@@ -205,19 +205,19 @@ def gathered(segments: pa.Table) -> pa.Table:
 
 def rows_of(files: list[str]) -> dict[str, Any]:
     """Return the numbers of rows and tokens of files, and a digest of the rows of all files in order."""
-    digests = {name: hashlib.blake2b(digest_size=8) for name in COLUMNS}
+    lengths, values = ({name: hashlib.blake2b(digest_size=8) for name in COLUMNS} for _ in range(2))
     rows = tokens = 0
     for file in files:
         with pq.ParquetFile(file) as parquet:
             if missing := set(COLUMNS) - set(parquet.schema_arrow.names):
                 raise AssertionError(f"expected rows with {COLUMNS}, but {missing} are missing")
             for batch in parquet.iter_batches(1024, columns=list(COLUMNS)):
-                for name, digest in digests.items():
-                    column = batch.column(name)
-                    digest.update(column.value_lengths().to_numpy().astype(np.int32))
-                    digest.update(column.flatten().to_numpy().astype(np.int32))
+                for name in COLUMNS:
+                    lengths[name].update(batch.column(name).value_lengths().to_numpy().astype(np.int32))
+                    values[name].update(batch.column(name).flatten().to_numpy().astype(np.int32))
                 rows, tokens = rows + batch.num_rows, tokens + len(batch.column("input_ids").flatten())
-    return {"rows": rows, "tokens": tokens, "digest": "".join(digests[name].hexdigest() for name in COLUMNS)}
+    digest = " ".join(each[name].hexdigest() for each in (lengths, values) for name in COLUMNS)
+    return {"rows": rows, "tokens": tokens, "digest": digest}
 
 
 def measured(side: str, folder: Path) -> dict[str, Any]:
