@@ -18,7 +18,6 @@ dealt and gathered, for the price of a part.
 import argparse
 import json
 import math
-import os
 import resource
 import tempfile
 import threading
@@ -96,7 +95,9 @@ def by_formula(files: int, documents_in_a_file: float) -> None:
         index, moved = 48 * parts, times * once + 48 * parts
         hours = 2 * parts / WORKERS / REQUESTS_AT_A_TIME * SECONDS_OF_A_REQUEST / 3600
         row = f"{way:40}{parts:>9.1e}{times * segments / parts:>10.3g}{times * once / parts:>10,.0f}"
-        print(f"{row}{2 * moved / 1e12:>9.1f}{index / 1e12:>8.3f}{2 * parts:>9.1e}{2 * parts / WORKERS:>10.1e}{hours:>8.2f}")
+        print(
+            f"{row}{2 * moved / 1e12:>9.1f}{index / 1e12:>8.3f}{2 * parts:>9.1e}{2 * parts / WORKERS:>10.1e}{hours:>8.2f}"
+        )
         figure(way=way, parts=parts, bytes_of_a_part=times * once / parts, reads=2 * parts, hours=hours)
 
 
@@ -189,18 +190,20 @@ def by_program(folder: Path, files: int, histograms: list[LengthCounts]) -> None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outputs = -(-files * TOKENS_IN_A_FILE // TOKENS_IN_A_SHARD)
     total = drive(folder, names, histograms, "the first driver", outputs // 2)
-    sizes = {path.name: path.stat().st_size for path in folder.glob("out/.fleet/*/*") if path.name in ("plan", "before")}
+    sizes = {
+        path.name: path.stat().st_size for path in folder.glob("out/.fleet/*/*") if path.name in ("plan", "before")
+    }
     total += drive(folder, names, histograms, "the second driver", None)
     sizes["manifest"] = (folder / "out" / "manifest.json").stat().st_size
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(", ".join(f"{name} {size / 1e6:,.2f} MB" for name, size in sizes.items()))
-    print(f"both drivers: {total:.0f} s (bar: 600), peak memory {after / 1024:,.0f} MB (bar: 2,000), before {before / 1024:,.0f}")
+    print(
+        f"both drivers: {total:.0f} s (bar: 600), peak memory {after / 1024:,.0f} MB (bar: 2,000), before {before / 1024:,.0f}"
+    )
     figure(files=files, seconds=total, peak_memory=after << 10, memory_before=before << 10, sizes=sizes)
 
 
-def drive(
-    folder: Path, names: list[str], histograms: list[LengthCounts], who: str, stop_at: int | None
-) -> float:
+def drive(folder: Path, names: list[str], histograms: list[LengthCounts], who: str, stop_at: int | None) -> float:
     """Run a driver, and return how many seconds it took without the tasks."""
     began = time.perf_counter()
     store = CountedStore(str(folder / "out"))
@@ -215,7 +218,9 @@ def drive(
     print(f"{who}: {seconds:.1f} s without {sum(stubs.tasks.values()):,} tasks; tasks begin: {first}")
     total = sum(store.requests.values())
     minutes = total * SECONDS_OF_A_REQUEST / REQUESTS_AT_A_TIME / 60
-    print(f"    {total / len(names):.1f} requests to the output folder for each file: {asked}; {minutes:.0f} minutes at 20 ms")
+    print(
+        f"    {total / len(names):.1f} requests to the output folder for each file: {asked}; {minutes:.0f} minutes at 20 ms"
+    )
     figure(who=who, seconds=seconds, with_tasks=whole, tasks=stubs.tasks, requests=store.requests)
     return seconds
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from fleet import FILES, ROW, WORKERS
 
 import hf_packing as hfp
-from fleet import FILES, ROW, WORKERS
 
 BATCH = 100_000
 COLUMNS = ("input_ids", "labels", "position_ids", "seq_lengths")
@@ -154,7 +154,9 @@ def ray_groups(folder: Path, parts: Parts) -> list[str]:
         dealt = files.map_batches(lambda batch: dealt_file(batch, *ray.get(shared)), batch_size=1)
         rows = dealt.groupby("file", num_partitions=FILES).map_groups(gathered, batch_format="pyarrow")
         rows.write_parquet(str(folder / "out"), partition_cols=["file"])
-    return sorted(glob.glob(f"{folder}/out/file=*/*.parquet"), key=lambda name: int(name.split("file=")[1].split("/")[0]))
+    return sorted(
+        glob.glob(f"{folder}/out/file=*/*.parquet"), key=lambda name: int(name.split("file=")[1].split("/")[0])
+    )
 
 
 def lengths_of(name: str) -> Any:
@@ -229,7 +231,9 @@ def measured(side: str, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     files = SIDES[side](folder, parts)
     seconds = time.perf_counter() - began
-    driver, worker = (resource.getrusage(who).ru_maxrss << 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    driver, worker = (
+        resource.getrusage(who).ru_maxrss << 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     known = {"seconds": seconds, "parts": parts.seconds, "ray_start": start, "driver": driver}
     return {**known, "worker": 0 if side.startswith(("ray", "pack")) else worker, **rows_of(files)}
 

@@ -46,7 +46,9 @@ def main() -> None:
     print(f"{machine('hf-packing', 'datasets', 'ray', 'pyarrow', 'numpy')}\n")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         made = result_of("make_files", folder, arguments.tokens)
-        print(f"{made['documents']:,} documents, {made['tokens']:,} tokens, {made['bytes'] / 1e6:,.0f} MB in {FILES} files")
+        print(
+            f"{made['documents']:,} documents, {made['tokens']:,} tokens, {made['bytes'] / 1e6:,.0f} MB in {FILES} files"
+        )
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
         for _ in range(arguments.rounds):
             for side in arguments.sides:
