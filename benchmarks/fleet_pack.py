@@ -1,6 +1,6 @@
 """A fleet of two workers packs parquet files, beside the other ways to pack the same files on one machine.
 
-python benchmarks/fleet.py
+python benchmarks/fleet_pack.py
 
 16 files of uneven size, zstd, with documents of log-normal lengths, 170 tokens on average, are packed into rows of
 4,096 tokens with input_ids, labels, position_ids and seq_lengths. Each side is a process of its own, in turn: the fleet
@@ -44,11 +44,10 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write, instead of a temporary folder")
     arguments = parser.parse_args()
     print(f"{machine('hf-packing', 'datasets', 'ray', 'pyarrow', 'numpy')}\n")
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.folder and Path(arguments.folder).resolve()) as folder:
         made = result_of("make_files", folder, arguments.tokens)
-        print(
-            f"{made['documents']:,} documents, {made['tokens']:,} tokens, {made['bytes'] / 1e6:,.0f} MB in {FILES} files"
-        )
+        print(f"{made['documents']:,} documents, {made['tokens']:,} tokens,", end=" ")
+        print(f"{made['bytes'] / 1e6:,.0f} MB in {FILES} files")
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
         for _ in range(arguments.rounds):
             for side in arguments.sides:
@@ -59,8 +58,8 @@ def main() -> None:
 
 def result_of(side: str, folder: str, tokens: int = 0) -> dict[str, Any]:
     """Run a side in a process of its own, whose peak memory is not that of this one, and return what it found."""
-    command = [sys.executable, str(Path(__file__).with_name("fleet_sides.py")), side, folder, str(tokens)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-c", "import fleet_sides; fleet_sides.main()", side, folder, str(tokens)]
+    done = subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

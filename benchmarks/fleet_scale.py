@@ -95,9 +95,8 @@ def by_formula(files: int, documents_in_a_file: float) -> None:
         index, moved = 48 * parts, times * once + 48 * parts
         hours = 2 * parts / WORKERS / REQUESTS_AT_A_TIME * SECONDS_OF_A_REQUEST / 3600
         row = f"{way:40}{parts:>9.1e}{times * segments / parts:>10.3g}{times * once / parts:>10,.0f}"
-        print(
-            f"{row}{2 * moved / 1e12:>9.1f}{index / 1e12:>8.3f}{2 * parts:>9.1e}{2 * parts / WORKERS:>10.1e}{hours:>8.2f}"
-        )
+        reads = f"{2 * parts:>9.1e}{2 * parts / WORKERS:>10.1e}{hours:>8.2f}"
+        print(f"{row}{2 * moved / 1e12:>9.1f}{index / 1e12:>8.3f}{reads}")
         figure(way=way, parts=parts, bytes_of_a_part=times * once / parts, reads=2 * parts, hours=hours)
 
 
@@ -125,7 +124,7 @@ class CountedStore(Store):
             self.requests[Path(name).name.split("-")[0]] += 1
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The driver has died."""
 
 
@@ -151,7 +150,7 @@ class Stubs:
             began = time.perf_counter()
             self.began.setdefault(task.stage, began)
             if task.stage == "gather" and task.number == self._stop_at:
-                raise Stopped
+                raise StoppedError
             getattr(self, task.stage)(task.number)
             self.seconds[task.stage] += time.perf_counter() - began
             self.tasks[task.stage] += 1
@@ -190,16 +189,14 @@ def by_program(folder: Path, files: int, histograms: list[LengthCounts]) -> None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outputs = -(-files * TOKENS_IN_A_FILE // TOKENS_IN_A_SHARD)
     total = drive(folder, names, histograms, "the first driver", outputs // 2)
-    sizes = {
-        path.name: path.stat().st_size for path in folder.glob("out/.fleet/*/*") if path.name in ("plan", "before")
-    }
+    work = folder / "out" / ".fleet" / json.loads((folder / "out" / ".fleet" / "run.json").read_text())["key"]
+    sizes = {name: (work / name).stat().st_size for name in ("plan", "before")}
     total += drive(folder, names, histograms, "the second driver", None)
     sizes["manifest"] = (folder / "out" / "manifest.json").stat().st_size
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(", ".join(f"{name} {size / 1e6:,.2f} MB" for name, size in sizes.items()))
-    print(
-        f"both drivers: {total:.0f} s (bar: 600), peak memory {after / 1024:,.0f} MB (bar: 2,000), before {before / 1024:,.0f}"
-    )
+    print(f"both drivers: {total:.0f} s (bar: 600), peak memory {after / 1024:,.0f} MB (bar: 2,000),", end=" ")
+    print(f"of which {before / 1024:,.0f} before")
     figure(files=files, seconds=total, peak_memory=after << 10, memory_before=before << 10, sizes=sizes)
 
 
@@ -209,18 +206,17 @@ def drive(folder: Path, names: list[str], histograms: list[LengthCounts], who: s
     store = CountedStore(str(folder / "out"))
     run = begin_run(names, store, None)
     stubs = Stubs(run, names, histograms, stop_at)
-    with suppress(Stopped):
+    with suppress(StoppedError):
         pack_files.drive(run, stubs)
     whole = time.perf_counter() - began
     seconds = whole - sum(stubs.seconds.values())
     first = ", ".join(f"{stage} {at - began:.1f} s" for stage, at in stubs.began.items())
     asked = ", ".join(f"{name} {number:,}" for name, number in store.requests.most_common(5))
     print(f"{who}: {seconds:.1f} s without {sum(stubs.tasks.values()):,} tasks; tasks begin: {first}")
-    total = sum(store.requests.values())
-    minutes = total * SECONDS_OF_A_REQUEST / REQUESTS_AT_A_TIME / 60
-    print(
-        f"    {total / len(names):.1f} requests to the output folder for each file: {asked}; {minutes:.0f} minutes at 20 ms"
-    )
+    requests = sum(store.requests.values())
+    minutes = requests * SECONDS_OF_A_REQUEST / REQUESTS_AT_A_TIME / 60
+    print(f"    {requests / len(names):.1f} requests to the output folder for each file, {asked}:", end=" ")
+    print(f"{minutes:.0f} minutes in an object store")
     figure(who=who, seconds=seconds, with_tasks=whole, tasks=stubs.tasks, requests=store.requests)
     return seconds
 
@@ -258,7 +254,7 @@ def price_of_a_part(folder: Path, number: int) -> None:
             task(run, each)
         microseconds[stage] = 1e6 * (time.perf_counter() - began) / number**2
         if stage == "count":
-            make_plan(run, lambda more: None)
+            make_plan(run, lambda _: None)
     print(f"\na part of {number:,} by {number:,}: {microseconds['deal']:.0f} microseconds to deal, ", end="")
     print(f"{microseconds['gather']:.0f} to gather, on a local disk")
     figure(parts=number**2, microseconds=microseconds)

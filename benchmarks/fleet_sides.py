@@ -1,4 +1,4 @@
-"""The sides of `fleet.py`, each of which runs in a process of its own and prints what it found as JSON."""
+"""The sides of `fleet_pack.py`, each of which runs in a process of its own and prints what it found as JSON."""
 
 import glob
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fleet import FILES, ROW, WORKERS
+from fleet_pack import FILES, ROW, WORKERS
 
 import hf_packing as hfp
 
@@ -103,7 +103,7 @@ def pack(folder: Path, parts: Parts) -> list[str]:
     return through_datasets(folder, parts, "pack", lambda documents: hfp.pack(documents, hfp.BestFit(ROW)))
 
 
-def map(folder: Path, parts: Parts) -> list[str]:
+def through_map(folder: Path, parts: Parts) -> list[str]:
     def mapped(documents: Any) -> Any:
         options = {"batched": True, "batch_size": BATCH, "num_proc": WORKERS}
         return documents.map(hfp.BestFit(ROW), remove_columns=documents.column_names, **options)
@@ -154,9 +154,8 @@ def ray_groups(folder: Path, parts: Parts) -> list[str]:
         dealt = files.map_batches(lambda batch: dealt_file(batch, *ray.get(shared)), batch_size=1)
         rows = dealt.groupby("file", num_partitions=FILES).map_groups(gathered, batch_format="pyarrow")
         rows.write_parquet(str(folder / "out"), partition_cols=["file"])
-    return sorted(
-        glob.glob(f"{folder}/out/file=*/*.parquet"), key=lambda name: int(name.split("file=")[1].split("/")[0])
-    )
+    written = glob.glob(f"{folder}/out/file=*/*.parquet")
+    return sorted(written, key=lambda name: int(Path(name).parent.name.removeprefix("file=")))
 
 
 def lengths_of(name: str) -> Any:
@@ -231,9 +230,8 @@ def measured(side: str, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     files = SIDES[side](folder, parts)
     seconds = time.perf_counter() - began
-    driver, worker = (
-        resource.getrusage(who).ru_maxrss << 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    driver, worker = (resource.getrusage(each).ru_maxrss << 10 for each in whose)
     known = {"seconds": seconds, "parts": parts.seconds, "ray_start": start, "driver": driver}
     return {**known, "worker": 0 if side.startswith(("ray", "pack")) else worker, **rows_of(files)}
 
@@ -250,10 +248,11 @@ def start_ray() -> float:
     return time.perf_counter() - began
 
 
-SIDES = {side.__name__: side for side in (local, ray, alone, pack, map, ray_batches, ray_groups)}
+SIDES = {side.__name__: side for side in (local, ray, alone, pack, ray_batches, ray_groups)} | {"map": through_map}
 
-if __name__ == "__main__":
+
+def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    which, where, tokens = sys.argv[1:]
-    print(json.dumps(make_files(Path(where), int(tokens)) if which == "make_files" else measured(which, Path(where))))
+    side, folder, tokens = sys.argv[1:]
+    print(json.dumps(make_files(Path(folder), int(tokens)) if side == "make_files" else measured(side, Path(folder))))
