@@ -244,7 +244,7 @@ def start_ray() -> float:
     import ray
 
     began = time.perf_counter()
-    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, logging_level="error")
     return time.perf_counter() - began
 
 

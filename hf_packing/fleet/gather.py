@@ -99,8 +99,8 @@ def _parts(run: Run, plan: Plan, shard: int) -> list[DealtPart]:
         except DamagedFileError:
             return None
 
-    parts = []
-    for number, found in enumerate(in_order(part, range(run.num_inputs))):
+    parts, numbers = [], range(run.num_inputs)
+    for number, found in enumerate(map(part, numbers) if run.store.is_local else in_order(part, numbers)):
         if found is None:
             deal(run, number)
             found = load_deal(run, number, plan, shard)
