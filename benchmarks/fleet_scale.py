@@ -4,11 +4,11 @@ python benchmarks/fleet_scale.py
 
 By formula: an output file is gathered from a part of every dealt file, and a part takes two reads of a range of bytes,
 of which the second has 4 bytes a token, 12 a segment and 24 more. With F files and O output files, F * O parts are
-read: where that is more than there are segments, most of what is read and written is index. Larger files, and thus
-fewer, have larger parts. So would an exchange of two levels, which the fleet does not have: deal each file into sqrt(O)
+read: where that is more than there are segments, most parts are empty, and requests take all the time. Larger files,
+and thus fewer, have larger parts, but workers need more memory. Parts would also be larger in an exchange of two levels, which the fleet does not have: deal each file into sqrt(O)
 ranges of output files, deal those again for each of sqrt(F) groups of files, and gather from the groups. That is
 F * sqrt(O) + sqrt(F) * O parts, for which all tokens are written and read once more. Hours are those of 1,000 workers
-with 16 requests at a time, each of 20 ms, as of an object store.
+with 16 requests at a time, each of 20 ms, as of an object store. A worker holds one file, or one output file.
 
 By program: the real driver, with tasks that only leave files as real tasks do: counts of real size, empty files for
 deal and gather. The driver stops in the middle of the last stage, and is started again. Then tiny files are really
@@ -51,6 +51,8 @@ from hf_packing.planning.lengths import LengthCounts, count_lengths
 ROW = 4096
 TOKENS_IN_A_FILE = 10**7
 WORKERS, REQUESTS_AT_A_TIME, SECONDS_OF_A_REQUEST = 1000, 16, 0.02
+BYTES_OF_A_WORKER = 12
+"""Memory that deal and gather take for each token of their file, measured with files of 3 to 50 million tokens."""
 HISTOGRAMS = 64
 """Different histograms, which files have in turn."""
 
@@ -63,7 +65,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{machine('hf-packing', 'pyarrow', 'numpy')}\n")
     histograms = [histogram(seed) for seed in range(HISTOGRAMS)]
-    by_formula(arguments.files, float(np.mean([each.documents.sum() for each in histograms])))
+    documents, lengths = np.mean([(each.documents.sum(), len(each.length)) for each in histograms], axis=0)
+    by_formula(arguments.files, documents, lengths)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         by_program(Path(folder), arguments.files, histograms)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -76,28 +79,31 @@ def histogram(seed: int) -> LengthCounts:
     return count_lengths(lengths[: int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), TOKENS_IN_A_FILE))])
 
 
-def by_formula(files: int, documents_in_a_file: float) -> None:
+def by_formula(files: int, documents_in_a_file: float, lengths_in_a_file: float) -> None:
     tokens, documents = files * TOKENS_IN_A_FILE, files * documents_in_a_file
     segments, outputs = documents + tokens / ROW, -(-tokens // TOKENS_IN_A_SHARD)
     groups, ranges = math.isqrt(files), math.isqrt(outputs)
     once = 4 * tokens + 12 * segments
-    larger = max(1, files // 100)
-    ways = {
-        f"{files:,} files, {outputs:,} output files": (files * outputs, 1),
-        f"{larger:,} files, {outputs:,} output files": (larger * outputs, 1),
-        f"{larger:,} files, {outputs // 10:,} output files": (larger * (outputs // 10), 1),
-        f"two levels, {groups:,} groups, {ranges:,} ranges": (files * ranges + groups * outputs, 2),
-    }
+    ways = {f"{files:,} files, {outputs:,} output files": (files * outputs, 1, min(files, outputs))}
+    for less in (10, 100):
+        few, few_outputs = max(1, files // less), max(1, 3 * outputs // less)
+        ways[f"{few:,} files, {few_outputs:,} output files"] = (few * few_outputs, 1, min(few, few_outputs))
+    levels = files * ranges + groups * outputs
+    ways[f"two levels, {groups:,} groups, {ranges:,} ranges"] = (levels, 2, min(files, outputs, groups * ranges))
     print(f"by formula: {tokens:.2g} tokens, {documents:.2g} documents, {segments:.2g} segments\n")
-    print(f"{'':40}{'parts':>9}{'segments':>10}{'bytes':>10}{'TB read':>9}{'index':>8}{'reads':>9}{'reads of':>10}")
-    print(f"{'':40}{'':9}{'a part':>10}{'a part':>10}{'+ written':>9}{'TB':>8}{'':9}{'a worker':>10}{'hours':>8}")
-    for way, (parts, times) in ways.items():
+    columns = ("parts", "segments", "bytes", "TB moved", "TB index", "reads", "a worker", "hours", "GB")
+    print(f"{'':40}{''.join(f'{name:>11}' for name in columns)}")
+    for way, (parts, times, tasks) in ways.items():
         index, moved = 48 * parts, times * once + 48 * parts
         hours = 2 * parts / WORKERS / REQUESTS_AT_A_TIME * SECONDS_OF_A_REQUEST / 3600
-        row = f"{way:40}{parts:>9.1e}{times * segments / parts:>10.3g}{times * once / parts:>10,.0f}"
-        reads = f"{2 * parts:>9.1e}{2 * parts / WORKERS:>10.1e}{hours:>8.2f}"
-        print(f"{row}{2 * moved / 1e12:>9.1f}{index / 1e12:>8.3f}{reads}")
-        figure(way=way, parts=parts, bytes_of_a_part=times * once / parts, reads=2 * parts, hours=hours)
+        memory = BYTES_OF_A_WORKER * tokens / tasks
+        row = f"{way:40}{parts:>11.1e}{times * segments / parts:>11,.3g}{times * once / parts:>11,.0f}"
+        row += f"{2 * moved / 1e12:>11.1f}{index / 1e12:>11.3f}{2 * parts:>11.1e}{2 * parts / WORKERS:>11.1e}"
+        print(f"{row}{hours:>11.3f}{memory / 1e9:>11.1f}")
+        figure(way=way, parts=parts, bytes_of_a_part=times * once / parts, reads=2 * parts, hours=hours, memory=memory)
+    print("segments and bytes: of a part; moved: read and written; a worker: reads of one; GB: memory of one")
+    counts = 16 * lengths_in_a_file * files
+    print(f"\ndocuments of each length: {counts / 1e9:.1f} GB counted, and as much in all earlier files, in `before`")
 
 
 @dataclass(frozen=True)
