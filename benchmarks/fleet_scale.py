@@ -5,10 +5,11 @@ python benchmarks/fleet_scale.py
 By formula: an output file is gathered from a part of every dealt file, and a part takes two reads of a range of bytes,
 of which the second has 4 bytes a token, 12 a segment and 24 more. With F files and O output files, F * O parts are
 read: where that is more than there are segments, most parts are empty, and requests take all the time. Larger files,
-and thus fewer, have larger parts, but workers need more memory. Parts would also be larger in an exchange of two levels, which the fleet does not have: deal each file into sqrt(O)
-ranges of output files, deal those again for each of sqrt(F) groups of files, and gather from the groups. That is
-F * sqrt(O) + sqrt(F) * O parts, for which all tokens are written and read once more. Hours are those of 1,000 workers
-with 16 requests at a time, each of 20 ms, as of an object store. A worker holds one file, or one output file.
+and thus fewer, have larger parts, but workers need more memory. Parts would also be larger in an exchange of two
+levels, which the fleet does not have: deal each file into sqrt(O) ranges of output files, deal those again for each of
+sqrt(F) groups of files, and gather from the groups. That is F * sqrt(O) + sqrt(F) * O parts, for which all tokens are
+written and read once more. Hours are those of 1,000 workers with 16 requests at a time, each of 20 ms, as of an object
+store. A worker holds one file, or one output file.
 
 By program: the real driver, with tasks that only leave files as real tasks do: counts of real size, empty files for
 deal and gather. The driver stops in the middle of the last stage, and is started again. Then tiny files are really
