@@ -19,6 +19,7 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.data.packed_rows import PackedRows, list_array, pack_rows
 from hf_packing.data.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
 from hf_packing.fleet.deal import DealtPart, columns_of_file, deal, load_deal
+from hf_packing.fleet.in_order import in_order
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.plan import Plan, load_plan
 from hf_packing.fleet.run import Run
@@ -65,7 +66,7 @@ def gather(run: Run, number: int) -> None:
     """
     plan = load_plan(run)
     if run.settings.exchange:
-        parts = [_part(run, each, plan, number) for each in range(run.num_inputs)]
+        parts = _parts(run, plan, number)
         columns, packs = _joined(plan, parts, plan.first_pack(number), plan.first_pack(number + 1))
     else:
         columns = columns_of_file(run, number, plan)
@@ -89,12 +90,22 @@ def load_packed_file(run: Run, number: int) -> PackedFile:
     return found
 
 
-def _part(run: Run, number: int, plan: Plan, shard: int) -> DealtPart:
-    try:
-        return load_deal(run, number, plan, shard)
-    except DamagedFileError:
-        deal(run, number)
-        return load_deal(run, number, plan, shard)
+def _parts(run: Run, plan: Plan, shard: int) -> list[DealtPart]:
+    """Return the segments of an output file, one part for each file to pack."""
+
+    def part(number: int) -> DealtPart | None:
+        try:
+            return load_deal(run, number, plan, shard)
+        except DamagedFileError:
+            return None
+
+    parts, numbers = [], range(run.num_inputs)
+    for number, found in enumerate(map(part, numbers) if run.store.is_local else in_order(part, numbers)):
+        if found is None:
+            deal(run, number)
+            found = load_deal(run, number, plan, shard)
+        parts.append(found)
+    return parts
 
 
 def _joined(plan: Plan, parts: list[DealtPart], first: int, end: int) -> tuple[TokenColumns, PackingPlan]:

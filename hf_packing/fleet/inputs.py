@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def find_inputs(files: str | Path | Sequence[str | Path], options: Mapping[str, 
     if not found:
         raise PackingError(f"files: expected files to pack, but there are none in {files!r}")
     if len(set(found)) < len(found):
-        twice = next(name for number, name in enumerate(found) if name in found[:number])
+        twice = next(name for name, times in Counter(found).items() if times > 1)
         raise PackingError(f"files: expected each file once, got {twice!r} twice")
     return found
 

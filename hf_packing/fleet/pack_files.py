@@ -161,14 +161,13 @@ def drive(run: Run, executor: Executor) -> PackedCorpus:
             raise PackingError(
                 f"output: expected a new folder, but {run.store.url!r} has a packed corpus of another run"
             )
-        for name, identity in packed.inputs:
-            _check_identity(run, name, identity)
+        for _ in in_order(lambda known: _check_identity(run, *known), packed.inputs):
+            pass
         _clean_up(run, len(packed.files))
         return packed
     with _progress(run) as bar:
-        for _ in in_order(lambda number: _check_counted(run, number), range(run.num_inputs)):
-            pass
-        _do(run, executor, "count", run.num_inputs, bar)
+        counted = list(in_order(lambda number: _is_counted(run, number), range(run.num_inputs)))
+        _do(run, executor, "count", counted, bar)
         with bar("plan", run.num_inputs) as seen:
             plan = make_plan(run, seen)
         if (more := plan.num_packs - plan.together["packs"]) > 0:
@@ -178,8 +177,8 @@ def drive(run: Run, executor: Executor) -> PackedCorpus:
                 stacklevel=3,
             )
         if run.settings.exchange:
-            _do(run, executor, "deal", run.num_inputs, bar)
-        _do(run, executor, "gather", plan.shards, bar)
+            _do(run, executor, "deal", _done(run, "deal", run.num_inputs), bar)
+        _do(run, executor, "gather", _done(run, "gather", plan.shards), bar)
     return finish(run, plan)
 
 
@@ -229,19 +228,24 @@ def finish(run: Run, plan: Plan) -> PackedCorpus:
 
 def num_done(run: Run, stage: str, number: int) -> int:
     """Return how many of a stage's tasks are done."""
-    return sum(in_order(lambda each: is_done(run, stage, each), range(number)))
+    return sum(_done(run, stage, number))
 
 
 _Bar = Callable[[str, int], Any]
 
 
-def _do(run: Run, executor: Executor, stage: str, number: int, bar: _Bar) -> None:
+def _done(run: Run, stage: str, number: int) -> list[bool]:
+    """Return for each of a stage's tasks whether it is done."""
+    return list(in_order(lambda each: is_done(run, stage, each), range(number)))
+
+
+def _do(run: Run, executor: Executor, stage: str, done: Sequence[bool], bar: _Bar) -> None:
     """Do the tasks of a stage that are not done."""
-    with bar(stage, number) as seen:
+    with bar(stage, len(done)) as seen:
 
         def missing() -> Iterator[Task]:
-            for each, done in enumerate(in_order(lambda each: is_done(run, stage, each), range(number))):
-                if done:
+            for each, is_there in enumerate(done):
+                if is_there:
                     seen(1)
                 else:
                     yield Task(run.store.url, run.store.options, run.key, stage, each)
@@ -288,14 +292,15 @@ def _write_progress(run: Run, stage: str, done: int, of: int) -> None:
     run.store.put(PROGRESS, json.dumps(known).encode())
 
 
-def _check_counted(run: Run, number: int) -> None:
-    """Raise PackingError if a file has been counted, and has changed since."""
+def _is_counted(run: Run, number: int) -> bool:
+    """Return whether a file has been counted. Raise PackingError if it has changed since."""
     try:
         counted, _ = load_count(run, number)
     except DamagedFileError:
         run.store.remove(run.file("count", number))
-    else:
-        check_unchanged(run, counted)
+        return False
+    check_unchanged(run, counted)
+    return True
 
 
 def _check_identity(run: Run, name: str, identity: Sequence[Any]) -> None:
@@ -309,10 +314,13 @@ def _check_identity(run: Run, name: str, identity: Sequence[Any]) -> None:
 
 def _clean_up(run: Run, shards: int) -> None:
     """Remove intermediate files, except run.json, which names the run."""
-    names = [run.file("inputs"), run.file("plan"), run.file("before"), PROGRESS]
-    for stage, number in (("count", run.num_inputs), ("tokens", run.num_inputs), ("deal", run.num_inputs)):
-        names += [run.file(stage, each) for each in range(number)]
-    names += [run.file("packed", each) for each in range(shards)]
-    for _ in in_order(run.store.remove, names):
-        pass
+    run.store.remove(PROGRESS)
+    if not run.store.is_local and run.store.exists(run.file("inputs")):  # the last to be removed
+        numbers = {"count": run.num_inputs, "packed": shards}
+        numbers |= {"deal": run.num_inputs} if run.settings.exchange else {}
+        numbers |= {"tokens": run.num_inputs} if run.settings.texts is not None else {}
+        names = [run.file(stage, each) for stage, number in numbers.items() for each in range(number)]
+        for _ in in_order(run.store.remove, [run.file("plan"), run.file("before"), *names]):
+            pass
+        run.store.remove(run.file("inputs"))
     run.store.remove_local_folders(f"{WORK}/{run.key}")
