@@ -1,0 +1,258 @@
+"""A fleet whose workers and drivers are killed, and whose disk is full, packs each row exactly once."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections import Counter
+
+import numpy as np
+import pytest
+from fleet_rows import (
+    CAPACITY,
+    Faults,
+    Here,
+    digest_of_fleet,
+    digest_of_pack,
+    driver,
+    kill_driver,
+    names_in,
+    pack_here,
+    run_driver,
+    session_of,
+    wait_until,
+    write_shard,
+    write_shards,
+)
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+from hf_packing.fleet.engines import TRIES
+
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
+
+STAGES = {"count": 6, "deal": 6, "gather": 4}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("fleet") / "shards")
+
+
+@pytest.fixture(scope="module")
+def digest(shards):
+    return digest_of_pack(shards)
+
+
+def pattern(shards):
+    return f"{shards[0].parent}/*.parquet"
+
+
+def test_workers_killed_in_every_stage(shards, digest, tmp_path):
+    points = ["begin", "unplaced", "placed"]
+    kills = [[stage, number, point, "kill"] for stage in STAGES for number, point in enumerate(points)]
+    faults = Faults(tmp_path / "faults", *kills, ["gather", 3, "half", "kill"])
+    code, key, errors = run_driver(pattern(shards), tmp_path / "out", faults, shards=4)
+    assert (code, errors) == (0, "")
+    assert digest_of_fleet(tmp_path / "out") == digest
+    faults.assert_all_happened()
+    assert len({pid for *_, pid, _ in faults.lines("kill")}) == len(faults.faults) == 10
+    tries = Counter(faults.tasks("begin"))
+    again = {(stage, number) for stage, number, point, _ in faults.faults if point != "placed"}
+    assert tries == {(stage, each): 1 + ((stage, each) in again) for stage in STAGES for each in range(STAGES[stage])}
+    assert {name for name in names_in(tmp_path / "out") if ".fleet" in name} == {".fleet/run.json"}
+    assert key in (tmp_path / "out" / "manifest.json").read_text()
+
+
+def test_workers_killed_where_each_file_is_packed_by_itself(shards, tmp_path):
+    kills = [["alone", number, point, "kill"] for number, point in enumerate(["begin", "half", "unplaced"])]
+    faults = Faults(tmp_path / "faults", *kills)
+    assert run_driver(pattern(shards), tmp_path / "killed", faults, exchange=False)[::2] == (0, "")
+    faults.assert_all_happened()
+    pack_here(shards, tmp_path / "whole", exchange=False, shards=None)
+    assert digest_of_fleet(tmp_path / "killed") == digest_of_fleet(tmp_path / "whole")
+
+
+def test_a_task_that_always_kills_its_worker(shards, digest, tmp_path):
+    faults = Faults(tmp_path / "faults", *[["deal", 2, point, "kill"] for point in ("begin", "unplaced")])
+    (tmp_path / "faults" / "faults.json").write_text(json.dumps([["deal", 2, "begin", "kill"]] * TRIES))
+    code, _, errors = run_driver(pattern(shards), tmp_path / "out", faults, shards=4)
+    assert code == 1
+    assert f"PackingError: deal 2: tried {TRIES} times; the last time, its process died with exit code -9" in errors
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert faults.tasks("begin").count(("deal", 2)) == TRIES
+    pack_here(shards, tmp_path / "out")
+    assert digest_of_fleet(tmp_path / "out") == digest
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_driver_killed_while_a_worker_does_a_task(stage, shards, digest, tmp_path):
+    faults = Faults(tmp_path / "faults", [stage, 1, "unplaced", "hold"])
+    with driver(pattern(shards), tmp_path / "out", faults, shards=4) as process:
+        faults.wait_for_hold(process)
+        kill_driver(process)
+        assert session_of(process.pid)  # the worker that is held
+        code, _, errors = run_driver(pattern(shards), tmp_path / "out", faults, shards=4)
+        assert (code, errors) == (0, "")
+        assert digest_of_fleet(tmp_path / "out") == digest
+        faults.release()  # the worker goes on with a task that is done
+        wait_until(lambda: not session_of(process.pid))
+    assert digest_of_fleet(tmp_path / "out") == digest
+    assert faults.tasks("begin").count((stage, 1)) == 2
+    assert len(faults.lines("begin")) <= sum(STAGES.values()) + 2
+
+
+@pytest.mark.slow
+def test_driver_killed_at_random_moments(shards, digest, tmp_path, rng):
+    """The driver is killed 20 times; a run that completes is followed by another one in a new folder."""
+    kills = runs = 0
+    while kills < 20:
+        faults, output = Faults(tmp_path / f"faults-{runs}"), tmp_path / f"out-{runs}"
+        kills_of_run, whole = 0, False
+        while not whole:
+            before = names_in(output)
+            begun = len(faults.lines("begin"))
+            # a moment after a file was written, which is at a random number of tasks from the last one
+            moment = begun + int(rng.integers(0, 5))
+            with driver(pattern(shards), output, faults, shards=4) as process:
+                wait_until(lambda: len(faults.lines("begin")) >= moment or process.poll() is not None)
+                if process.poll() is None and kills < 20:
+                    kill_driver(process)
+                    kills_of_run, kills = kills_of_run + 1, kills + 1
+                    if rng.integers(2):  # the workers end their tasks; otherwise they are killed
+                        wait_until(lambda: not session_of(process.pid))
+                else:
+                    whole = process.wait() == 0
+                    assert whole, process.communicate()
+            now = names_in(output)
+            kept = {name for name in before if ".fleet/progress" not in name and ".unfinished" not in name}
+            assert kept <= now.keys() or whole
+            assert all(now[name] == before[name] for name in kept & now.keys())
+        assert digest_of_fleet(output) == digest
+        tasks = Counter(faults.tasks("begin"))
+        assert len(tasks) == sum(STAGES.values())
+        assert tasks.total() - len(tasks) <= 2 * kills_of_run
+        runs += 1
+    assert kills == 20
+
+
+def few_bytes(size):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    return limit
+
+
+@pytest.mark.parametrize(("size", "stage"), [(200, ""), (1_500, "count"), (30_000, "deal"), (60_000, "gather")])
+def test_files_that_may_not_grow(size, stage, shards, digest, tmp_path):
+    """A limit of the process has the effect of a full disk: a write fails in the middle of a file."""
+    code, _, errors = run_driver(pattern(shards), tmp_path / "out", limit=few_bytes(size), shards=2)
+    assert code == 1
+    assert f"[Errno {errno.EFBIG}]" in errors
+    assert f"PackingError: {stage} " in errors or not stage
+    check_whole_files_only(tmp_path / "out")
+    pack_here(shards, tmp_path / "out", shards=2)
+    assert digest_of_fleet(tmp_path / "out") == digest
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None or os.geteuid():
+        pytest.skip("only root can mount a small disk")
+    options = ["-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
+    if subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("filled", [0, 200_000, 299_000])
+def test_full_disk(filled, shards, digest, small_disk):
+    (small_disk / "filled").write_bytes(b"x" * filled)
+    code, _, errors = run_driver(pattern(shards), small_disk / "out", shards=4)
+    assert code == 1
+    assert f"[Errno {errno.ENOSPC}]" in errors
+    assert "No space left on device" in errors
+    check_whole_files_only(small_disk / "out")
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    pack_here(shards, small_disk / "out")
+    assert digest_of_fleet(small_disk / "out") == digest
+
+
+def check_whole_files_only(output):
+    """All files in place are those of a run that nothing has stopped."""
+    whole = {path.name: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert not (output / "manifest.json").exists()
+    assert not list((output / ".unfinished").glob("*/*"))
+    for name in whole:
+        assert name
+
+
+@pytest.fixture(scope="module")
+def killed(shards, tmp_path_factory):
+    """The folder of a run whose driver was killed when an output file was there."""
+    folder = tmp_path_factory.mktemp("killed")
+    faults = Faults(folder / "faults", ["gather", 2, "begin", "hold"])
+    with driver(pattern(shards), folder / "out", faults, shards=4, workers=1) as process:
+        faults.wait_for_hold(process)
+        kill_driver(process)
+    return folder / "out"
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0x40]) + content[middle + 1 :]
+
+
+DAMAGE = {
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",  # noqa: ARG005
+    "flipped": flip,
+    "another index": lambda content: b"\x7f" * 24 + content[24:],
+    "deleted": None,
+}
+
+
+def damage(file, how):
+    if DAMAGE[how] is None:
+        file.unlink()
+    else:
+        content = file.read_bytes()
+        file.write_bytes(DAMAGE[how](content))
+        assert file.read_bytes() != content
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", ["count-00002", "before", "plan", "deal-00000", "deal-00005", "packed-00001", "inputs"])
+def test_damaged_intermediate_files(name, how, shards, digest, killed, tmp_path):
+    shutil.copytree(killed, tmp_path / "out")
+    (file,) = (tmp_path / "out" / ".fleet").glob(f"*/{name}")
+    damage(file, how)
+    pack_here(shards, tmp_path / "out")
+    assert digest_of_fleet(tmp_path / "out") == digest
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_output_file(how, shards, digest, killed, tmp_path):
+    shutil.copytree(killed, tmp_path / "out")
+    file = min((tmp_path / "out").glob("packed-*.parquet"))
+    damage(file, how)
+    pack_here(shards, tmp_path / "out")
+    assert digest_of_fleet(tmp_path / "out") == digest
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_run(how, shards, digest, killed, tmp_path):
+    shutil.copytree(killed, tmp_path / "out")
+    file = tmp_path / "out" / ".fleet" / "run.json"
+    damage(file, how)
+    if how != "deleted":
+        with pytest.raises(PackingError, match=r"output: expected a run of hf_packing .*run.json' cannot be read"):
+            pack_here(shards, tmp_path / "out")
+        file.unlink()
+    pack_here(shards, tmp_path / "out")
+    assert digest_of_fleet(tmp_path / "out") == digest

@@ -1,0 +1,32 @@
+"""A driver of a fleet in a process of its own.
+
+python fleet_process.py FILES OUTPUT [SETTINGS AS JSON], which prints the manifest's key, or the error.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+
+def main(files, output, settings="{}"):
+    known = json.loads(settings)
+    engine = known.pop("ray", None)
+    executor = hfp.fleet.local(known.pop("workers", 2)) if engine is None else hfp.fleet.ray(engine or None)
+    strategy = hfp.BestFit(known.pop("capacity", 128))
+    if ready := known.pop("ready", None):  # drivers that are to start together
+        Path(ready, f"ready-{time.time_ns()}").touch()
+        while not Path(ready, "start").exists():
+            time.sleep(0.001)
+    try:
+        packed = hfp.fleet.pack(files, strategy, output, executor=executor, **known)
+    except (PackingError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(packed.key)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
