@@ -82,7 +82,7 @@ def pack_alone(run: Run, number: int) -> None:
         DamagedFileError: the plan is gone or damaged.
     """
     plan = load_plan(run)
-    columns = columns_of_file(run, number, plan)
+    columns, _ = columns_of_file(run, number, plan)
     packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
     _write(run, plan, number, columns, packs)
 

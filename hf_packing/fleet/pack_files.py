@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from hf_packing.fleet.in_order import in_order
 from hf_packing.fleet.inputs import find_inputs, has_tokens, identity_of
 from hf_packing.fleet.manifest import MANIFEST, PackedCorpus, read_manifest, write_manifest
 from hf_packing.fleet.parts import DamagedFileError
-from hf_packing.fleet.plan import Plan, make_plan
+from hf_packing.fleet.plan import Plan, counts_of, make_plan
 from hf_packing.fleet.run import WORK, Run, Texts, claim_run, settings_of
 from hf_packing.fleet.store import Store
-from hf_packing.fleet.tasks import Task, is_done
+from hf_packing.fleet.tasks import Task, damaged, is_done
 from hf_packing.fleet.tokenizer import save_tokenizer
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.strategies.base import CountingStrategy, Strategy, check_strategy, registered_strategies
@@ -150,28 +150,51 @@ def begin_run(
 
 def drive(run: Run, executor: Executor) -> PackedCorpus:
     """Do what is missing of a run, and return the packed corpus."""
-    packed = read_manifest(run.store)
-    if packed is not None:
-        if packed.key != run.key:
-            raise PackingError(
-                f"output: expected a new folder, but {run.store.url!r} has a packed corpus of another run"
-            )
-        for name, identity in packed.inputs:
-            _check_identity(run, name, identity)
-        _clean_up(run, len(packed.files))
+    if (packed := _complete(run)) is not None:
         return packed
+    try:
+        return finish(run, _do_stages(run, executor))
+    except (PackingError, OSError):
+        # another driver may have completed the run meanwhile, and removed the files that this one was reading
+        if (packed := _complete(run)) is None:
+            raise
+        return packed
+
+
+def _complete(run: Run) -> PackedCorpus | None:
+    """Return the packed corpus, without intermediate files, if a run is complete.
+
+    Raises:
+        PackingError: the output folder has another packed corpus, or a file has changed since.
+    """
+    packed = read_manifest(run.store)
+    if packed is None:
+        return None
+    if packed.key != run.key:
+        raise PackingError(f"output: expected a new folder, but {run.store.url!r} has a packed corpus of another run")
+    for name, identity in packed.inputs:
+        _check_identity(run, name, identity)
+    _clean_up(run, len(packed.files))
+    return packed
+
+
+def _do_stages(run: Run, executor: Executor) -> Plan:
+    """Do what is missing of all stages, and return the plan."""
     with _progress(run) as bar:
         for _ in in_order(lambda number: _check_counted(run, number), range(run.num_inputs)):
             pass
         _do(run, executor, "count", run.num_inputs, bar)
         with bar("plan", run.num_inputs) as seen:
-            plan = make_plan(run, seen)
+            try:
+                plan = make_plan(run, seen)
+            except DamagedFileError as error:
+                raise damaged(run, error) from None
         if run.settings.exchange:
             _do(run, executor, "deal", run.num_inputs, bar)
             _do(run, executor, "gather", plan.shards, bar)
         else:
             _do(run, executor, "alone", plan.shards, bar)
-    return finish(run, plan)
+    return plan
 
 
 def finish(run: Run, plan: Plan) -> PackedCorpus:
@@ -185,8 +208,7 @@ def finish(run: Run, plan: Plan) -> PackedCorpus:
     masks: dict[str, None] = {}
     skipped: list[str] = []
     num_skipped = 0
-    for each, _ in in_order(lambda number: load_count(run, number), range(run.num_inputs)):
-        check_unchanged(run, each)
+    for each, _ in in_order(lambda number: counts_of(run, number), range(run.num_inputs)):
         counted.append((each.name, list(each.identity)))
         left_out |= dict.fromkeys(each.left_out)
         masks |= dict.fromkeys(masks_of(each))
@@ -276,7 +298,8 @@ def _progress(run: Run) -> Iterator[_Bar]:
 
 def _write_progress(run: Run, stage: str, done: int, of: int) -> None:
     known = {"key": run.key, "stage": stage, "done": done, "of": of, "time": round(time.time())}
-    run.store.put(PROGRESS, json.dumps(known).encode())
+    with suppress(OSError):  # the rows matter more, and need no room for this file
+        run.store.put(PROGRESS, json.dumps(known).encode())
 
 
 def _check_counted(run: Run, number: int) -> None:

@@ -1,0 +1,172 @@
+"""A fleet that was killed goes on where files were damaged or have changed, or says which."""
+
+import os
+import shutil
+
+import pytest
+from fleet_rows import (
+    Faults,
+    digest_of_fleet,
+    digest_of_pack,
+    driver,
+    kill_driver,
+    names_in,
+    pack_here,
+    run_driver,
+    wait_until,
+    write_shard,
+    write_shards,
+)
+from test_training import tokenizer as make_tokenizer
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("fleet") / "shards")
+
+
+@pytest.fixture(scope="module")
+def digest(shards):
+    return digest_of_pack(shards)
+
+
+@pytest.fixture(scope="module")
+def killed(shards, tmp_path_factory):
+    """Return a function from a stage to the folder of a run whose driver was killed in this stage."""
+    folder, made = tmp_path_factory.mktemp("killed"), {}
+
+    def killed_in(stage):
+        if stage not in made:
+            faults = Faults(folder / f"faults-{stage}", [stage, 2, "begin", "hold"])
+            output = made[stage] = folder / stage
+            with driver(f"{shards[0].parent}/*.parquet", output, faults, shards=4, workers=1) as process:
+                faults.wait_for_hold(process)
+                kill_driver(process)
+        return made[stage]
+
+    return killed_in
+
+
+@pytest.fixture
+def stopped_in(killed, tmp_path):
+    """Return a function that copies what a driver has left that was killed in a stage."""
+
+    def copied(stage):
+        shutil.copytree(killed(stage), tmp_path / "out")
+        return tmp_path / "out"
+
+    return copied
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0x40]) + content[middle + 1 :]
+
+
+DAMAGE = {
+    "cut": lambda content: content[: len(content) // 2],
+    "empty": lambda content: content[:0],
+    "flipped": flip,
+    "huge index": lambda content: b"\0" * 15 + b"\x3f" + content[16:],
+    "negative index": lambda content: b"\xff" * 16 + content[16:],
+    "deleted": None,
+}
+
+
+def damage(file, how):
+    if DAMAGE[how] is None:
+        file.unlink()
+    else:
+        content = file.read_bytes()
+        file.write_bytes(DAMAGE[how](content))
+        assert file.read_bytes() != content
+
+
+PARTS = {
+    "count": ["inputs", "count-00001"],
+    "deal": ["inputs", "count-00000", "count-00004", "before", "plan", "deal-00001"],
+    "gather": ["inputs", "count-00002", "before", "plan", "deal-00000", "deal-00005", "packed-00001"],
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize(("stage", "name"), [(stage, name) for stage, names in PARTS.items() for name in names])
+def test_damaged_intermediate_files(stage, name, how, shards, digest, stopped_in):
+    output = stopped_in(stage)
+    (file,) = (output / ".fleet").glob(f"*/{name}")
+    damage(file, how)
+    pack_here(shards, output)
+    assert digest_of_fleet(output) == digest
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "deleted"])
+def test_damaged_output_file(how, shards, digest, stopped_in):
+    output = stopped_in("gather")
+    damage(min(output.glob("packed-*.parquet")), how)
+    pack_here(shards, output)
+    assert digest_of_fleet(output) == digest
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_run(how, shards, digest, stopped_in):
+    output = stopped_in("deal")
+    file = output / ".fleet" / "run.json"
+    damage(file, how)
+    if how != "deleted":
+        with pytest.raises(PackingError, match=r"output: expected a run of hf_packing .*run.json' cannot be read"):
+            pack_here(shards, output)
+        file.unlink()
+    pack_here(shards, output)
+    assert digest_of_fleet(output) == digest
+
+
+def test_all_files_damaged_at_once(shards, digest, stopped_in):
+    output = stopped_in("gather")
+    files = [file for file in output.rglob("*") if file.is_file() and file.name != "run.json"]
+    assert len(files) >= 20
+    for number, file in enumerate(sorted(files)):
+        damage(file, ["cut", "empty", "deleted"][number % 3])
+    pack_here(shards, output)
+    assert digest_of_fleet(output) == digest
+
+
+@pytest.mark.parametrize("stage", ["count", "deal", "gather"])
+@pytest.mark.parametrize("lost", [[], ["count-00001"]])
+def test_an_input_that_changed_before_the_run_went_on(lost, stage, stopped_in, shards, tmp_path):
+    output, (*_, first, _) = stopped_in(stage), [None, *shards[:2], None]
+    assert first == shards[1]
+    for name in lost:
+        (file,) = (output / ".fleet").glob(f"*/{name}")
+        file.unlink()
+    kept = first.read_bytes(), first.stat()
+    try:
+        write_shard(first, 5, seed=99)
+        if lost and stage == "count":  # nothing is known of the file yet
+            pack_here(shards, output)
+            assert digest_of_fleet(output) == digest_of_pack(shards)
+        else:
+            with pytest.raises(PackingError, match=rf"{first}: expected the file .*; pack changed files into a new folder"):
+                pack_here(shards, output)
+            assert not (output / "manifest.json").exists()
+    finally:
+        first.write_bytes(kept[0])
+        os.utime(first, ns=(kept[1].st_atime_ns, kept[1].st_mtime_ns))
+
+
+@pytest.mark.parametrize("stage", ["count", "deal", "gather"])
+def test_an_input_that_changes_during_the_run(stage, tmp_path):
+    shards = write_shards(tmp_path / "shards")
+    faults = Faults(tmp_path / "faults", [stage, 1, "unplaced", "hold"])
+    with driver(f"{shards[0].parent}/*.parquet", tmp_path / "out", faults, shards=4) as process:
+        faults.wait_for_hold(process)
+        write_shard(shards[1], 5, seed=99)
+        faults.release()
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.startswith(f"PackingError: {shards[1]}: expected the file that was counted")
+    assert not (tmp_path / "out" / "manifest.json").exists()
