@@ -86,9 +86,9 @@ def digest_of_fleet(output, options=None):
 
 
 def pack_here(files, output, **settings):
-    """Pack in this process."""
+    """Pack in this process the files of a list or a pattern."""
     settings = {"executor": Here(), "shards": 4, **settings}
-    return hfp.fleet.pack([str(file) for file in files], hfp.BestFit(CAPACITY), output, **settings)
+    return hfp.fleet.pack(files, hfp.BestFit(CAPACITY), output, **settings)
 
 
 def names_in(output):

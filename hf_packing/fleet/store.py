@@ -157,7 +157,7 @@ class Store:
         while True:
             try:
                 if parent is not None:
-                    parent.mkdir(exist_ok=True)
+                    parent.mkdir(parents=True, exist_ok=True)
                 folder = tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
                 break
             except FileNotFoundError:  # another process has removed the parent
