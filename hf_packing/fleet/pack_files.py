@@ -17,7 +17,7 @@ from hf_packing.fleet.inputs import find_inputs, has_tokens, identity_of
 from hf_packing.fleet.manifest import MANIFEST, PackedCorpus, read_manifest, write_manifest
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.plan import Plan, counts_of, make_plan
-from hf_packing.fleet.run import WORK, Run, Texts, claim_run, settings_of
+from hf_packing.fleet.run import WORK, Run, Texts, claim_run, settings_of, write_names
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tasks import Task, damaged, is_done
 from hf_packing.fleet.tokenizer import save_tokenizer
@@ -145,7 +145,10 @@ def begin_run(
             skip_bad=skip_bad,
         )
     settings = settings_of(strategy, shards=shards, exchange=exchange, position_ids=position_ids, texts=texts)
-    return claim_run(store, inputs, settings)
+    run = claim_run(store, inputs, settings)
+    if not store.exists(MANIFEST):
+        write_names(run, inputs)
+    return run
 
 
 def drive(run: Run, executor: Executor) -> PackedCorpus:

@@ -134,7 +134,7 @@ def claim_run(store: Store, inputs: Sequence[str], settings: Settings) -> Run:
     key = key_of(inputs, settings)
     known = {"key": key, "version": hf_packing.__version__, "inputs": len(inputs), "settings": asdict(settings)}
     if not store.exists(_RUN):
-        _write_names(Run(store, key, settings, len(inputs)), inputs)
+        write_names(Run(store, key, settings, len(inputs)), inputs)
         store.put_new(_RUN, json.dumps(known, indent=1, default=repr).encode())
     found = open_run(store)
     if found.key != key:
@@ -142,7 +142,6 @@ def claim_run(store: Store, inputs: Sequence[str], settings: Settings) -> Run:
             f"output: expected a new folder, or the folder of this run, but in {store.url!r} another run has begun, "
             f"{_difference(found, settings, len(inputs))}; choose another folder, or remove this one"
         )
-    _write_names(found, inputs)
     return found
 
 
@@ -169,8 +168,8 @@ def open_run(store: Store) -> Run:
         ) from None
 
 
-def _write_names(run: Run, inputs: Sequence[str]) -> None:
-    """Write the names of the files to pack, unless they are there."""
+def write_names(run: Run, inputs: Sequence[str]) -> None:
+    """Write the names of the files to pack, unless they are there, for workers."""
     file, names = run.file("inputs"), [name.encode() for name in inputs]
     with suppress(DamagedFileError):
         if list(read_parts(run.store, file, len(names))) == names:

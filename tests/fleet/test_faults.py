@@ -7,13 +7,12 @@ import resource
 import shutil
 import subprocess
 from collections import Counter
+from functools import partial
 
 import pyarrow.parquet as pq
 import pytest
 from fleet_rows import (
-    CAPACITY,
     Faults,
-    Here,
     digest_of_fleet,
     digest_of_pack,
     driver,
@@ -23,12 +22,9 @@ from fleet_rows import (
     run_driver,
     session_of,
     wait_until,
-    write_shard,
     write_shards,
 )
 
-import hf_packing as hfp
-from hf_packing.errors import PackingError
 from hf_packing.fleet.engines import TRIES
 from hf_packing.fleet.parts import read_parts
 from hf_packing.fleet.store import Store
@@ -106,38 +102,41 @@ def test_driver_killed_while_a_worker_does_a_task(stage, shards, digest, tmp_pat
     assert len(faults.lines("begin")) <= sum(STAGES.values()) + 2
 
 
+def kill_after(process, faults, tasks):
+    """Kill a driver when workers have begun so many tasks; return the stage, or None if the driver came to its end."""
+    wait_until(lambda: len(faults.lines("begin")) >= tasks or process.poll() is not None)
+    if process.poll() is not None:
+        return None
+    kill_driver(process)
+    return [None, *(stage for stage, _ in faults.tasks("begin"))][-1]
+
+
 @pytest.mark.slow
 def test_driver_killed_at_random_moments(shards, digest, tmp_path, rng):
     """The driver is killed 20 times; a run that completes is followed by another one in a new folder."""
-    kills = runs = 0
-    while kills < 20:
-        faults, output = Faults(tmp_path / f"faults-{runs}"), tmp_path / f"out-{runs}"
-        kills_of_run, whole = 0, False
+    killed_in, run, repeated = [], 0, 0
+    while len(killed_in) < 20:
+        faults, output, kills, whole = Faults(tmp_path / f"faults-{run}"), tmp_path / f"out-{run}", 0, False
         while not whole:
-            before = names_in(output)
-            begun = len(faults.lines("begin"))
-            # a moment after a file was written, which is at a random number of tasks from the last one
-            moment = begun + int(rng.integers(0, 5))
+            there = {name: known for name, known in names_in(output).items() if "progress.json" not in name}
+            moment = len(faults.lines("begin")) + (int(rng.integers(0, 5)) if len(killed_in) < 20 else HANGS)
             with driver(pattern(shards), output, faults, shards=4) as process:
-                wait_until(lambda: len(faults.lines("begin")) >= moment or process.poll() is not None)
-                if process.poll() is None and kills < 20:
-                    kill_driver(process)
-                    kills_of_run, kills = kills_of_run + 1, kills + 1
+                if stage := kill_after(process, faults, moment):
+                    killed_in.append(stage)
+                    kills += 1
                     if rng.integers(2):  # the workers end their tasks; otherwise they are killed
-                        wait_until(lambda: not session_of(process.pid))
-                else:
-                    whole = process.wait() == 0
-                    assert whole, process.communicate()
+                        wait_until(partial(lambda leader: not session_of(leader), process.pid))
+                whole = process.returncode == 0
             now = names_in(output)
-            kept = {name for name in before if ".fleet/progress" not in name and ".unfinished" not in name}
-            assert kept <= now.keys() or whole
-            assert all(now[name] == before[name] for name in kept & now.keys())
+            assert all(now.get(name) == there[name] for name in there if ".unfinished" not in name and not whole)
         assert digest_of_fleet(output) == digest
         tasks = Counter(faults.tasks("begin"))
         assert len(tasks) == sum(STAGES.values())
-        assert tasks.total() - len(tasks) <= 2 * kills_of_run
-        runs += 1
-    assert kills == 20
+        assert tasks.total() - len(tasks) <= 2 * kills  # at most the tasks that two workers were doing
+        repeated += tasks.total() - len(tasks)
+        run += 1
+    assert set(killed_in) == set(STAGES), killed_in
+    assert repeated
 
 
 def few_bytes(size):

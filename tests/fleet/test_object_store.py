@@ -1,12 +1,12 @@
-"""A fleet whose files are all in an S3 store, which a server of this process plays, survives the faults of a local one."""
+"""A fleet whose files are all in S3, played by a server of this process, survives the faults of a local one."""
 
-import os
+import itertools
+import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import boto3
-import pyarrow.parquet as pq
 import pytest
 from fleet_rows import (
     Faults,
@@ -17,7 +17,6 @@ from fleet_rows import (
     pack_here,
     run_driver,
     session_of,
-    wait_until,
     write_shard,
     write_shards,
 )
@@ -28,13 +27,15 @@ from hf_packing.fleet.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
 
-STAGES = {"count": 6, "deal": 6, "gather": 4}
+STAGES = ["count", "deal", "gather"]
+NUMBERS = itertools.count()
 
 
 class Server:
     """An S3 server, and a log of its requests."""
 
     def __init__(self):
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()
@@ -86,9 +87,9 @@ def digest(shards):
 
 
 @pytest.fixture
-def bucket(client, shards, request):
+def bucket(client, shards):
     """The name of a new bucket with the files to pack."""
-    name = f"bucket-{abs(hash(request.node.name))}"
+    name = f"bucket-{next(NUMBERS)}"
     client.create_bucket(Bucket=name)
     for file in shards:
         client.upload_file(str(file), name, f"in/{file.name}")
@@ -98,6 +99,11 @@ def bucket(client, shards, request):
 def keys_in(client, bucket, prefix="out/"):
     found = client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
     return {each["Key"]: each["LastModified"] for each in found}
+
+
+def first_writes(requests, name):
+    """Return the answers to all requests to write a file if there is none of its name."""
+    return sorted(each["status"] for each in requests if each["IF_NONE_MATCH"] and each["path"].endswith(f"/{name}"))
 
 
 def places(bucket):
@@ -145,15 +151,15 @@ def test_put_if_absent(server, bucket):
         won = list(pool.map(put, range(8)))
     assert sum(won) == 1
     assert Store(f"s3://{bucket}/out", server.options).read("name") == f"{won.index(True)}".encode()
-    puts = [each["status"] for each in server.requests[begin:] if each["path"].endswith("/name") and each["IF_NONE_MATCH"]]
-    assert sorted(puts) == [200] + 7 * [412]
+    assert first_writes(server.requests[begin:], "name") == [200] + 7 * [412]
 
 
 def test_reads_after_the_end(server, bucket):
     store = Store(f"s3://{bucket}/out", server.options)
     store.put("three", b"abc")
     store.put("none", b"")
-    assert [store.read("three", *ends) for ends in [(0, 9), (1, 2), (3, 9), (7, 9), (2, 2)]] == [b"abc", b"b", b"", b"", b""]
+    parts = [store.read("three", *ends) for ends in [(0, 9), (1, 2), (3, 9), (7, 9), (2, 2)]]
+    assert parts == [b"abc", b"b", b"", b"", b""]
     assert [store.read("none", *ends) for ends in [(0,), (0, 24), (5, 9)]] == [b"", b"", b""]
     for ends in [(0,), (0, 24), (5, 9)]:
         with pytest.raises(FileNotFoundError):
@@ -166,7 +172,7 @@ def test_reads_after_the_end(server, bucket):
 def test_driver_killed_and_objects_damaged(stage, server, client, bucket, digest, tmp_path):
     faults = Faults(tmp_path / "faults", [stage, 2, "unplaced", "hold"])
     files, output = places(bucket)
-    with driver(files, output, faults, shards=4, storage_options=server.options) as process:
+    with driver(files, output, faults, shards=4, workers=1, storage_options=server.options) as process:
         faults.wait_for_hold(process)
         kill_driver(process)
         assert session_of(process.pid)
@@ -194,20 +200,22 @@ def run_key(keys):
 
 @pytest.mark.slow
 def test_two_drivers(server, bucket, digest, tmp_path):
-    """Both have a worker that waits for the other one's before the plan, and before the last output file."""
-    stops = [["count", 5, "placed", "hold"], ["count", 5, "placed", "hold"]]
-    faults = Faults(tmp_path / "faults", *stops)
+    """Both count the last file at the same time, and then make the plan."""
+    begin = len(server.requests)
+    faults = Faults(tmp_path / "faults", *[["count", 5, "begin", "hold"]] * 2)
     files, output = places(bucket)
     known = {"shards": 4, "workers": 1, "storage_options": server.options}
-    with driver(files, output, faults, **known) as first:
-        wait_until(lambda: len(faults.lines("begin")) or first.poll() is not None)
-        with driver(files, output, faults, **known) as second:
-            wait_until(lambda: len({pid for *_, pid in faults.lines("begin")}) == 2 or faults.lines("hold"))
-            faults.release()
-            ends = [process.communicate() for process in (first, second)]
-    assert ends[0] == ends[1]
+    with driver(files, output, faults, **known) as first, driver(files, output, faults, **known) as second:
+        faults.wait_for_hold(first)
+        faults.release()
+        ends = [process.communicate() for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), ends
+    assert ends[0] == ends[1]
     assert digest_of_fleet(output, server.options) == digest
+    assert len({pid for *_, pid in faults.lines("begin")}) > 3  # the workers of both
+    for name in ("run.json", "plan", "manifest.json"):
+        answers = first_writes(server.requests[begin:], name)
+        assert answers in ([200], [200, 412]), (name, answers)
 
 
 @pytest.mark.slow
@@ -218,7 +226,7 @@ def test_options_that_hold_options(server, bucket, digest):
     assert digest_of_fleet(places(bucket)[1], options) == digest
 
 
-def test_an_input_that_changed(server, client, bucket, shards, tmp_path):
+def test_an_input_that_changed(server, client, bucket, tmp_path):
     """This process has listed the files, and asks again."""
     files, output = places(bucket)
     pack = {"storage_options": server.options, "shards": 2}

@@ -15,7 +15,6 @@ from fleet_rows import (
     write_shards,
 )
 
-import hf_packing as hfp
 from hf_packing.errors import PackingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
