@@ -10,6 +10,7 @@ from fleet_rows import (
     digest_of_pack,
     driver,
     kill_driver,
+    names_in,
     pack_here,
     write_shard,
     write_shards,

@@ -12,6 +12,7 @@ from functools import partial
 import pyarrow.parquet as pq
 import pytest
 from fleet_rows import (
+    HANGS,
     Faults,
     digest_of_fleet,
     digest_of_pack,
