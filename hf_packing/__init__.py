@@ -4,6 +4,7 @@ Public names are imported when they are first used, so that `import hf_packing` 
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0.dev0"
@@ -28,6 +29,7 @@ _HOME_OF = {
     "NonNegativeLeastSquares": "strategies.nnls",
     "Optimal": "strategies.optimal.strategy",
     "PackedLoader": "training.loader",
+    "PackedTokens": "data.lazy.packed_tokens",
     "PackingCollator": "collate",
     "PackingError": "errors",
     "PackingMetrics": "planning.metrics",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from hf_packing import fleet
     from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
+    from hf_packing.data.lazy.packed_tokens import PackedTokens
     from hf_packing.data.pack import pack, unpack
     from hf_packing.data.streams.mix import mix
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
@@ -107,6 +110,7 @@ __all__ = [
     "NonNegativeLeastSquares",
     "Optimal",
     "PackedLoader",
+    "PackedTokens",
     "PackingCollator",
     "PackingError",
     "PackingMetrics",
@@ -149,3 +153,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
+if "datasets" in sys.modules:  # datasets loads saved lazy packs only if their feature is registered
+    importlib.import_module("hf_packing.data.lazy.packed_tokens")

@@ -22,6 +22,10 @@ TOY = {
         ["--tokens", "20000", "--rows", "8", "--lengths", "512", "2048", "--rounds", "2"],
         "documents    2,048        2",
     ),
+    "lazy.py": (
+        ["--tokens", "40000", "--lengths", "512", "--read", "8000", "--rounds", "1"],
+        "0 of",
+    ),
     "samplers.py": (["--documents", "3000", "--ranks", "2"], "TokenBudget(16384)"),
     "by_segment.py": (
         ["--steps", "2", "--documents", "4", "--max-length", "32", "--sample", "200", "--threads", "1"],

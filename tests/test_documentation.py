@@ -81,6 +81,9 @@ def page_names(tmp_path, monkeypatch) -> dict:
     for number in range(8):
         lines = [json.dumps({"text": text}) for text in texts[number::8]]
         (tmp_path / "files" / f"{number}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "tokens").mkdir()
+    for number in range(3):
+        documents(20 + number).to_parquet(tmp_path / "tokens" / f"{number}.parquet")
     chats = ({"prompt": text[:20], "completion": text[20:40]} for text in texts)
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
     for name, made in {

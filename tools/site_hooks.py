@@ -28,7 +28,7 @@ HOME = "README.md"
 """The home page of the site. Links to the README of the repository, a shorter version, lead to this page."""
 
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)#\s]+)(#[^)\s]*)?\)")
-API = re.compile(r"^<!-- api: (\w+) -->$", re.MULTILINE)
+API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import pyarrow as pa
 
 import hf_packing
+from hf_packing.cli.flags import add_documents, add_engine, add_fleet, add_max_length, add_usual, positive
 from hf_packing.cli.given import STRATEGIES
 from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, say_warning, swallow_the_rest
 from hf_packing.errors import MissingDependencyError, PackingError
@@ -65,6 +66,12 @@ def _pack(given: argparse.Namespace) -> int:
     return run_pack(given)
 
 
+def _fleet(given: argparse.Namespace) -> int:
+    from hf_packing.cli.fleet import run_fleet
+
+    return run_fleet(given)
+
+
 def _check(given: argparse.Namespace) -> int:
     from hf_packing.cli.check import run_check
 
@@ -84,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Pack documents, see how much packing saves, and check whether models isolate packed documents.",
     )
     top.add_argument("--version", action="version", version=f"hf-packing {hf_packing.__version__}")
-    commands = top.add_subparsers(required=True, metavar="report | pack | check")
+    commands = top.add_subparsers(required=True, metavar="report | pack | fleet | check")
     _add_report(
         commands.add_parser(
             "report",
@@ -98,6 +105,17 @@ def _parser() -> argparse.ArgumentParser:
             help="pack your documents into a dataset",
             description="Tokenize and pack documents into a saved dataset. An interrupted run can be resumed.",
         )
+    )
+    add_fleet(
+        commands.add_parser(
+            "fleet",
+            help="pack many files, by many processes or machines",
+            description=(
+                "Pack many files with one plan, by processes of one or many machines. Every row is written exactly "
+                "once: whatever dies, the same command goes on with what is missing."
+            ),
+        ),
+        _fleet,
     )
     _add_check(
         commands.add_parser(
@@ -113,8 +131,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_report(command: argparse.ArgumentParser) -> None:
-    _add_documents(command)
-    _add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
+    add_documents(command)
+    add_max_length(command, [2048, 4096, 8192], "the most tokens that a row may have; one number or several")
     names = f"strategies to compare; choose from {', '.join(STRATEGIES)}"
     usual = "fixed_length, first_come, best_fit, and bucket if --max-length has several numbers"
     command.add_argument("--strategy", nargs="+", metavar="NAME", help=f"{names} (default: {usual})")
@@ -123,7 +141,7 @@ def _add_report(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive,
         metavar="N",
         default=8,
         help="number of processes that train at the same time (default: %(default)s)",
@@ -132,7 +150,7 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_pack(command: argparse.ArgumentParser) -> None:
-    _add_documents(command)
+    add_documents(command)
     command.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder to create, for datasets.load_from_disk"
     )
@@ -142,8 +160,11 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"strategy, one of {', '.join(STRATEGIES)} (default: %(default)s)",
     )
-    _add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
+    add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
+    add_engine(
+        command, None, "pack many files by processes of this machine or of a Ray cluster, as hf-packing fleet does"
+    )
     command.set_defaults(run=_pack)
 
 
@@ -154,59 +175,5 @@ def _add_check(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load the model itself (default: make a small model of the same configuration)",
     )
-    _add_usual(command)
+    add_usual(command)
     command.set_defaults(run=_check)
-
-
-def _add_documents(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "data",
-        metavar="DATA",
-        help="a JSONL, parquet, CSV or text file, a folder of files, a saved dataset, or a dataset's name on the hub",
-    )
-    command.add_argument(
-        "--tokenizer",
-        metavar="T",
-        help="tokenizer: a name on the hub, a folder, or a tokenizer.json file; needed unless rows have input_ids",
-    )
-    command.add_argument(
-        "--field", help="field with the text (default: the first found of text, prompt and completion, messages)"
-    )
-    command.add_argument("--split", help="split of a dataset to read (default: train)")
-    command.add_argument("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.py' (default: all)")
-    command.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="leave out rows that cannot be read, and count these rows (default: stop at the first such row)",
-    )
-    command.add_argument(
-        "--no-eos",
-        action="store_true",
-        help="append no end-of-sequence token to texts (default: append an end-of-sequence token)",
-    )
-    command.add_argument(
-        "--separator", metavar="TEXT", help="text between a prompt and its completion (default: a line break)"
-    )
-    _add_usual(command)
-
-
-def _add_max_length(command: argparse.ArgumentParser, default: list[int], meaning: str) -> None:
-    shown = " ".join(map(str, default))
-    command.add_argument(
-        "--max-length", type=_positive, metavar="N", nargs="+", default=default, help=f"{meaning} (default: {shown})"
-    )
-
-
-def _add_usual(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run code that comes with a tokenizer or a model (default: refuse such code)",
-    )
-    command.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)

@@ -45,6 +45,12 @@ def run_pack(given: argparse.Namespace) -> int:
     Returns:
         The exit code, 0.
     """
+    if given.engine:
+        from hf_packing.cli.fleet import pack_with_engine
+
+        pack_with_engine(given)
+        return 0
+    _check_no_engine(given)
     strategy = strategy_named(given.strategy, given.max_length)
     check_that_it_plans(strategy)
     _check_output(given.output, given.overwrite)
@@ -70,6 +76,14 @@ def run_pack(given: argparse.Namespace) -> int:
     print_skipped(skipped)
     say(out, f"written: {given.output}, with the packing plan in {made.folder / _PLAN}")
     return 0
+
+
+def _check_no_engine(given: argparse.Namespace) -> None:
+    """Raise PackingError if a flag for engines is given without an engine."""
+    for flag in ("workers", "address", "shards", "alone", "storage_option"):
+        if getattr(given, flag):
+            name = f"--{flag.replace('_', '-')}"
+            raise PackingError(f"{name}: expected {name} only with --engine, which packs many files")
 
 
 @dataclass(frozen=True)

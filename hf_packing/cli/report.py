@@ -1,11 +1,19 @@
-"""`hf-packing report`: compare strategies on your documents, and show the result as a table, as JSON or as a page."""
+"""`hf-packing report`: compare strategies on your documents, and show the result as a table, as JSON or as a page.
+
+Of a corpus that `hf-packing fleet` has packed, show what its manifest says.
+"""
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
+from hf_packing.cli.fleet import say_packed
 from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, strategies_named, warn_without_end
 from hf_packing.cli.screen import WIDE, counting_documents, out, print_json, say
+from hf_packing.fleet.manifest import MANIFEST, read_manifest
+from hf_packing.fleet.store import Store
 from hf_packing.report.report import PackingReport, packing_report
 from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, report_cells, setup_line
 from hf_packing.strategies.compare import aligned
@@ -20,6 +28,9 @@ def run_report(given: argparse.Namespace) -> int:
     Returns:
         The exit code, 0.
     """
+    if (packed := _packed_corpus(given.data)) is not None:
+        say_packed(packed, given.json)
+        return 0
     strategies = strategies_named(given.strategy, given.max_length) if given.strategy else None
     for strategy in strategies or ():
         check_that_it_plans(strategy)
@@ -43,6 +54,14 @@ def run_report(given: argparse.Namespace) -> int:
     for file in written:
         say(out, f"written: {file}")
     return 0
+
+
+def _packed_corpus(data: str) -> Any:
+    """Return what the manifest of a packed corpus says; None if the data are no packed corpus."""
+    folder = data.removesuffix(f"/{MANIFEST}")
+    if folder == data and ("://" in data or not Path(data, MANIFEST).is_file()):
+        return None
+    return read_manifest(Store(folder))
 
 
 def _print_report(report: PackingReport) -> None:

@@ -19,12 +19,12 @@ from typing import Any
 
 import datasets
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from filelock import FileLock
 
+from hf_packing.data.origin import FACT_NAMES, Origin, describe_changes
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import ARRAYS, PackingPlan
 from hf_packing.planning.storage import load_arrays, put_in_place
@@ -38,57 +38,12 @@ _FIRST_LABELS = "first_labels.npy"
 
 _FACTS = "packing.json"
 
-_FACT_NAMES = {
-    "strategy",
-    "labels_made",
-    "first_labels",
-    "loss_masks",
-    "trained_tokens",
-    "packed_tokens",
-    "dropped_tokens",
-    "tokens",
-    "empty_documents",
-}
-
 _LOCK = "lock"
 
-_UNFINISHED = re.compile(r"\.cache-[0-9a-f]+\.(arrow|plan)[.-].+")
+_UNFINISHED = re.compile(r"\.cache-[0-9a-f]+\.(arrow|plan|lazy)[.-].+")
 
 UNTOUCHED_FOR = 3600.0
 """A work file or folder without a lock is removed after this many seconds without a write."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The plan and other facts about packed rows, stored beside the rows so that `unpack` can restore documents."""
-
-    plan: PackingPlan
-    strategy: str
-    """The strategy's repr."""
-    labels_made: bool
-    """True if the labels were copied from input_ids, since the documents had neither labels nor loss masks."""
-    first_labels: npt.NDArray[np.int32] | None
-    """int32 [segments]: the original label of each segment's first token, now -100; None if `labels_made` is True."""
-    loss_masks: tuple[str, ...]
-    """Names of the mask columns that were applied to the labels and then dropped."""
-    trained_tokens: int
-    """The number of labels in the rows that are not -100."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return the strategy, token counts and other facts as a dict to save as JSON, without the plan's arrays."""
-        tokens = int(self.plan.document_length.sum(dtype=np.int64))
-        packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
-        return {
-            "strategy": self.strategy,
-            "labels_made": self.labels_made,
-            "loss_masks": list(self.loss_masks),
-            "trained_tokens": self.trained_tokens,
-            "packed_tokens": packed_tokens,
-            "dropped_tokens": tokens - packed_tokens,
-            "tokens": tokens,
-            "empty_documents": int((self.plan.document_length == 0).sum()),
-            "first_labels": self.first_labels is not None,
-        }
 
 
 @dataclass(frozen=True)
@@ -182,20 +137,8 @@ class CachedPacks:
         return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained)
 
     def describe_changes(self) -> list[str]:
-        """Return phrases that say, in warnings, what `pack` did to the documents, such as "drops 5 of 11 tokens"."""
-        facts = self._facts()
-        said = []
-        if facts["loss_masks"]:
-            names, trained, packed = " and ".join(facts["loss_masks"]), facts["trained_tokens"], facts["packed_tokens"]
-            said.append(f"applies {names} to labels: {trained:,} of {packed:,} tokens are trained on")
-        if facts["dropped_tokens"]:
-            dropped, tokens = facts["dropped_tokens"], facts["tokens"]
-            said.append(f"drops {dropped:,} of {tokens:,} tokens, as configured by {facts['strategy']}")
-        if (empty := facts["empty_documents"]) == 1:
-            said.append("skips 1 document without a token")
-        elif empty:
-            said.append(f"skips {empty:,} documents without a token")
-        return said
+        """Return what `pack` did to the documents, as `describe_changes` of hf_packing.data.origin words it."""
+        return describe_changes(self._facts())
 
     def _holds(self, origin: Origin) -> bool:
         """Return whether the origin folder on disk is complete and holds the same data as `origin`."""
@@ -215,9 +158,9 @@ class CachedPacks:
             OSError, ValueError: the file is missing or damaged.
         """
         facts: dict[str, Any] = json.loads((self.origin / _FACTS).read_text())
-        if not isinstance(facts, dict) or facts.keys() != _FACT_NAMES:
+        if not isinstance(facts, dict) or facts.keys() != FACT_NAMES:
             raise ValueError(
-                f"expected the fields {', '.join(sorted(_FACT_NAMES))} in {str(self.origin / _FACTS)!r}, got {facts!r}"
+                f"expected the fields {', '.join(sorted(FACT_NAMES))} in {str(self.origin / _FACTS)!r}, got {facts!r}"
             )
         return facts
 

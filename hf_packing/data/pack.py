@@ -2,19 +2,23 @@
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import datasets
 import numpy as np
-import pyarrow as pa
 from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
-from hf_packing.data.cache import PLAN_KEY, CachedPacks, Origin, cache_for, fingerprint_of
+from hf_packing.data.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of
+from hf_packing.data.lazy.lazy_columns import is_lazy
+from hf_packing.data.lazy.restore import unpack_lazy_packs
+from hf_packing.data.lazy.stored_packs import StoredPacks
+from hf_packing.data.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
+from hf_packing.data.origin import Origin
+from hf_packing.data.packed_info import info_of_packed
 from hf_packing.data.packed_rows import check_bucket_is_free, pack_rows, unpack_rows
 from hf_packing.data.token_columns import (
     TOKENS_AT_ONCE,
@@ -62,6 +66,7 @@ def pack(
     streams: int | None = None,
     length_schedule: LengthSchedule | None = None,
     rows_per_step: int | None = None,
+    lazy: bool = False,
 ) -> DatasetOrDict:
     """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
 
@@ -92,6 +97,9 @@ def pack(
             pass it to TokenBudget instead, which also knows the step after the first epoch, and loses no label at the
             borders. None to keep documents whole.
         rows_per_step: number of packed rows in an optimizer step, over all ranks, for length_schedule.
+        lazy: True to copy no tokens: rows are read from the documents' own Arrow files when they are needed, and equal
+            those of lazy=False. The plan takes about 16 bytes for each document. The documents must be on disk, and
+            their files must stay as they are.
 
     Returns:
         A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
@@ -101,7 +109,7 @@ def pack(
 
     Raises:
         PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
-            transform, or is a stream with a shuffle buffer.
+            transform, or is a stream with a shuffle buffer; or lazy is True for documents in memory, or for a stream.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -115,6 +123,8 @@ def pack(
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.data.streams.pack_stream import pack_stream
 
+        if lazy:
+            raise PackingError("lazy: expected False for a stream, whose packed rows are not stored anyway, got True")
         return pack_stream(
             dataset,
             strategy,
@@ -128,7 +138,11 @@ def pack(
             f"streams: expected None for a Dataset, whose rows attach divides among the ranks, got {streams}"
         )
     pack_each = partial(
-        pack_split, position_ids=position_ids, load_from_cache_file=load_from_cache_file, schedule=schedule
+        pack_split,
+        position_ids=position_ids,
+        load_from_cache_file=load_from_cache_file,
+        schedule=schedule,
+        lazy=lazy,
     )
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
@@ -153,6 +167,7 @@ def pack_split(
     load_from_cache_file: bool,
     plan: PackingPlan | None = None,
     schedule: ScheduledRows | None = None,
+    lazy: bool = False,
 ) -> datasets.Dataset:
     """Pack one split of a dataset and return the packed split, as `pack` does.
 
@@ -163,29 +178,35 @@ def pack_split(
         load_from_cache_file: whether to reuse rows that were packed before.
         plan: the strategy's plan for the document lengths of the dataset; None to compute the plan.
         schedule: the largest length of a segment in each row; None for no limit.
+        lazy: whether to copy no tokens.
     """
     _check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
     if strategy.has_buckets:
         check_bucket_is_free(table.column_names)
-    how = () if schedule is None else (schedule,)
+    how = [*([] if schedule is None else [schedule]), *(["lazy"] if lazy else [])]
     fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names, *how)
     cache = cache_for(dataset, fingerprint)
-    rows = cache.open() if load_from_cache_file else None
+    stored = StoredPacks(cache.rows.with_suffix(".lazy").absolute()) if lazy else cache
+    rows = stored.open() if load_from_cache_file else None
     if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
+        documents = DocumentPlaces.find(dataset, table, columns) if lazy else None
         if plan is None:
             plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
         if schedule is not None:
             plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
-        _write_packs(columns, plan, strategy, position_ids, cache)
-        rows = MemoryMappedTable.from_file(str(cache.rows))
-    changes = cache.describe_changes()
+        extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
+        if documents is not None and isinstance(stored, StoredPacks):
+            rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, stored)
+        else:
+            rows = _write_packs(columns, plan, repr(strategy), extras, cache)
+    changes = stored.describe_changes()
     if left_out := columns_left_out(table.schema):
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
     for change in changes:
         warnings.warn(f"pack {change}", stacklevel=3)
-    info = _info_of_packed(dataset, table.column_names, rows.schema)
+    info = info_of_packed(dataset, table.column_names, rows.schema)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
@@ -219,6 +240,8 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         raise PackingError(
             "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"
         )
+    if is_lazy(packed, INPUT_IDS):
+        return datasets.Dataset(unpack_lazy_packs(packed, plan), split=packed.split)
     table = packed.data.table
     files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
     origin = files[0].load_origin() if len(files) == 1 and files[0].exists() else None
@@ -272,10 +295,19 @@ def _check_no_transform(dataset: datasets.Dataset) -> None:
 
 
 def _write_packs(
-    columns: TokenColumns, plan: PackingPlan, strategy: PlansLengths, position_ids: bool, cache: CachedPacks
-) -> None:
-    """Build packed rows block by block and write them to the cache. A thread writes a block while the next is built."""
-    extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
+    columns: TokenColumns, plan: PackingPlan, strategy: str, extras: dict[str, bool], cache: CachedPacks
+) -> MemoryMappedTable:
+    """Build packed rows block by block, write them to the cache, and return them.
+
+    A thread writes a block while the next one is built.
+
+    Args:
+        columns: the token columns of the documents.
+        plan: the plan, which assigns slices of documents to packs.
+        strategy: the strategy's repr.
+        extras: whether packed rows get the columns `position_ids` and `bucket`.
+        cache: where to write.
+    """
     schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
     schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
     first_labels, trained_tokens = [], 0
@@ -302,36 +334,11 @@ def _write_packs(
         masks = tuple(name for name in LOSS_MASKS if name in columns)
         origin = Origin(
             plan=plan,
-            strategy=repr(strategy),
+            strategy=strategy,
             labels_made=LABELS not in columns and not masks,
             first_labels=np.concatenate(first_labels) if first_labels else None,
             loss_masks=masks,
             trained_tokens=trained_tokens,
         )
         cache.save_origin(origin, folder)
-
-
-def _info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: pa.Schema) -> datasets.DatasetInfo:
-    """Return the DatasetInfo of packed rows: the description of the documents, and the features of packed rows.
-
-    Args:
-        dataset: the documents.
-        column_names: names of the documents' columns that the dataset's format shows.
-        schema: schema of the packed rows.
-    """
-    known = dataset.info
-    features = datasets.Features.from_arrow_schema(schema)
-    others = features.keys() - {INPUT_IDS, LABELS}
-    kept = {name: _of_any_length(dataset.features[name]) for name in column_names if name in others}
-    return datasets.DatasetInfo(
-        description=known.description,
-        citation=known.citation,
-        homepage=known.homepage,
-        license=known.license,
-        features=datasets.Features({**features, **kept}),
-    )
-
-
-def _of_any_length(feature: Any) -> Any:
-    """Return a feature without its fixed list length, if any, since packed rows are longer than the documents."""
-    return replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature
+    return MemoryMappedTable.from_file(str(cache.rows))

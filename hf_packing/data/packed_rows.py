@@ -80,7 +80,7 @@ def pack_rows(
         name: list_array(values, row_tokens, large.get(name, large[INPUT_IDS])) for name, values in of_tokens.items()
     }
     if position_ids:
-        arrays[POSITION_IDS] = list_array(_positions(length), row_tokens, large[INPUT_IDS])
+        arrays[POSITION_IDS] = list_array(positions_of(length), row_tokens, large[INPUT_IDS])
     arrays[SEQ_LENGTHS] = list_array(length, np.diff(offsets))
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
@@ -174,7 +174,7 @@ def as_int32(name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return values.astype(np.int32)
 
 
-def _positions(length: IntArray) -> npt.NDArray[np.int32]:
+def positions_of(length: IntArray) -> npt.NDArray[np.int32]:
     """Return the position of every token in the token's segment, int32 [tokens], given the segment lengths.
 
     Every segment gets the beginning of one range from 0. Joining these slices is faster than subtracting the start of
@@ -217,7 +217,7 @@ def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
         )
     if POSITION_IDS in packed.column_names:
         found = pc.list_flatten(packed.column(POSITION_IDS)).to_numpy()
-        if not np.array_equal(found, _positions(plan.segment_length)):
+        if not np.array_equal(found, positions_of(plan.segment_length)):
             raise PackingError(
                 "column 'position_ids': expected positions that restart at 0 at every segment of seq_lengths, got "
                 "other positions; remove position_ids or correct seq_lengths"

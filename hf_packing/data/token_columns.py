@@ -4,8 +4,8 @@ A token column is a column with one number for each token of a document, such as
 columns are packed, except `attention_mask` and those that the dataset's format hides.
 """
 
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -210,7 +210,16 @@ def is_token_type(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value))
 
 
-def check_same_lengths(columns: TokenColumns) -> None:
+class HasLengths(Protocol):
+    """A column of lists."""
+
+    @property
+    def length(self) -> IntArray:
+        """Integers [rows]: the number of values in each row."""
+        ...
+
+
+def check_same_lengths(columns: Mapping[str, HasLengths]) -> None:
     """Raise PackingError unless every row has as many values in every column as in input_ids."""
     lengths = columns[INPUT_IDS].length
     for name, column in columns.items():

@@ -2,9 +2,25 @@
 
     files --count--> documents of each length --plan--> packs --deal--> segments by output file --gather--> rows
 
-Each stage but the plan is a task per file, which any process can do, on any machine, at any time, again and again: all
-that it needs and makes is in files under the output folder (`run`). An engine (`engines`) only chooses who does which
-task. The rows of the output files in order are those of `hf_packing.pack`.
+All stages but the plan are tasks, one for each file, which any process can do, on any machine, at any time, again and
+again: all that a task needs and makes is in files under the output folder. An engine only chooses who does which task.
+The rows of the output files in order are those of `hf_packing.pack`.
+
+store.py       files by name in the output folder, local or in an object store; each whole or not there
+parts.py       files of numbered parts with checksums, of which a task reads one
+inputs.py      finds the files to pack, tells whether they have changed, and reads tables
+tokenizer.py   keeps the tokenizer of a run in its store
+run.py         Run: what is packed, how, and the names of all files of a run
+count.py       the first stage, which also tokenizes
+plan.py        the plan, made of all counts
+deal.py        the segments of one file, by output file
+gather.py      the rows of one output file
+tasks.py       a task, and what is done already
+engines.py     local processes and Ray
+worker.py      the process of a local worker
+in_order.py    calls a function in threads, for many files
+manifest.py    PackedCorpus: what the manifest says; fleet.open
+pack_files.py  fleet.pack: the driver
 """
 
 import importlib

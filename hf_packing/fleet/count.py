@@ -121,6 +121,8 @@ def token_table(run: Run, number: int, counted: Counted, schema: pa.Schema) -> p
         DamagedFileError: the tokens that `count` has written are gone or damaged.
     """
     check_unchanged(run, counted)
+    if not counted.documents:
+        return schema.empty_table()
     if counted.tokens_size:
         name = run.file("tokens", number)
         if run.store.size(name) != counted.tokens_size:
@@ -143,17 +145,11 @@ def _count_tokens(name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict
     check_has_tokens(name, schema)
     if packed := [each for each in SEGMENT_COLUMNS if each in schema.names]:
         raise PackingError(f"{name}: expected documents, but the column {packed[0]!r} says that rows are packed")
-    lengths = np.concatenate(
-        [
-            np.zeros(0, np.int64),
-            *(_lengths_of(name, options, table) for table in read_batches(name, options, INPUT_IDS)),
-        ]
-    )
+    if not _may_have_tokens(kind := schema.field(INPUT_IDS).type, 0):
+        raise PackingError(f"{name}: column 'input_ids': expected lists of integers, got {kind}")
+    found = [_lengths_of(name, options, table) for table in read_batches(name, options, INPUT_IDS)]
+    lengths = np.concatenate([np.zeros(0, dtype=np.int64), *found])
     columns = {each.name: _type_of(each.type) for each in schema if _may_have_tokens(each.type, len(lengths))}
-    if INPUT_IDS not in columns:
-        raise PackingError(
-            f"{name}: column 'input_ids': expected lists of integers, got {schema.field(INPUT_IDS).type}"
-        )
     columns = {INPUT_IDS: columns[INPUT_IDS]} | columns
     columns.pop(ATTENTION_MASK, None)
     left_out = columns_left_out(schema, removed=list(columns))
@@ -173,7 +169,8 @@ def _lengths_of(name: str, options: Mapping[str, Any], table: pa.Table) -> IntAr
 
 
 def _may_have_tokens(kind: pa.DataType, rows: int) -> bool:
-    return is_token_type(kind) or (is_list(kind) and pa.types.is_null(kind.value_type)) or not rows
+    untyped = pa.types.is_null(kind.value_type) if is_list(kind) else pa.types.is_null(kind) and not rows
+    return is_token_type(kind) or untyped
 
 
 def _type_of(kind: pa.DataType) -> str:

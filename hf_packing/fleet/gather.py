@@ -1,7 +1,7 @@
 """The last stage: join the segments of one output file from all files, and write its packed rows.
 
 The rows are those that `pack` makes of all files: a pack has its segments in the order of the plan, and packs follow
-each other in the order of the plan.
+each other in the order of the plan. If each file is packed by itself, the rows are those that `pack` makes of the file.
 """
 
 import hashlib
@@ -64,26 +64,12 @@ def gather(run: Run, number: int) -> None:
         DamagedFileError: the plan is gone or damaged.
     """
     plan = load_plan(run)
-    assert plan.table is not None
-    parts = [_part(run, each, plan, number) for each in range(run.num_inputs)]
-    columns, packs = _joined(plan, parts, plan.first_pack(number), plan.first_pack(number + 1))
-    _write(run, plan, number, columns, packs)
-
-
-def pack_alone(run: Run, number: int) -> None:
-    """Pack one file by itself, and write the packed rows and what is known of the output file.
-
-    Args:
-        run: the run, which does not pack files together.
-        number: the number of the file, and of the output file.
-
-    Raises:
-        PackingError: the file has changed.
-        DamagedFileError: the plan is gone or damaged.
-    """
-    plan = load_plan(run)
-    columns, _ = columns_of_file(run, number, plan)
-    packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
+    if run.settings.exchange:
+        parts = [_part(run, each, plan, number) for each in range(run.num_inputs)]
+        columns, packs = _joined(plan, parts, plan.first_pack(number), plan.first_pack(number + 1))
+    else:
+        columns, _ = columns_of_file(run, number, plan)
+        packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
     _write(run, plan, number, columns, packs)
 
 
@@ -150,7 +136,8 @@ def _write(run: Run, plan: Plan, number: int, columns: TokenColumns, packs: Pack
                 writer = pq.ParquetWriter(
                     fresh, rows.table.schema, use_byte_stream_split=_split(rows.table.schema), **_PARQUET
                 )
-            writer.write_table(rows.table, row_group_size=max(1, rows.table.num_rows))
+            if rows.table.num_rows:  # datasets cannot read a row group without rows
+                writer.write_table(rows.table, row_group_size=rows.table.num_rows)
             trained += rows.trained_tokens
         writer.close()
         known = PackedFile(

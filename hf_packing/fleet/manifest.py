@@ -61,13 +61,31 @@ class PackedCorpus:
 
     @property
     def data_files(self) -> list[str]:
-        """Paths or URLs of the output files, in order, for `datasets.load_dataset("parquet", data_files=...)`."""
+        """Paths or URLs of the output files that have rows, in order, for `datasets.load_dataset("parquet", ...)`."""
         store = Store(self.output)
-        return [store.path_of(file.name) for file in self.files]
+        return [store.path_of(file.name) for file in self.files if file.rows]
 
     def metrics(self) -> PackingMetrics:
         """Return the metrics of the plan, such as the share of padding."""
         return make_metrics(**self.totals)
+
+    def changes(self) -> list[str]:
+        """Return phrases that say, in warnings, what packing did to the documents, such as "drops 5 of 11 tokens"."""
+        metrics, said = self.metrics(), []
+        if self.loss_masks:
+            trained, tokens = (sum(getattr(file, name) for file in self.files) for name in ("trained_tokens", "tokens"))
+            said.append(
+                f"applies {' and '.join(self.loss_masks)} to labels: {trained:,} of {tokens:,} tokens are trained on"
+            )
+        if dropped := metrics.num_dropped_tokens:
+            said.append(f"drops {dropped:,} of {metrics.num_tokens:,} tokens, as configured by {self.strategy}")
+        if empty := metrics.num_empty_documents:
+            said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
+        if self.skipped:
+            said.append(f"leaves out {self.skipped:,} rows that cannot be used; the first one: {self.first_skipped}")
+        if self.left_out:
+            said.append(f"leaves out columns without one number for each token: {', '.join(self.left_out)}")
+        return said
 
     def __str__(self) -> str:
         metrics = self.metrics()

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -72,7 +73,8 @@ def pack_files(
         storage_options: arguments for file systems that are not local, such as {"endpoint_url": ...}.
 
     Returns:
-        PackedCorpus: the output files and the metrics of the plan.
+        PackedCorpus: the output files and the metrics of the plan. Warnings say what was left out, dropped, skipped or
+        applied.
 
     Raises:
         PackingError: an argument is wrong, a file cannot be packed or has changed since its documents were counted,
@@ -100,7 +102,10 @@ def pack_files(
         skip_bad=skip_bad,
         trust_remote_code=trust_remote_code,
     )
-    return drive(run, local() if executor is None else executor)
+    packed = drive(run, local() if executor is None else executor)
+    for change in packed.changes():
+        warnings.warn(f"pack {change}", stacklevel=2)
+    return packed
 
 
 def check_counting(strategy: Any) -> CountingStrategy:
@@ -192,11 +197,15 @@ def _do_stages(run: Run, executor: Executor) -> Plan:
                 plan = make_plan(run, seen)
             except DamagedFileError as error:
                 raise damaged(run, error) from None
+        if (more := plan.num_packs - plan.together["packs"]) > 0:
+            warnings.warn(
+                f"exchange: with False, files make {plan.num_packs:,} packs, {more / plan.together['packs']:.2%} more "
+                "than with one plan",
+                stacklevel=4,
+            )
         if run.settings.exchange:
             _do(run, executor, "deal", run.num_inputs, bar)
-            _do(run, executor, "gather", plan.shards, bar)
-        else:
-            _do(run, executor, "alone", plan.shards, bar)
+        _do(run, executor, "gather", plan.shards, bar)
     return plan
 
 

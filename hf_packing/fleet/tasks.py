@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hf_packing.errors import PackingError
 from hf_packing.fleet.count import count
 from hf_packing.fleet.deal import deal
-from hf_packing.fleet.gather import gather, load_packed_file, pack_alone
+from hf_packing.fleet.gather import gather, load_packed_file
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.run import Run, open_run
 from hf_packing.fleet.store import Store
@@ -27,12 +27,7 @@ class Task(NamedTuple):
     number: int
 
 
-STAGES: Mapping[str, Callable[[Run, int], None]] = {
-    "count": count,
-    "deal": deal,
-    "gather": gather,
-    "alone": pack_alone,
-}
+STAGES: Mapping[str, Callable[[Run, int], None]] = {"count": count, "deal": deal, "gather": gather}
 """What tasks do, by the name of their stage."""
 
 

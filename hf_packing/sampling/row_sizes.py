@@ -15,6 +15,7 @@ import torch
 from datasets.utils import tqdm
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, SEQ_LENGTHS
+from hf_packing.data.lazy.lazy_columns import LazyColumn, is_lazy, open_column
 from hf_packing.data.token_columns import (
     TokenColumn,
     is_list,
@@ -71,7 +72,7 @@ def sizes_of(dataset: Any) -> RowSizes:
             the rows have a column with segment borders, such as position_ids, but no column seq_lengths.
     """
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-        return _sizes_in_table(dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset))
+        return _sizes_in_table(dataset)
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(
@@ -107,19 +108,21 @@ def _sample_of_values(values: Any) -> bytes:
         return repr(values).encode()
 
 
-def _sample_of_column(column: TokenColumn) -> bytes:
+def _sample_of_column(column: TokenColumn | LazyColumn) -> bytes:
     rows = rows_to_sample(len(column.length))
     values = column.gather(rows, np.zeros_like(rows), np.minimum(column.length[rows], SAMPLED_TOKENS))
     return values.astype("<i8").tobytes()
 
 
-def _sizes_in_table(table: pa.Table, numbers: IntArray | None) -> RowSizes:
+def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
+    table, numbers = dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset)
     _check_columns(table.column_names)
     table = with_typed_empty_lists(table)
     columns = {
-        name: TokenColumn(name, table.column(name), numbers)
+        name: open_column(dataset, name, table, numbers)
         for name in (SEQ_LENGTHS, INPUT_IDS, LABELS, *LOSS_MASKS)
-        if name in table.column_names and _has_number_per_token(name, table.schema.field(name).type)
+        if name in table.column_names
+        and (is_lazy(dataset, name) or _has_number_per_token(name, table.schema.field(name).type))
     }
     sample = b"".join(_sample_of_column(column) for name, column in columns.items() if name != SEQ_LENGTHS)
     if SEQ_LENGTHS not in columns:

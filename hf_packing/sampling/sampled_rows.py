@@ -17,10 +17,13 @@ from hf_packing.columns import (
     INPUT_IDS,
     LABELS,
     LOSS_MASKS,
+    POSITION_IDS,
     SEGMENT_COLUMNS,
+    SEQ_LENGTHS,
     TOKEN_TYPE_IDS,
     apply_loss_masks,
 )
+from hf_packing.data.lazy.lazy_columns import LazyColumn, is_lazy
 from hf_packing.data.token_columns import is_list, row_numbers, visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import SampledRow
@@ -61,6 +64,8 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             names = visible_columns(dataset)
             if INPUT_IDS not in names:
                 raise PackingError(f"dataset: expected a column 'input_ids', got columns: {', '.join(names) or 'none'}")
+            if is_lazy(dataset, POSITION_IDS) and SEQ_LENGTHS in names:  # they are made from seq_lengths, as in batches
+                unread = [*unread, POSITION_IDS]
             columns = _columns_to_read(names, unread, more)
             self._arrow_rows = ArrowRows.open(dataset, columns)
             dataset = dataset.with_format("numpy", columns=columns)
@@ -196,23 +201,27 @@ class ArrowRows:
 
     Args:
         dataset: a Dataset.
-        names: the columns to read. Every column has lists of integers, or of pairs of integers, without nulls.
+        names: the columns to read. Every column has lists of integers, or of pairs of integers, without nulls, or is
+            one of lazy packs.
     """
 
     def __init__(self, dataset: datasets.Dataset, names: Sequence[str]) -> None:
         self._dataset = dataset
         self._indices = row_numbers(dataset)
-        self._columns = {name: _ListColumn(dataset.data.table.column(name)) for name in names}
+        self._columns = {name: _open_column(dataset, name) for name in names}
 
     @classmethod
     def open(cls, dataset: datasets.Dataset, names: Sequence[str]) -> "ArrowRows | None":
         """Return the rows of a dataset; None if they have to be read through the dataset.
 
-        This is the case if a column has anything but lists of integers or lists of lists of integers, or has nulls,
-        and if the dataset is an instance of a subclass of Dataset, which may change rows when they are read.
+        This is the case if a column has anything but lists of integers, lists of lists of integers or lazy packs, or
+        has nulls, and if the dataset is an instance of a subclass of Dataset, which may change rows when they are read.
         """
         table = dataset.data.table
-        plain = type(dataset) is datasets.Dataset and all(_has_integers_only(table.column(name)) for name in names)
+        plain = type(dataset) is datasets.Dataset and all(
+            not table.column(name).null_count if is_lazy(dataset, name) else _has_integers_only(table.column(name))
+            for name in names
+        )
         return cls(dataset, names) if plain else None
 
     def read(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[Any]]]:
@@ -241,6 +250,11 @@ class ArrowRows:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the dataset and the names, since views of memory-mapped files would be pickled as copies."""
         return type(self), (self._dataset, list(self._columns))
+
+
+def _open_column(dataset: datasets.Dataset, name: str) -> "_ListColumn | LazyColumn":
+    column = dataset.data.table.column(name)
+    return LazyColumn(name, column, dataset.features[name]) if is_lazy(dataset, name) else _ListColumn(column)
 
 
 class _ListColumn:

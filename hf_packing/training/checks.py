@@ -28,6 +28,7 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
     find_unmasked_label,
 )
+from hf_packing.data.lazy.lazy_columns import is_lazy, open_column
 from hf_packing.data.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumn,
@@ -211,7 +212,7 @@ def check_loss_masks(trainer: Trainer, dataset: Any) -> None:
             f"column {masks[0]!r}: expected a column 'labels' too, since {type(trainer).__name__} ignores this mask; "
             "use SFTTrainer, or pack(dataset, strategy), which makes labels from the mask"
         )
-    if LABELS not in names or not is_token_type(dataset.data.schema.field(LABELS).type):
+    if LABELS not in names or not (is_lazy(dataset, LABELS) or is_token_type(dataset.data.schema.field(LABELS).type)):
         return
     asked = getattr(trainer.args, "completion_only_loss", None)  # if None, the columns of the dataset decide
     if applies_masks(trainer) and asked is False and not trainer.args.assistant_only_loss:
@@ -333,7 +334,7 @@ def _blocks(
         the index of each document's first token within the block, int64 [documents].
     """
     table, numbers = dataset.data.table, row_numbers(dataset)
-    columns = {name: TokenColumn(name, table.column(name), numbers) for name in (INPUT_IDS, *names)}
+    columns = {name: open_column(dataset, name, table, numbers) for name in (INPUT_IDS, *names)}
     check_same_lengths(columns)
     segments = (
         TokenColumn(SEQ_LENGTHS, table.column(SEQ_LENGTHS), numbers) if SEQ_LENGTHS in table.column_names else None

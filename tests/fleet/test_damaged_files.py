@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from fleet_rows import (
+from fleet.faults import (
     Faults,
     digest_of_fleet,
     digest_of_pack,
@@ -12,13 +12,13 @@ from fleet_rows import (
     kill_driver,
     names_in,
     pack_here,
-    write_shard,
+    write_other_rows,
     write_shards,
 )
 
 from hf_packing.errors import PackingError
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ def test_all_files_damaged_at_once(shards, digest, stopped_in):
 
 
 @pytest.fixture
-def changed(shards):
+def changed(shards, tmp_path):
     """One of the files to pack, with other rows; it is put back after the test."""
     content, stat = shards[1].read_bytes(), shards[1].stat()
-    write_shard(shards[1], 5, seed=99)
+    write_other_rows(shards[1], tmp_path / "other")
     yield shards[1]
     shards[1].write_bytes(content)
     os.utime(shards[1], ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -173,7 +173,7 @@ def test_an_input_that_changes_during_the_run(stage, tmp_path):
     faults = Faults(tmp_path / "faults", [stage, 1, "unplaced", "hold"])
     with driver(f"{shards[0].parent}/*.parquet", tmp_path / "out", faults, shards=4) as process:
         faults.wait_for_hold(process)
-        write_shard(shards[1], 5, seed=99)
+        write_other_rows(shards[1], tmp_path / "other")
         faults.release()
         _, errors = process.communicate()
     assert process.returncode == 1

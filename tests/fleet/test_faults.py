@@ -11,7 +11,7 @@ from functools import partial
 
 import pyarrow.parquet as pq
 import pytest
-from fleet_rows import (
+from fleet.faults import (
     HANGS,
     Faults,
     digest_of_fleet,
@@ -30,7 +30,7 @@ from hf_packing.fleet.engines import TRIES
 from hf_packing.fleet.parts import read_parts
 from hf_packing.fleet.store import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
 STAGES = {"count": 6, "deal": 6, "gather": 4}
 
@@ -66,7 +66,7 @@ def test_workers_killed_in_every_stage(shards, digest, tmp_path):
 
 
 def test_workers_killed_where_each_file_is_packed_by_itself(shards, tmp_path):
-    kills = [["alone", number, point, "kill"] for number, point in enumerate(["begin", "half", "unplaced"])]
+    kills = [["gather", number, point, "kill"] for number, point in enumerate(["begin", "half", "unplaced"])]
     faults = Faults(tmp_path / "faults", *kills)
     assert run_driver(pattern(shards), tmp_path / "killed", faults, exchange=False)[::2] == (0, "")
     faults.assert_all_happened()

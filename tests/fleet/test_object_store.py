@@ -8,7 +8,7 @@ from threading import Barrier
 
 import boto3
 import pytest
-from fleet_rows import (
+from fleet.faults import (
     Faults,
     digest_of_fleet,
     digest_of_pack,
@@ -17,7 +17,7 @@ from fleet_rows import (
     pack_here,
     run_driver,
     session_of,
-    write_shard,
+    write_other_rows,
     write_shards,
 )
 from moto.server import ThreadedMotoServer
@@ -25,7 +25,7 @@ from moto.server import ThreadedMotoServer
 from hf_packing.errors import PackingError
 from hf_packing.fleet.store import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
 STAGES = ["count", "deal", "gather"]
 NUMBERS = itertools.count()
@@ -231,9 +231,9 @@ def test_an_input_that_changed(server, client, bucket, tmp_path):
     files, output = places(bucket)
     pack = {"storage_options": server.options, "shards": 2}
     first = pack_here(files, output, **pack)
-    write_shard(tmp_path / "changed.parquet", 5, seed=99)
-    client.upload_file(str(tmp_path / "changed.parquet"), bucket, "in/part-1.parquet")
-    with pytest.raises(PackingError, match=f"s3://{bucket}/in/part-1.parquet: expected the file that was packed"):
+    write_other_rows(tmp_path / "changed.parquet", tmp_path / "other")
+    client.upload_file(str(tmp_path / "changed.parquet"), bucket, "in/1.parquet")
+    with pytest.raises(PackingError, match=f"s3://{bucket}/in/1.parquet: expected the file that was packed"):
         pack_here(files, output, **pack)
     assert keys_in(client, bucket).keys() == {f"out/{file.name}" for file in first.files} | {
         "out/manifest.json",

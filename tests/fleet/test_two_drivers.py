@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
-from fleet_rows import (
+from fleet.faults import (
     Faults,
     digest_of_fleet,
     digest_of_pack,
@@ -17,7 +17,7 @@ from fleet_rows import (
 
 from hf_packing.errors import PackingError
 
-pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops):UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""Documents in files for fleets, digests of packed rows, drivers in processes of their own, and faults."""
+"""Faults of a fleet, drivers in processes of their own, and digests of packed rows."""
 
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,49 +11,28 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset
+from fleet.fleet_rows import Here, packed_by_pack, rows_of, write_files
 
 import hf_packing as hfp
 from hf_packing.fleet.store import Store
-from hf_packing.fleet.tasks import do_task
 
-TESTS = Path(__file__).parent
+HERE = Path(__file__).parent
 CAPACITY = 128
 HANGS = 240
 """Seconds after which processes are taken to hang, also on a busy machine."""
 
 
-class Here:
-    """An executor that does all tasks in this process."""
-
-    def run(self, tasks):
-        for task in tasks:
-            do_task(task)
-            yield task
-
-
-def write_shard(file, documents, seed):
-    """Write a parquet file with so many documents, of 0 to 200 tokens."""
-    rng = np.random.default_rng(seed)
-    rows = [rng.integers(0, 50_000, rng.integers(0, 200)) for _ in range(documents)]
-    columns = {
-        "input_ids": pa.array(rows, pa.list_(pa.int32())),
-        "labels": pa.array([np.where(row % 3, row, -100) for row in rows], pa.list_(pa.int32())),
-        "weight": pa.array([row / 7 for row in rows], pa.list_(pa.float32())),
-    }
-    pq.write_table(pa.table(columns), file)
-
-
-def write_shards(folder, documents=(40, 3, 70, 0, 25, 60)):
+def write_shards(folder, sizes=(40, 3, 70, 0, 25, 60)):
     """Write uneven parquet files, and return their paths."""
-    folder.mkdir(exist_ok=True)
-    files = [folder / f"part-{number}.parquet" for number in range(len(documents))]
-    for number, (file, many) in enumerate(zip(files, documents, strict=True)):
-        write_shard(file, many, number)
-    return files
+    return [Path(file) for file in write_files(folder, sizes)]
+
+
+def write_other_rows(file, folder):
+    """Replace a file by one with other rows."""
+    (other,) = write_files(folder, (5,), seed=99)
+    shutil.copy(other, file)
 
 
 def digest_of(table):
@@ -68,9 +48,7 @@ def digest_of(table):
 
 def digest_of_pack(files, capacity=CAPACITY):
     """Return the digest of the rows of `pack`."""
-    table = pa.concat_tables([pq.read_table(file) for file in files])
-    packed = hfp.pack(Dataset(table), hfp.BestFit(capacity), load_from_cache_file=False)
-    return digest_of(packed.data.table)
+    return digest_of(rows_of(packed_by_pack(files, hfp.BestFit(capacity))))
 
 
 def digest_of_fleet(output, options=None):
@@ -80,7 +58,7 @@ def digest_of_fleet(output, options=None):
     for file in json.loads(store.read("manifest.json"))["files"]:
         content = store.read(file["name"])
         assert (len(content), hashlib.sha256(content).hexdigest()) == (file["size"], file["sha256"])
-        tables.append(pq.read_table(pa.BufferReader(content)))
+        tables.append(pq.read_table(pa.BufferReader(content), use_threads=False))
         assert tables[-1].num_rows == file["rows"]
     return digest_of(pa.concat_tables(tables))
 
@@ -109,7 +87,7 @@ class Faults:
 
     @property
     def environment(self):
-        return {"FLEET_FAULTS": str(self.folder), "PYTHONPATH": paths(TESTS / "fleet_hook")}
+        return {"FLEET_FAULTS": str(self.folder), "PYTHONPATH": paths(HERE / "hook")}
 
     def lines(self, event):
         """Return the [stage, number, process, ...] of each event in the log."""
@@ -133,13 +111,13 @@ class Faults:
 
 
 def paths(*folders):
-    known = [str(TESTS.parent), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    known = [str(HERE.parent.parent), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.pathsep.join(known)
 
 
 def start_driver(files, output, faults=None, limit=None, **settings):
     """Start a driver in a session of its own; its workers are in the same session."""
-    command = [sys.executable, str(TESTS / "fleet_process.py"), *map(str, (files, output)), json.dumps(settings)]
+    command = [sys.executable, str(HERE / "driver_process.py"), *map(str, (files, output)), json.dumps(settings)]
     environment = os.environ | ({"PYTHONPATH": paths()} if faults is None else faults.environment)
     return subprocess.Popen(
         command,

@@ -1,11 +1,12 @@
 """A driver of a fleet in a process of its own.
 
-python fleet_process.py FILES OUTPUT [SETTINGS AS JSON], which prints the manifest's key, or the error.
+python driver_process.py FILES OUTPUT [SETTINGS AS JSON], which prints the manifest's key, or the error.
 """
 
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import hf_packing as hfp
@@ -16,6 +17,7 @@ def main(files, output, settings="{}"):
     known = json.loads(settings)
     engine = known.pop("ray", None)
     executor = hfp.fleet.local(known.pop("workers", 2)) if engine is None else hfp.fleet.ray(engine or None)
+    warnings.simplefilter("ignore", UserWarning)  # of documents that are cut
     strategy = hfp.BestFit(known.pop("capacity", 128))
     if ready := known.pop("ready", None):  # drivers that are to start together
         Path(ready, f"ready-{time.time_ns()}").touch()
