@@ -148,7 +148,7 @@ def few_bytes(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "stage"), [(200, ""), (1_100, "count"), (3_500, ""), (30_000, "deal"), (120_000, "gather")]
+    ("size", "stage"), [(200, ""), (950, "count"), (3_500, ""), (30_000, "deal"), (45_000, "gather")]
 )
 def test_files_that_may_not_grow(size, stage, shards, digest, tmp_path):
     """A limit of the process has the effect of a full disk: a write fails in the middle of a file."""
@@ -168,14 +168,14 @@ def small_disk(tmp_path):
     folder.mkdir()
     if shutil.which("mount") is None or os.geteuid():
         pytest.skip("only root can mount a small disk")
-    options = ["-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
+    options = ["-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
     if subprocess.run(["mount", *options], capture_output=True).returncode:
         pytest.skip("no disk can be mounted here")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("filled", [0, 200_000, 299_000])
+@pytest.mark.parametrize("filled", [0, 100_000, 199_000])
 def test_full_disk(filled, shards, digest, small_disk):
     (small_disk / "filled").write_bytes(b"x" * filled)
     code, _, errors = run_driver(pattern(shards), small_disk / "out", shards=4)

@@ -72,5 +72,6 @@ def watch(folder):
     tasks.STAGES = {stage: watched(stage, function) for stage, function in tasks.STAGES.items()}
 
 
-if os.environ.get("FLEET_FAULTS") and "hf_packing.fleet.worker" in sys.orig_argv:
+WORKERS = ("hf_packing.fleet.worker", "default_worker.py")  # of this machine, and of Ray
+if os.environ.get("FLEET_FAULTS") and any(each.endswith(WORKERS) for each in sys.orig_argv):
     watch(Path(os.environ["FLEET_FAULTS"]))
