@@ -1,6 +1,8 @@
 """A driver of a fleet in a process of its own.
 
-python driver_process.py FILES OUTPUT [SETTINGS AS JSON], which prints the manifest's key, or the error.
+python driver_process.py FILES OUTPUT [SETTINGS AS JSON]
+
+FILES is a pattern, or a list as JSON. Prints the manifest's key, or the error.
 """
 
 import json
@@ -15,6 +17,7 @@ from hf_packing.errors import PackingError
 
 def main(files, output, settings="{}"):
     known = json.loads(settings)
+    files = json.loads(files) if files.startswith("[") else files
     engine = known.pop("ray", None)
     executor = hfp.fleet.local(known.pop("workers", 2)) if engine is None else hfp.fleet.ray(engine or None)
     warnings.simplefilter("ignore", UserWarning)  # of documents that are cut

@@ -1,5 +1,6 @@
 """A fleet that was killed goes on where files were damaged or have changed, or says which."""
 
+import json
 import os
 import shutil
 
@@ -15,6 +16,7 @@ from fleet.faults import (
     write_other_rows,
     write_shards,
 )
+from written_rows import write_lines
 
 from hf_packing.errors import PackingError
 
@@ -119,6 +121,29 @@ def test_damaged_run(how, shards, digest, stopped_in):
         file.unlink()
     pack_here(shards, output)
     assert digest_of_fleet(output) == digest
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("stage", ["count", "deal"])
+def test_damaged_tokens(stage, how, tokenizer, tmp_path):
+    words = ["one", "two", "three", "four"]
+    files = [tmp_path / f"{number}.jsonl" for number in range(4)]
+    for number, file in enumerate(files):
+        write_lines(file, [{"text": " ".join(words[: 1 + row % 4] * 9)} for row in range(5 + 9 * number)])
+    known = {"shards": 2, "tokenizer": tokenizer, "end_documents": False}
+    whole = pack_here(files, tmp_path / "whole", **known)
+    assert whole.num_rows > 2
+
+    faults = Faults(tmp_path / "faults", [stage, 1, "half" if stage == "count" else "placed", "hold"])
+    listed = [str(file) for file in files]
+    with driver(json.dumps(listed), tmp_path / "out", faults, workers=1, **known) as process:
+        faults.wait_for_hold(process)
+        kill_driver(process)
+    # the file of tokens that is needed next
+    (file,) = (tmp_path / "out" / ".fleet").glob(f"*/tokens-{1 if stage == 'count' else 2:05d}")
+    damage(file, how)
+    pack_here(files, tmp_path / "out", **known)
+    assert digest_of_fleet(tmp_path / "out") == digest_of_fleet(tmp_path / "whole")
 
 
 def test_all_files_damaged_at_once(shards, digest, stopped_in):

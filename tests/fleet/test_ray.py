@@ -37,8 +37,8 @@ def digest(shards):
     return digest_of_pack(shards)
 
 
-def files_of(folder, name):
-    """Yield the contents of a file in the folder of each process."""
+def read_of_all(name):
+    """Yield the id of each process, and the content of a file that /proc has for it."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             yield int(process.name), (process / name).read_bytes()
@@ -47,14 +47,13 @@ def files_of(folder, name):
 def processes_of(faults):
     """Return the ids of all processes that were started with these faults, at any distance."""
     mark = f"FLEET_FAULTS={faults.folder}\0".encode()
-    return [process for process, known in files_of("/proc", "environ") if mark in known]
+    return [process for process, environment in read_of_all("environ") if mark in environment]
 
 
 def children_of(parent):
     """Return the ids of a process's children."""
-    return [
-        process for process, known in files_of("/proc", "stat") if int(known.rsplit(b")", 1)[1].split()[1]) == parent
-    ]
+    fields = {process: stat.rsplit(b")", 1)[1].split() for process, stat in read_of_all("stat")}
+    return [process for process, (_, parent_of, *_) in fields.items() if int(parent_of) == parent]
 
 
 def kill(processes):
