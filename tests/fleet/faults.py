@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from fleet.fleet_rows import Here, packed_by_pack, rows_of, write_files
 
 import hf_packing as hfp
@@ -22,6 +23,14 @@ HERE = Path(__file__).parent
 CAPACITY = 128
 HANGS = 240
 """Seconds after which processes are taken to hang, also on a busy machine."""
+
+
+def some_slow(first, *others):
+    """Return parameters of a test, of which all but the first one are slow."""
+    return [
+        first,
+        *(pytest.param(*(each if isinstance(each, tuple) else [each]), marks=pytest.mark.slow) for each in others),
+    ]
 
 
 def write_shards(folder, sizes=(40, 3, 70, 0, 25, 60)):

@@ -13,6 +13,7 @@ from fleet.faults import (
     kill_driver,
     names_in,
     pack_here,
+    some_slow,
     write_other_rows,
     write_shards,
 )
@@ -123,6 +124,7 @@ def test_damaged_run(how, shards, digest, stopped_in):
     assert digest_of_fleet(output) == digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("stage", ["count", "deal"])
 def test_damaged_tokens(stage, how, tokenizer, tmp_path):
@@ -192,7 +194,7 @@ def test_an_input_that_changed_after_the_run(shards, digest, tmp_path, request):
     assert digest_of_fleet(tmp_path / "out") == digest
 
 
-@pytest.mark.parametrize("stage", ["count", "deal", "gather"])
+@pytest.mark.parametrize("stage", some_slow("deal", "count", "gather"))
 def test_an_input_that_changes_during_the_run(stage, tmp_path):
     shards = write_shards(tmp_path / "shards")
     faults = Faults(tmp_path / "faults", [stage, 1, "unplaced", "hold"])

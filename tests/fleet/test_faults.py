@@ -22,6 +22,7 @@ from fleet.faults import (
     pack_here,
     run_driver,
     session_of,
+    some_slow,
     wait_until,
     write_shards,
 )
@@ -65,6 +66,7 @@ def test_workers_killed_in_every_stage(shards, digest, tmp_path):
     assert key in (tmp_path / "out" / "manifest.json").read_text()
 
 
+@pytest.mark.slow
 def test_workers_killed_where_each_file_is_packed_by_itself(shards, tmp_path):
     kills = [["gather", number, point, "kill"] for number, point in enumerate(["begin", "half", "unplaced"])]
     faults = Faults(tmp_path / "faults", *kills)
@@ -74,6 +76,7 @@ def test_workers_killed_where_each_file_is_packed_by_itself(shards, tmp_path):
     assert digest_of_fleet(tmp_path / "killed") == digest_of_fleet(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_task_that_always_kills_its_worker(shards, digest, tmp_path):
     faults = Faults(tmp_path / "faults", *[["deal", 2, point, "kill"] for point in ("begin", "unplaced")])
     (tmp_path / "faults" / "faults.json").write_text(json.dumps([["deal", 2, "begin", "kill"]] * TRIES))
@@ -86,7 +89,7 @@ def test_a_task_that_always_kills_its_worker(shards, digest, tmp_path):
     assert digest_of_fleet(tmp_path / "out") == digest
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", some_slow("deal", "count", "gather"))
 def test_driver_killed_while_a_worker_does_a_task(stage, shards, digest, tmp_path):
     faults = Faults(tmp_path / "faults", [stage, 1, "unplaced", "hold"])
     with driver(pattern(shards), tmp_path / "out", faults, shards=4) as process:
@@ -148,7 +151,7 @@ def few_bytes(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "stage"), [(200, ""), (950, "count"), (3_500, ""), (30_000, "deal"), (45_000, "gather")]
+    ("size", "stage"), some_slow((30_000, "deal"), (200, ""), (950, "count"), (3_500, ""), (45_000, "gather"))
 )
 def test_files_that_may_not_grow(size, stage, shards, digest, tmp_path):
     """A limit of the process has the effect of a full disk: a write fails in the middle of a file."""
@@ -175,7 +178,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("filled", [0, 100_000, 199_000])
+@pytest.mark.parametrize("filled", some_slow(100_000, 0, 199_000))
 def test_full_disk(filled, shards, digest, small_disk):
     (small_disk / "filled").write_bytes(b"x" * filled)
     code, _, errors = run_driver(pattern(shards), small_disk / "out", shards=4)

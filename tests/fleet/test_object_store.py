@@ -110,6 +110,7 @@ def places(bucket):
     return f"s3://{bucket}/in/*.parquet", f"s3://{bucket}/out"
 
 
+@pytest.mark.slow
 def test_rows_and_requests(server, client, bucket, shards, digest, tmp_path):
     """Workers are killed in all stages; nothing is listed, copied or renamed, and owners are found by put-if-absent."""
     begin = len(server.requests)

@@ -1,6 +1,7 @@
 """Two drivers with one output folder do not disturb each other; drivers with different settings are told apart."""
 
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 from fleet.faults import (
@@ -11,6 +12,7 @@ from fleet.faults import (
     names_in,
     pack_here,
     run_driver,
+    some_slow,
     wait_until,
     write_shards,
 )
@@ -43,7 +45,8 @@ def start_together(folder, files, output, settings, faults):
         return [(process.returncode, *each) for process, each in zip(drivers, printed, strict=True)]
 
 
-@pytest.mark.parametrize("time", [pytest.param(time, marks=[pytest.mark.slow] if time else []) for time in range(6)])
+@pytest.mark.slow
+@pytest.mark.parametrize("time", range(6))
 def test_two_drivers_that_start_together(time, shards, digest, tmp_path):
     faults = Faults(tmp_path / "faults")
     done = start_together(tmp_path / "ready", f"{shards[0].parent}/*.parquet", tmp_path / "out", [{}, {}], faults)
@@ -55,6 +58,7 @@ def test_two_drivers_that_start_together(time, shards, digest, tmp_path):
     assert {name for name in names_in(tmp_path / "out") if ".fleet" in name} == {".fleet/run.json"}
 
 
+@pytest.mark.slow
 def test_two_drivers_with_different_settings(shards, digest, tmp_path):
     settings = [{}, {"capacity": 64}]
     done = start_together(tmp_path / "ready", f"{shards[0].parent}/*.parquet", tmp_path / "out", settings, None)
@@ -65,9 +69,10 @@ def test_two_drivers_with_different_settings(shards, digest, tmp_path):
     assert digest_of_fleet(tmp_path / "out") == (digest if codes[0] == 0 else digest_of_pack(shards, 64))
 
 
-@pytest.mark.parametrize("point", ["begin", "unplaced", "placed"])
-@pytest.mark.parametrize("stage", ["count", "deal", "gather"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "point"),
+    some_slow(("deal", "unplaced"), *product(["count", "gather"], ["begin", "unplaced", "placed"]), ("deal", "begin")),
+)
 def test_a_driver_that_another_one_overtakes(stage, point, shards, digest, tmp_path):
     """The other driver completes the run, and removes the files that a worker of this one is about to read."""
     faults = Faults(tmp_path / "faults", [stage, 2, point, "hold"])
