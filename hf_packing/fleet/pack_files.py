@@ -162,11 +162,13 @@ def drive(run: Run, executor: Executor) -> PackedCorpus:
         return packed
     try:
         return finish(run, _do_stages(run, executor))
-    except (PackingError, OSError):
+    except (DamagedFileError, PackingError, OSError) as error:
         # another driver may have completed the run meanwhile, and removed the files that this one was reading
-        if (packed := _complete(run)) is None:
-            raise
-        return packed
+        if (packed := _complete(run)) is not None:
+            return packed
+        if isinstance(error, DamagedFileError):
+            raise damaged(run, error) from None
+        raise
 
 
 def _complete(run: Run) -> PackedCorpus | None:
@@ -193,10 +195,7 @@ def _do_stages(run: Run, executor: Executor) -> Plan:
             pass
         _do(run, executor, "count", run.num_inputs, bar)
         with bar("plan", run.num_inputs) as seen:
-            try:
-                plan = make_plan(run, seen)
-            except DamagedFileError as error:
-                raise damaged(run, error) from None
+            plan = make_plan(run, seen)
         if (more := plan.num_packs - plan.together["packs"]) > 0:
             warnings.warn(
                 f"exchange: with False, files make {plan.num_packs:,} packs, {more / plan.together['packs']:.2%} more "
