@@ -1,6 +1,7 @@
 """The first stage: count the documents of each length in one file. Files of texts are tokenized on the way."""
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -52,6 +53,8 @@ class Counted:
     """The field that determined how rows became tokens; "" for a table of tokens."""
     tokens_size: int = 0
     """Bytes of the file of tokens of a file of texts; 0 for a table of tokens."""
+    tokens_check: int = 0
+    """Checksum of the file of tokens."""
     skipped: Sequence[str] = ()
     """Rows that were left out since they cannot be used, with the reasons."""
     alone: Mapping[str, Any] | None = None
@@ -125,9 +128,13 @@ def token_table(run: Run, number: int, counted: Counted, schema: pa.Schema) -> p
         return schema.empty_table()
     if counted.tokens_size:
         name = run.file("tokens", number)
-        if run.store.size(name) != counted.tokens_size:
+        try:
+            content = run.store.read(name)
+        except FileNotFoundError:
+            raise DamagedFileError(name) from None
+        if (len(content), zlib.crc32(content)) != (counted.tokens_size, counted.tokens_check):
             raise DamagedFileError(name)
-        return pa.ipc.open_stream(pa.py_buffer(run.store.read(name))).read_all()
+        return pa.ipc.open_stream(pa.py_buffer(content)).read_all()
     table = read_table(counted.name, run.store.options, [*schema.names, ATTENTION_MASK])
     for name in [name for name, kind in counted.columns.items() if not kind]:
         place = table.column_names.index(name)
@@ -197,16 +204,25 @@ def _count_texts(run: Run, number: int, name: str, options: Mapping[str, Any]) -
                 input_ids, labels = corpus.tokens_of(block)
                 stream.write_table(pa.table({INPUT_IDS: input_ids, LABELS: labels}, schema=_TOKENS))
                 lengths += map(len, input_ids)
-        size = Path(fresh).stat().st_size
+        size, check = Path(fresh).stat().st_size, _checksum_of(fresh)
     facts = {
         "columns": {each.name: _type_of(each.type) for each in _TOKENS},
         "left_out": list(corpus.left_out),
         "loss_masks": list(corpus.loss_masks),
         "kind": corpus.kind,
         "tokens_size": size,
+        "tokens_check": check,
         "skipped": list(documents.skipped),
     }
     return np.array(lengths, dtype=np.int64), facts
+
+
+def _checksum_of(file: Path) -> int:
+    check = 0
+    with open(file, "rb") as opened:
+        while block := opened.read(1 << 20):
+            check = zlib.crc32(block, check)
+    return check
 
 
 def _totals_alone(run: Run, counts: LengthCounts) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.data.packed_rows import as_int32
 from hf_packing.data.token_columns import TokenColumns, find_token_columns
 from hf_packing.errors import PackingError
-from hf_packing.fleet.count import count, load_count, token_table
+from hf_packing.fleet.count import Counted, count, load_count, token_table
 from hf_packing.fleet.parts import Buffers, DamagedFileError, read_part, write_parts
 from hf_packing.fleet.plan import Plan, dealt_before, load_plan
 from hf_packing.fleet.run import Run
@@ -53,8 +53,8 @@ def deal(run: Run, number: int) -> None:
     """
     plan = load_plan(run)
     assert plan.table is not None
-    columns = columns_of_file(run, number, plan)
-    before = dealt_before(run, number)
+    columns, counted = columns_of_file(run, number, plan)
+    before = dealt_before(run, number, counted)
     dealt = plan.table.deal(columns[INPUT_IDS].length, before)
     write_parts(run.store, run.file("deal", number), _parts(plan, columns, dealt), plan.shards)
 
@@ -84,8 +84,8 @@ def load_deal(run: Run, number: int, plan: Plan, shard: int) -> DealtPart:
     return DealtPart(pack, place, length, values)
 
 
-def columns_of_file(run: Run, number: int, plan: Plan) -> TokenColumns:
-    """Return the token columns of a file.
+def columns_of_file(run: Run, number: int, plan: Plan) -> tuple[TokenColumns, Counted]:
+    """Return the token columns of a file, and what was counted.
 
     If the tokens that `count` has written are gone or damaged, they are made again.
 
@@ -103,7 +103,7 @@ def columns_of_file(run: Run, number: int, plan: Plan) -> TokenColumns:
         columns = find_token_columns(table)
     except PackingError as error:
         raise PackingError(f"{counted.name}: {error}") from None
-    return {name: columns[name] for name in plan.columns}
+    return {name: columns[name] for name in plan.columns}, counted
 
 
 def _parts(plan: Plan, columns: TokenColumns, dealt: DealtShard) -> Iterator[Buffers]:

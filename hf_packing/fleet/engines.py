@@ -73,8 +73,11 @@ class LocalExecutor:
                     yield found
         finally:
             stop.set()
-            for process in processes:
-                process.kill()
+            for thread in threads:
+                while thread.is_alive():  # nothing is written after an error was raised
+                    for process in processes:
+                        process.kill()
+                    thread.join(0.1)
 
 
 class _Process:

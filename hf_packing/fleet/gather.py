@@ -69,7 +69,7 @@ def gather(run: Run, number: int) -> None:
         parts = _parts(run, plan, number)
         columns, packs = _joined(plan, parts, plan.first_pack(number), plan.first_pack(number + 1))
     else:
-        columns = columns_of_file(run, number, plan)
+        columns, _ = columns_of_file(run, number, plan)
         packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
     _write(run, plan, number, columns, packs)
 

@@ -65,6 +65,7 @@ def identity_of(name: str, options: Mapping[str, Any]) -> Identity:
         if isinstance(system, LocalFileSystem):
             stat = os.stat(path)
             return [stat.st_size, str(stat.st_mtime_ns)]
+        system.invalidate_cache(path)  # of the time when files were listed
         info = system.info(path)
     except FileNotFoundError:
         raise PackingError(f"files: expected a file that exists, got {name!r}") from None

@@ -4,7 +4,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from hf_packing.fleet.in_order import in_order
 from hf_packing.fleet.inputs import find_inputs, has_tokens, identity_of
 from hf_packing.fleet.manifest import MANIFEST, PackedCorpus, read_manifest, write_manifest
 from hf_packing.fleet.parts import DamagedFileError
-from hf_packing.fleet.plan import Plan, make_plan
-from hf_packing.fleet.run import WORK, Run, Texts, claim_run, settings_of
+from hf_packing.fleet.plan import Plan, counts_of, make_plan
+from hf_packing.fleet.run import WORK, Run, Texts, claim_run, settings_of, write_names
 from hf_packing.fleet.store import Store
-from hf_packing.fleet.tasks import Task, is_done
+from hf_packing.fleet.tasks import Task, damaged, is_done
 from hf_packing.fleet.tokenizer import save_tokenizer
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.strategies.base import CountingStrategy, Strategy, check_strategy, registered_strategies
@@ -150,21 +150,46 @@ def begin_run(
             skip_bad=skip_bad,
         )
     settings = settings_of(strategy, shards=shards, exchange=exchange, position_ids=position_ids, texts=texts)
-    return claim_run(store, inputs, settings)
+    run = claim_run(store, inputs, settings)
+    if not store.exists(MANIFEST):
+        write_names(run, inputs)
+    return run
 
 
 def drive(run: Run, executor: Executor) -> PackedCorpus:
     """Do what is missing of a run, and return the packed corpus."""
-    packed = read_manifest(run.store)
-    if packed is not None:
-        if packed.key != run.key:
-            raise PackingError(
-                f"output: expected a new folder, but {run.store.url!r} has a packed corpus of another run"
-            )
-        for _ in in_order(lambda known: _check_identity(run, *known), packed.inputs):
-            pass
-        _clean_up(run, len(packed.files))
+    if (packed := _complete(run)) is not None:
         return packed
+    try:
+        return finish(run, _do_stages(run, executor))
+    except (DamagedFileError, PackingError, OSError) as error:
+        # another driver may have completed the run meanwhile, and removed the files that this one was reading
+        if (packed := _complete(run)) is not None:
+            return packed
+        if isinstance(error, DamagedFileError):
+            raise damaged(run, error) from None
+        raise
+
+
+def _complete(run: Run) -> PackedCorpus | None:
+    """Return the packed corpus, without intermediate files, if a run is complete.
+
+    Raises:
+        PackingError: the output folder has another packed corpus, or a file has changed since.
+    """
+    packed = read_manifest(run.store)
+    if packed is None:
+        return None
+    if packed.key != run.key:
+        raise PackingError(f"output: expected a new folder, but {run.store.url!r} has a packed corpus of another run")
+    for _ in in_order(lambda known: _check_identity(run, *known), packed.inputs):
+        pass
+    _clean_up(run, len(packed.files))
+    return packed
+
+
+def _do_stages(run: Run, executor: Executor) -> Plan:
+    """Do what is missing of all stages, and return the plan."""
     with _progress(run) as bar:
         counted = list(in_order(lambda number: _is_counted(run, number), range(run.num_inputs)))
         _do(run, executor, "count", counted, bar)
@@ -174,12 +199,12 @@ def drive(run: Run, executor: Executor) -> PackedCorpus:
             warnings.warn(
                 f"exchange: with False, files make {plan.num_packs:,} packs, {more / plan.together['packs']:.2%} more "
                 "than with one plan",
-                stacklevel=3,
+                stacklevel=4,
             )
         if run.settings.exchange:
             _do(run, executor, "deal", _done(run, "deal", run.num_inputs), bar)
         _do(run, executor, "gather", _done(run, "gather", plan.shards), bar)
-    return finish(run, plan)
+    return plan
 
 
 def finish(run: Run, plan: Plan) -> PackedCorpus:
@@ -193,8 +218,7 @@ def finish(run: Run, plan: Plan) -> PackedCorpus:
     masks: dict[str, None] = {}
     skipped: list[str] = []
     num_skipped = 0
-    for each, _ in in_order(lambda number: load_count(run, number), range(run.num_inputs)):
-        check_unchanged(run, each)
+    for each, _ in in_order(lambda number: counts_of(run, number), range(run.num_inputs)):
         counted.append((each.name, list(each.identity)))
         left_out |= dict.fromkeys(each.left_out)
         masks |= dict.fromkeys(masks_of(each))
@@ -289,7 +313,8 @@ def _progress(run: Run) -> Iterator[_Bar]:
 
 def _write_progress(run: Run, stage: str, done: int, of: int) -> None:
     known = {"key": run.key, "stage": stage, "done": done, "of": of, "time": round(time.time())}
-    run.store.put(PROGRESS, json.dumps(known).encode())
+    with suppress(OSError):  # the rows matter more, and need no room for this file
+        run.store.put(PROGRESS, json.dumps(known).encode())
 
 
 def _is_counted(run: Run, number: int) -> bool:

@@ -8,6 +8,7 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -78,10 +79,11 @@ def make_plan(run: Run, seen: Callable[[int], None]) -> Plan:
     Raises:
         PackingError: a file has changed, or files have different columns.
     """
-    try:
-        return load_plan(run)
-    except DamagedFileError:
-        run.store.remove(run.file("plan"))
+    damaged = run.store.exists(run.file("plan"))
+    with suppress(DamagedFileError):
+        plan = load_plan(run)
+        _check_before(run)
+        return plan
     total, alone = _Totals(), _Sums()
     columns = _Columns(run)
     sizes = [0, 0]
@@ -91,9 +93,10 @@ def make_plan(run: Run, seen: Callable[[int], None]) -> Plan:
         alone.add(counted.alone)
         sizes[0] += counted.documents
         seen(1)
-        return [counts.length.astype("<i8"), total.add(counts).astype("<i8")]
+        head = np.array([_checksum_of(counted)], dtype="<i8")
+        return [head, counts.length.astype("<i8"), total.add(counts).astype("<i8")]
 
-    found = in_order(lambda number: _counts_of(run, number), range(run.num_inputs))
+    found = in_order(lambda number: counts_of(run, number), range(run.num_inputs))
     parts = (before(*each) for each in found)
     write_parts(run.store, run.file("before"), parts, run.num_inputs)
     counts = total.counts()
@@ -112,7 +115,8 @@ def make_plan(run: Run, seen: Callable[[int], None]) -> Plan:
         "note": table.note,
     }
     parts_of_plan = [[json.dumps(known).encode()], [_bytes_of_table(table) if run.settings.exchange else b""]]
-    run.store.put_new(run.file("plan"), bytes_of_parts(parts_of_plan))
+    write = run.store.put if damaged else run.store.put_new  # of two drivers, the first one's plan holds
+    write(run.file("plan"), bytes_of_parts(parts_of_plan))
     return load_plan(run)
 
 
@@ -127,18 +131,46 @@ def load_plan(run: Run) -> Plan:
     return Plan(**json.loads(facts), table=_table_of(table) if table else None, checksum=checksum)
 
 
-def dealt_before(run: Run, number: int) -> LengthCounts:
+def dealt_before(run: Run, number: int, counted: Counted) -> LengthCounts:
     """Return the number of documents in earlier files, for each length in a file.
 
     Raises:
+        PackingError: the file has changed since the plan was made.
         DamagedFileError: the file of these numbers is gone or damaged.
     """
     values = int64(read_part(run.store, run.file("before"), number))
-    length, documents = values.reshape(2, -1)
+    if values[0] != _checksum_of(counted):
+        raise PackingError(
+            f"{counted.name}: expected the file of which the plan was made, but it has changed, and now has size and "
+            f"last change {list(counted.identity)}; pack changed files into a new folder"
+        )
+    length, documents = values[1:].reshape(2, -1)
     return LengthCounts(length, documents)
 
 
-def _counts_of(run: Run, number: int) -> tuple[Counted, LengthCounts]:
+def _checksum_of(counted: Counted) -> int:
+    """Return a checksum of what a file was when it was counted."""
+    return zlib.crc32(json.dumps(list(counted.identity)).encode())
+
+
+def _check_before(run: Run) -> None:
+    """Check the documents in earlier files, which `deal` needs, and that no file was counted again with other counts.
+
+    Raises:
+        PackingError: a file has changed.
+        DamagedFileError: the file of these numbers is gone or damaged.
+    """
+    if run.settings.exchange:
+        for _ in in_order(lambda number: dealt_before(run, number, counts_of(run, number)[0]), range(run.num_inputs)):
+            pass
+
+
+def counts_of(run: Run, number: int) -> tuple[Counted, LengthCounts]:
+    """Return what `count` has written for a file, which is counted again if that is gone or damaged.
+
+    Raises:
+        PackingError: the file has changed.
+    """
     try:
         counted, counts = load_count(run, number)
     except DamagedFileError:

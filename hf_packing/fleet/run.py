@@ -19,12 +19,13 @@ import hashlib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import hf_packing
 from hf_packing.errors import PackingError
-from hf_packing.fleet.parts import DamagedFileError, read_part, write_parts
+from hf_packing.fleet.parts import DamagedFileError, read_part, read_parts, write_parts
 from hf_packing.fleet.store import Store
 from hf_packing.strategies.base import Strategy
 
@@ -109,8 +110,8 @@ class Run:
             return read_part(self.store, self.file("inputs"), number).decode()
         except DamagedFileError as error:
             raise PackingError(
-                f"output: expected a readable list of files, but {self.store.path_of(error.name)!r} is damaged; remove "
-                "the folder and start again"
+                f"output: expected a readable list of files, but {self.store.path_of(error.name)!r} is gone or "
+                "damaged; start the run again, which writes the list"
             ) from None
 
     def output(self, number: int, shards: int) -> str:
@@ -133,8 +134,7 @@ def claim_run(store: Store, inputs: Sequence[str], settings: Settings) -> Run:
     key = key_of(inputs, settings)
     known = {"key": key, "version": hf_packing.__version__, "inputs": len(inputs), "settings": asdict(settings)}
     if not store.exists(_RUN):
-        names = Run(store, key, settings, len(inputs)).file("inputs")
-        write_parts(store, names, ([name.encode()] for name in inputs), len(inputs))
+        write_names(Run(store, key, settings, len(inputs)), inputs)
         store.put_new(_RUN, json.dumps(known, indent=1, default=repr).encode())
     found = open_run(store)
     if found.key != key:
@@ -166,6 +166,15 @@ def open_run(store: Store) -> Run:
             f"output: expected a run of hf_packing {hf_packing.__version__}, but {store.path_of(_RUN)!r} cannot be "
             f"read: {error!r}"
         ) from None
+
+
+def write_names(run: Run, inputs: Sequence[str]) -> None:
+    """Write the names of the files to pack, unless they are there, for workers."""
+    file, names = run.file("inputs"), [name.encode() for name in inputs]
+    with suppress(DamagedFileError):
+        if list(read_parts(run.store, file, len(names))) == names:
+            return
+    write_parts(run.store, file, ([name] for name in names), len(names))
 
 
 def _difference(found: Run, settings: Settings, inputs: int) -> str:

@@ -5,6 +5,7 @@ temporary file and then uploaded, which object stores show only when it is compl
 renames an object, so stores whose listings lag behind their writes will do.
 """
 
+import errno
 import os
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from hf_packing.errors import PackingError
 
 _UNFINISHED = ".unfinished"
 """The folder of temporary files of a local store."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,17 @@ class Store:
         system, root = self._system
         if self.is_local:
             with open(f"{root}/{name}", "rb") as file:
-                file.seek(begin)
-                return file.read(-1 if end is None else end - begin)
+                size = os.fstat(file.fileno()).st_size
+                file.seek(min(begin, size))
+                return file.read(max(0, (size if end is None else min(end, size)) - begin))
         if end is not None and end <= begin:
             return b""
-        return bytes(system.cat_file(f"{root}/{name}", start=begin or None, end=end))
+        try:
+            return bytes(system.cat_file(f"{root}/{name}", start=begin or None, end=end))
+        except OSError:  # S3 refuses to read after the end of a file
+            if (found := self.size(name)) is not None and found <= begin:
+                return b""
+            raise
 
     @contextmanager
     def create(self, name: str) -> Iterator[Path]:
@@ -149,13 +157,18 @@ class Store:
         while True:
             try:
                 if parent is not None:
-                    parent.mkdir(exist_ok=True)
+                    parent.mkdir(parents=True, exist_ok=True)
                 folder = tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True)
                 break
             except FileNotFoundError:  # another process has removed the parent
                 continue
         with folder as path:
-            yield Path(path)
+            try:
+                yield Path(path)
+            except OSError as error:
+                if error.errno in _NO_ROOM and not error.filename:  # a write does not say where
+                    raise OSError(error.errno, error.strerror, path) from None
+                raise
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -178,8 +191,10 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 def _upload_new(system: Any, path: str, content: bytes) -> bool:
     try:
         system.pipe_file(path, content, mode="create")
-    except FileExistsError:
-        return False
+    except OSError:  # FileExistsError, but not of all stores
+        if system.exists(path):
+            return False
+        raise
     except (TypeError, NotImplementedError):  # a file system that cannot put if absent
         if system.exists(path):
             return False

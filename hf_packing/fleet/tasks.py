@@ -1,5 +1,6 @@
 """The tasks of a run, which any process on any machine can do: all that they need and make is in the output folder."""
 
+import pickle
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,16 +37,21 @@ def do_task(task: Task) -> None:
     Raises:
         PackingError: the task cannot be done, and another try will not help.
     """
-    run = _run_of(task.url, tuple(sorted(task.options.items())), task.key)
+    run = _run_of(pickle.dumps((task.url, dict(task.options))), task.key)
     if is_done(run, task.stage, task.number):
         return
     try:
         STAGES[task.stage](run, task.number)
     except DamagedFileError as error:
-        raise PackingError(
-            f"output: expected the file {run.store.path_of(error.name)!r} as it was written, but it is gone or "
-            "damaged; run the stages before this one again"
-        ) from None
+        raise damaged(run, error) from None
+
+
+def damaged(run: Run, error: DamagedFileError) -> PackingError:
+    """Return the error of a stage for which a file of an earlier stage is gone or damaged."""
+    return PackingError(
+        f"output: expected the file {run.store.path_of(error.name)!r} as it was written, but it is gone or damaged; "
+        "run the stages before this one again"
+    )
 
 
 def is_done(run: Run, stage: str, number: int) -> bool:
@@ -60,8 +66,9 @@ def is_done(run: Run, stage: str, number: int) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _run_of(url: str, options: tuple[tuple[str, Any], ...], key: str) -> Run:
-    run = open_run(Store(url, dict(options)))
+def _run_of(store: bytes, key: str) -> Run:
+    url, options = pickle.loads(store)  # options may hold what has no hash
+    run = open_run(Store(url, options))
     if run.key != key:
         raise PackingError(f"output: expected the run {key} in {url!r}, got the run {run.key}")
     return run

@@ -29,7 +29,7 @@ def main() -> None:
         except PackingError as error:
             send(answers, error)
         except OSError as error:
-            send(answers, OSError(error.errno, f"{error}") if error.errno else OSError(str(error)))
+            send(answers, OSError(str(error)))  # a plain one, which any process can read
         except Exception as error:
             send(answers, RuntimeError(f"{type(error).__name__}: {error}"))
         else:
