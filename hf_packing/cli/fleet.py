@@ -10,10 +10,11 @@ from hf_packing.cli.given import check_that_it_plans, strategy_named
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.data.documents import Documents
 from hf_packing.errors import PackingError
+from hf_packing.fleet.drive import drive, finish, num_done
 from hf_packing.fleet.engines import Executor, local, ray
 from hf_packing.fleet.inputs import find_inputs
 from hf_packing.fleet.manifest import PackedCorpus, read_manifest
-from hf_packing.fleet.pack_files import begin_run, check_counting, drive, finish, num_done
+from hf_packing.fleet.pack_files import begin_run, check_counting
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.plan import Plan, load_plan, make_plan
 from hf_packing.fleet.run import Run, open_run

@@ -16,20 +16,24 @@ plan.py        the plan, made of all counts
 deal.py        the segments of one file, by output file
 gather.py      the rows of one output file
 tasks.py       a task, and what is done already
-engines.py     local processes and Ray
-worker.py      the process of a local worker
+engines.py     fleet.local and fleet.ray, which make engines
+local_processes.py the engine of processes of this machine
+worker.py      such a process
+ray_tasks.py   the engine of a Ray cluster
 in_order.py    calls a function in threads, for many files
 manifest.py    PackedCorpus: what the manifest says; fleet.open
-pack_files.py  fleet.pack: the driver
+progress.py    shows how many tasks are done
+drive.py       the driver, from the first stage to the manifest
+pack_files.py  fleet.pack
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME_OF = {
-    "LocalExecutor": ("engines", "LocalExecutor"),
+    "LocalExecutor": ("local_processes", "LocalExecutor"),
     "PackedCorpus": ("manifest", "PackedCorpus"),
-    "RayExecutor": ("engines", "RayExecutor"),
+    "RayExecutor": ("ray_tasks", "RayExecutor"),
     "local": ("engines", "local"),
     "open": ("manifest", "open_packed"),
     "pack": ("pack_files", "pack_files"),
@@ -37,10 +41,12 @@ _HOME_OF = {
 }
 
 if TYPE_CHECKING:
-    from hf_packing.fleet.engines import LocalExecutor, RayExecutor, local, ray
+    from hf_packing.fleet.engines import local, ray
+    from hf_packing.fleet.local_processes import LocalExecutor
     from hf_packing.fleet.manifest import PackedCorpus
     from hf_packing.fleet.manifest import open_packed as open  # noqa: A004
     from hf_packing.fleet.pack_files import pack_files as pack
+    from hf_packing.fleet.ray_tasks import RayExecutor
 
 __all__ = ["LocalExecutor", "PackedCorpus", "RayExecutor", "local", "open", "pack", "ray"]
 

@@ -13,6 +13,9 @@ from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.run import Run, open_run
 from hf_packing.fleet.store import Store
 
+TRIES = 3
+"""How often a task is tried whose worker dies, or whose files cannot be reached."""
+
 
 class Task(NamedTuple):
     """A task, to be done by any process."""

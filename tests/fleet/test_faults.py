@@ -27,9 +27,9 @@ from fleet.faults import (
     write_shards,
 )
 
-from hf_packing.fleet.engines import TRIES
 from hf_packing.fleet.parts import read_parts
 from hf_packing.fleet.store import Store
+from hf_packing.fleet.tasks import TRIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
