@@ -37,12 +37,12 @@ from lengths import refinedweb_like
 from measure import figure, machine, recorded
 
 import hf_packing as hfp
+from hf_packing.fleet import drive as driver
+from hf_packing.fleet import pack_files
 from hf_packing.fleet.count import Counted, count
 from hf_packing.fleet.deal import deal
-from hf_packing.fleet.drive import drive
 from hf_packing.fleet.gather import PackedFile, gather
 from hf_packing.fleet.inputs import identity_of
-from hf_packing.fleet.pack_files import begin_run
 from hf_packing.fleet.parts import write_parts
 from hf_packing.fleet.plan import TOKENS_IN_A_SHARD, load_plan, make_plan
 from hf_packing.fleet.run import Run
@@ -215,7 +215,7 @@ def drive(folder: Path, names: list[str], histograms: list[LengthCounts], who: s
     run = begin_run(names, store, None)
     stubs = Stubs(run, names, histograms, stop_at)
     with suppress(StoppedError):
-        drive(run, stubs)
+        driver.drive(run, stubs)
     whole = time.perf_counter() - began
     seconds = whole - sum(stubs.seconds.values())
     first = ", ".join(f"{stage} {at - began:.1f} s" for stage, at in stubs.began.items())
@@ -230,7 +230,7 @@ def drive(folder: Path, names: list[str], histograms: list[LengthCounts], who: s
 
 
 def begin_run(names: list[str], store: Store, shards: int | None) -> Run:
-    return begin_run(
+    return pack_files.begin_run(
         names,
         hfp.BestFit(ROW),
         store,
