@@ -17,7 +17,8 @@ class RayExecutor:
     def run(self, tasks: Iterable[Task]) -> Iterator[Task]:
         ray: Any = load_ray()
         if not ray.is_initialized():
-            ray.init(address=self.address, log_to_driver=False, logging_level="error")
+            # "local": with None, Ray joins a cluster of this machine, or waits for one that was killed
+            ray.init(address=self.address or "local", log_to_driver=False, logging_level="error")
         remote = ray.remote(max_retries=TRIES, retry_exceptions=[OSError])(do_task)
         waiting: dict[Any, Task] = {}
         tasks = iter(tasks)

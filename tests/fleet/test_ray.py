@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def shards(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digest(shards):
     return digest_of_pack(shards)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch):
+    """Ray has a folder of its own, so that no later cluster is looked for where this one was killed."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # short: it has sockets
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield
 
 
 def read_of_all(name):
