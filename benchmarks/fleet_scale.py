@@ -148,7 +148,7 @@ class Stubs:
 
     def __init__(self, run: Run, names: list[str], histograms: list[LengthCounts], stop_at: int | None) -> None:
         self._run, self._store, self._names, self._histograms = run, Store(run.store.url), names, histograms
-        self._stop_at, self._shards = stop_at, 0
+        self._stop_at, self._plan = stop_at, None
         self.began: dict[str, float] = {}
         self.seconds: Counter[str] = Counter()
         self.tasks: Counter[str] = Counter()
@@ -180,10 +180,12 @@ class Stubs:
         self._store.put(self._run.file("deal", number), b"")
 
     def gather(self, number: int) -> None:
-        self._shards = self._shards or load_plan(self._run).shards
-        name = self._run.output(number, self._shards)
+        self._plan = self._plan or load_plan(self._run)
+        name = self._run.output(number, self._plan.shards)
         self._store.put(name, b"")
-        known = PackedFile(name=name, rows=1, tokens=1, trained_tokens=1, size=0, sha256="0" * 64)
+        known = PackedFile(
+            name=name, rows=1, tokens=1, trained_tokens=1, size=0, sha256="0" * 64, plan=self._plan.checksum
+        )
         self._store.put(self._run.file("packed", number), json.dumps(asdict(known)).encode())
 
 

@@ -162,7 +162,7 @@ def _status(given: argparse.Namespace) -> None:
         planned = True
         if run.settings.exchange:
             stages["deal"] = [num_done(run, "deal", run.num_inputs), run.num_inputs]
-        stages["gather"] = [num_done(run, "gather", plan.shards), plan.shards]
+        stages["gather"] = [num_done(run, "gather", plan.shards, plan), plan.shards]
     lines = [f"{stage}: {done:,} of {number:,} tasks done" for stage, (done, number) in stages.items()]
     lines.insert(1, "plan: done" if planned else "plan: not done")
     _say_stage(given, {"key": run.key, "planned": planned, "stages": stages}, "\n".join(lines))

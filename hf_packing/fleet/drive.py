@@ -66,7 +66,7 @@ def _do_stages(run: Run, executor: Executor) -> Plan:
             )
         if run.settings.exchange:
             _do(run, executor, "deal", _done(run, "deal", run.num_inputs), bar)
-        _do(run, executor, "gather", _done(run, "gather", plan.shards), bar)
+        _do(run, executor, "gather", _done(run, "gather", plan.shards, plan), bar)
     return plan
 
 
@@ -88,7 +88,7 @@ def finish(run: Run, plan: Plan) -> PackedCorpus:
         num_skipped += len(each.skipped)
         skipped += each.skipped[: 1 - len(skipped)]
     try:
-        files = list(in_order(lambda number: load_packed_file(run, number), range(plan.shards)))
+        files = list(in_order(lambda number: load_packed_file(run, number, plan), range(plan.shards)))
     except DamagedFileError as error:
         raise PackingError(f"output: expected all output files, but {error.name!r} is gone or damaged") from None
     packed = PackedCorpus(
@@ -113,14 +113,14 @@ def finish(run: Run, plan: Plan) -> PackedCorpus:
     return packed
 
 
-def num_done(run: Run, stage: str, number: int) -> int:
+def num_done(run: Run, stage: str, number: int, plan: Plan | None = None) -> int:
     """Return how many of a stage's tasks are done."""
-    return sum(_done(run, stage, number))
+    return sum(_done(run, stage, number, plan))
 
 
-def _done(run: Run, stage: str, number: int) -> list[bool]:
+def _done(run: Run, stage: str, number: int, plan: Plan | None = None) -> list[bool]:
     """Return for each of a stage's tasks whether it is done."""
-    return list(in_order(lambda each: is_done(run, stage, each), range(number)))
+    return list(in_order(lambda each: is_done(run, stage, each, plan), range(number)))
 
 
 def _do(run: Run, executor: Executor, stage: str, done: Sequence[bool], bar: Bar) -> None:

@@ -49,6 +49,8 @@ class PackedFile:
     size: int
     """Bytes of the file."""
     sha256: str
+    plan: int
+    """The checksum of the plan whose packs the file has."""
 
 
 def gather(run: Run, number: int) -> None:
@@ -74,18 +76,23 @@ def gather(run: Run, number: int) -> None:
     _write(run, plan, number, columns, packs)
 
 
-def load_packed_file(run: Run, number: int) -> PackedFile:
+def load_packed_file(run: Run, number: int, plan: Plan) -> PackedFile:
     """Return what is known of an output file.
 
+    Args:
+        run: the run.
+        number: the number of the output file.
+        plan: the run's plan.
+
     Raises:
-        DamagedFileError: the output file, or what is known of it, is gone or damaged.
+        DamagedFileError: the output file, or what is known of it, is gone, damaged or of another plan.
     """
     name = run.file("packed", number)
     try:
         found = PackedFile(**json.loads(run.store.read(name)))
     except (FileNotFoundError, ValueError, TypeError):
         raise DamagedFileError(name) from None
-    if run.store.size(found.name) != found.size:
+    if found.plan != plan.checksum or run.store.size(found.name) != found.size:
         raise DamagedFileError(found.name)
     return found
 
@@ -158,6 +165,7 @@ def _write(run: Run, plan: Plan, number: int, columns: TokenColumns, packs: Pack
             trained_tokens=trained,
             size=fresh.stat().st_size,
             sha256=_digest(fresh),
+            plan=plan.checksum,
         )
     run.store.put(run.file("packed", number), json.dumps(asdict(known)).encode())
 

@@ -10,6 +10,7 @@ from hf_packing.fleet.count import count
 from hf_packing.fleet.deal import deal
 from hf_packing.fleet.gather import gather, load_packed_file
 from hf_packing.fleet.parts import DamagedFileError
+from hf_packing.fleet.plan import Plan, load_plan
 from hf_packing.fleet.run import Run, open_run
 from hf_packing.fleet.store import Store
 
@@ -57,12 +58,19 @@ def damaged(run: Run, error: DamagedFileError) -> PackingError:
     )
 
 
-def is_done(run: Run, stage: str, number: int) -> bool:
-    """Return whether the result of a task is there."""
+def is_done(run: Run, stage: str, number: int, plan: Plan | None = None) -> bool:
+    """Return whether the result of a task is there.
+
+    Args:
+        run: the run.
+        stage: the name of the task's stage.
+        number: the task's number.
+        plan: the run's plan, so that it is not read again; None to read it if it is needed.
+    """
     if stage in ("count", "deal"):
         return run.store.exists(run.file(stage, number))
     try:
-        load_packed_file(run, number)
+        load_packed_file(run, number, load_plan(run) if plan is None else plan)
     except DamagedFileError:
         return False
     return True

@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 from fleet.faults import (
+    CAPACITY,
     Faults,
+    digest_of,
     digest_of_fleet,
     digest_of_pack,
     driver,
@@ -17,9 +19,13 @@ from fleet.faults import (
     write_other_rows,
     write_shards,
 )
+from fleet.fleet_rows import packed_by_pack, rows_of
 from written_rows import write_lines
 
+import hf_packing as hfp
 from hf_packing.errors import PackingError
+from hf_packing.fleet.run import Settings, open_run
+from hf_packing.fleet.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
@@ -206,3 +212,14 @@ def test_an_input_that_changes_during_the_run(stage, tmp_path):
     assert process.returncode == 1
     assert errors.startswith(f"PackingError: {shards[1]}: expected the file that was counted")
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_output_files_of_another_plan_are_made_again(stopped_in, shards, digest, monkeypatch):
+    output, other = stopped_in("gather"), hfp.BestFit(CAPACITY, seed=1)
+    assert list(output.glob("packed-*.parquet"))
+    run = open_run(Store(str(output)))
+    run.store.remove(run.file("plan"))
+    monkeypatch.setattr(Settings, "build_strategy", lambda _: other)  # as Optimal may, if its time runs out
+    pack_here(f"{shards[0].parent}/*.parquet", output)
+    monkeypatch.undo()
+    assert digest_of_fleet(output) == digest_of(rows_of(packed_by_pack(shards, other))) != digest
