@@ -6,8 +6,6 @@ pack.py            pack a whole dataset; unpack it
 map_batch.py       pack one batch of `datasets.map`
 token_columns.py   choose the columns to pack, and read their token lists as NumPy arrays
 packed_rows.py     build packed rows from documents according to a plan; restore the documents
-packed_info.py     describe packed rows for datasets
-origin.py          facts about packed rows, which are stored beside them
 cache.py           store packed rows on disk with the data that `unpack` needs; remove files of killed processes
 lazy/              pack without a copy of the tokens
 streams/           pack streams as they are read

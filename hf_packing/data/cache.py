@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from filelock import FileLock
 
-from hf_packing.data.origin import FACT_NAMES, Origin, describe_changes
+from hf_packing.columns import INPUT_IDS, LABELS
+from hf_packing.data.packed_rows import FACT_NAMES, Origin, describe_changes
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import ARRAYS, PackingPlan
 from hf_packing.planning.storage import load_arrays, put_in_place
@@ -215,6 +216,36 @@ def _remove_at_exit_of(process: int, folder: Path) -> None:
     """
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: pa.Schema) -> datasets.DatasetInfo:
+    """Return the DatasetInfo of packed rows: the description of the documents, and the features of packed rows.
+
+    Args:
+        dataset: the documents.
+        column_names: names of the documents' columns that the dataset's format shows.
+        schema: schema of the packed rows.
+    """
+    known = dataset.info
+    features = datasets.Features.from_arrow_schema(schema)
+    others = {
+        name
+        for name, each in features.items()
+        if name not in (INPUT_IDS, LABELS) and not hasattr(each, "decode_example")
+    }
+    kept = {name: _of_any_length(dataset.features[name]) for name in column_names if name in others}
+    return datasets.DatasetInfo(
+        description=known.description,
+        citation=known.citation,
+        homepage=known.homepage,
+        license=known.license,
+        features=datasets.Features({**features, **kept}),
+    )
+
+
+def _of_any_length(feature: Any) -> Any:
+    """Return a feature without its fixed list length, if any, since packed rows are longer than the documents."""
+    return replace(feature, length=-1) if getattr(feature, "length", -1) != -1 else feature
 
 
 @contextmanager

@@ -12,18 +12,17 @@ from datasets.table import MemoryMappedTable
 from datasets.utils import tqdm
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
-from hf_packing.data.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of
-from hf_packing.data.lazy.lazy_columns import is_lazy
+from hf_packing.data.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
+from hf_packing.data.lazy.packed_tokens import PackedTokens
 from hf_packing.data.lazy.restore import unpack_lazy_packs
 from hf_packing.data.lazy.stored_packs import StoredPacks
 from hf_packing.data.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
-from hf_packing.data.origin import Origin
-from hf_packing.data.packed_info import info_of_packed
-from hf_packing.data.packed_rows import check_bucket_is_free, pack_rows, unpack_rows
+from hf_packing.data.packed_rows import Origin, check_bucket_is_free, pack_rows, unpack_rows
 from hf_packing.data.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumns,
     blocks_of_rows,
+    check_no_transform,
     columns_left_out,
     find_token_columns,
     row_numbers,
@@ -180,7 +179,7 @@ def pack_split(
         schedule: the largest length of a segment in each row; None for no limit.
         lazy: whether to copy no tokens.
     """
-    _check_no_transform(dataset)
+    check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
     if strategy.has_buckets:
         check_bucket_is_free(table.column_names)
@@ -240,7 +239,7 @@ def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> dataset
         raise PackingError(
             "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"
         )
-    if is_lazy(packed, INPUT_IDS):
+    if isinstance(packed.features.get(INPUT_IDS), PackedTokens):
         return datasets.Dataset(unpack_lazy_packs(packed, plan), split=packed.split)
     table = packed.data.table
     files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
@@ -276,21 +275,6 @@ def _check_map_style(name: str, dataset: Any) -> None:
         raise PackingError(
             f"{name}: expected a Dataset, a DatasetDict, an IterableDataset or an IterableDatasetDict, got "
             f"{type(dataset).__name__}"
-        )
-
-
-def _check_no_transform(dataset: datasets.Dataset) -> None:
-    """Raise PackingError if the dataset has a transform (set_transform).
-
-    The output of a transform may be random, so it must not be stored; and packing must not ignore the transform.
-    """
-    if dataset.format["type"] == "custom":
-        raise PackingError(
-            "dataset: expected a dataset without a transform, since the output of a transform may differ at every "
-            "read. Pass the dataset to attach or prepare_dataloader, which apply the transform at every read; or pack "
-            "one output of the transform with map(strategy, batched=True, "
-            "remove_columns=dataset.column_names).with_format(None); or call with_format(None) to pack without the "
-            "transform"
         )
 
 

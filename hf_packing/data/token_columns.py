@@ -191,6 +191,21 @@ def visible_columns(dataset: Any) -> list[str]:
     return [name for name in schema.names if name not in hidden]
 
 
+def check_no_transform(dataset: Any) -> None:
+    """Raise PackingError if the dataset has a transform (set_transform).
+
+    The output of a transform may be random, so it must not be stored; and packing must not ignore the transform.
+    """
+    if dataset.format["type"] == "custom":
+        raise PackingError(
+            "dataset: expected a dataset without a transform, since the output of a transform may differ at every "
+            "read. Pass the dataset to attach or prepare_dataloader, which apply the transform at every read; or pack "
+            "one output of the transform with map(strategy, batched=True, "
+            "remove_columns=dataset.column_names).with_format(None); or call with_format(None) to pack without the "
+            "transform"
+        )
+
+
 def row_numbers(dataset: Any) -> IntArray | None:
     """Return each row's index in the Arrow table of a Dataset; None if the Dataset has all rows in table order."""
     indices = dataset._indices

@@ -10,9 +10,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from hf_packing.data.lazy.lazy_columns import is_lazy
 from hf_packing.sampling.epoch_plan import RowSizes
-from hf_packing.sampling.row_sizes import SAMPLED_TOKENS, rows_to_sample, sample_of_rows
+from hf_packing.sampling.row_sizes import SAMPLED_TOKENS, is_lazy, rows_to_sample, sample_of_rows
 
 _READ_TWICE = 32
 """The largest number of rows to read twice. Two reads of a row show whether the content of the row changes."""

@@ -15,7 +15,8 @@ import torch
 from datasets.utils import tqdm
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, SEQ_LENGTHS
-from hf_packing.data.lazy.lazy_columns import LazyColumn, is_lazy, open_column
+from hf_packing.data.lazy.lazy_columns import LazyColumn
+from hf_packing.data.lazy.packed_tokens import PackedTokens
 from hf_packing.data.token_columns import (
     TokenColumn,
     is_list,
@@ -303,3 +304,27 @@ def cut_long_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> Fitte
         left_out=np.setdiff1d(np.arange(len(sizes)), pieces.document),
         lost_tokens=int(sizes.tokens.sum() - pieces.length.sum()),
     )
+
+
+def is_lazy(dataset: datasets.Dataset, name: str) -> bool:
+    """Return whether a column of a dataset is one of lazy packs."""
+    return isinstance(dataset.features.get(name), PackedTokens)
+
+
+def open_column(
+    dataset: datasets.Dataset, name: str, table: pa.Table, row_numbers: IntArray | None
+) -> TokenColumn | LazyColumn:
+    """Return a column of a dataset, with a list of numbers in each row, readable as NumPy arrays.
+
+    Args:
+        dataset: a Dataset.
+        name: name of the column.
+        table: the dataset's table, with typed empty lists.
+        row_numbers: integers [rows]: indices of the rows, in the wanted order; None for all rows in stored order.
+
+    Raises:
+        PackingError: a list or a value is null.
+    """
+    if is_lazy(dataset, name):
+        return LazyColumn(name, table.column(name), dataset.features[name], row_numbers)
+    return TokenColumn(name, table.column(name), row_numbers)

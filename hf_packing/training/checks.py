@@ -28,7 +28,6 @@ from hf_packing.columns import (
     TOKEN_TYPE_IDS,
     find_unmasked_label,
 )
-from hf_packing.data.lazy.lazy_columns import is_lazy, open_column
 from hf_packing.data.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumn,
@@ -41,6 +40,7 @@ from hf_packing.data.token_columns import (
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.sampling.epoch_plan import RowSizes
+from hf_packing.sampling.row_sizes import is_lazy, open_column
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.training.losses import Loss

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.data.lazy.packed_tokens import PackedTokens, split_cells
-from hf_packing.data.token_columns import TokenColumn
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
@@ -64,35 +63,12 @@ class LazyColumn:
         return np.concatenate([np.zeros(0, dtype=self._feature.values), *(values[a:b] for values, a, b in bounds)])
 
 
-def is_lazy(dataset: datasets.Dataset, name: str) -> bool:
-    """Return whether a column of a dataset is one of lazy packs."""
-    return isinstance(dataset.features.get(name), PackedTokens)
-
-
 def copies_labels(dataset: datasets.Dataset) -> bool:
     """Return whether the labels of all rows are lazy, and are input_ids but for the first token of every segment."""
-    if not (is_lazy(dataset, INPUT_IDS) and is_lazy(dataset, LABELS)):
+    feature = dataset.features.get(LABELS)
+    if not isinstance(feature, PackedTokens) or not isinstance(dataset.features.get(INPUT_IDS), PackedTokens):
         return False
-    cells, feature = dataset.data.table.column(LABELS), dataset.features[LABELS]
+    cells = dataset.data.table.column(LABELS)
     return cells.equals(dataset.data.table.column(INPUT_IDS)) and all(
         feature.packs(folder).facts["packing"]["labels_made"] for folder, _, _ in split_cells(cells.to_numpy())
     )
-
-
-def open_column(
-    dataset: datasets.Dataset, name: str, table: pa.Table, row_numbers: IntArray | None
-) -> TokenColumn | LazyColumn:
-    """Return a column of a dataset, with a list of numbers in each row, readable as NumPy arrays.
-
-    Args:
-        dataset: a Dataset.
-        name: name of the column.
-        table: the dataset's table, with typed empty lists.
-        row_numbers: integers [rows]: indices of the rows, in the wanted order; None for all rows in stored order.
-
-    Raises:
-        PackingError: a list or a value is null.
-    """
-    if is_lazy(dataset, name):
-        return LazyColumn(name, table.column(name), dataset.features[name], row_numbers)
-    return TokenColumn(name, table.column(name), row_numbers)

@@ -20,8 +20,7 @@ from datasets.table import MemoryMappedTable
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_LENGTHS, apply_loss_masks
 from hf_packing.data.cache import work_folder
 from hf_packing.data.lazy.token_files import SourceFile, StoredColumn, TokenFiles, TokenReader
-from hf_packing.data.origin import FACT_NAMES, Origin, describe_changes
-from hf_packing.data.packed_rows import as_int32, positions_of
+from hf_packing.data.packed_rows import FACT_NAMES, Origin, as_int32, describe_changes, positions_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.storage import put_in_place

@@ -12,8 +12,7 @@ from hf_packing.data.lazy.find_tokens import find_tokens, first_tokens
 from hf_packing.data.lazy.packed_tokens import PackedTokens, cells_of
 from hf_packing.data.lazy.stored_packs import StoredPacks
 from hf_packing.data.lazy.token_files import TokenFiles
-from hf_packing.data.origin import Origin
-from hf_packing.data.packed_rows import list_array, pack_rows
+from hf_packing.data.packed_rows import Origin, list_array, pack_rows
 from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, row_numbers
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
