@@ -31,16 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("fleet") / "shards")
-
-
-@pytest.fixture(scope="module")
-def digest(shards):
-    return digest_of_pack(shards)
-
-
-@pytest.fixture(scope="module")
 def killed(shards, tmp_path_factory):
     """Return a function from a stage to the folder of a run whose driver was killed in this stage."""
     folder, made = tmp_path_factory.mktemp("killed"), {}

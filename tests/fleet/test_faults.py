@@ -15,7 +15,6 @@ from fleet.faults import (
     HANGS,
     Faults,
     digest_of_fleet,
-    digest_of_pack,
     driver,
     kill_driver,
     names_in,
@@ -24,7 +23,6 @@ from fleet.faults import (
     session_of,
     some_slow,
     wait_until,
-    write_shards,
 )
 
 from hf_packing.fleet.parts import read_parts
@@ -34,16 +32,6 @@ from hf_packing.fleet.tasks import TRIES
 pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
 
 STAGES = {"count": 6, "deal": 6, "gather": 4}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("fleet") / "shards")
-
-
-@pytest.fixture(scope="module")
-def digest(shards):
-    return digest_of_pack(shards)
 
 
 def pattern(shards):

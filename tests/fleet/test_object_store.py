@@ -11,14 +11,12 @@ import pytest
 from fleet.faults import (
     Faults,
     digest_of_fleet,
-    digest_of_pack,
     driver,
     kill_driver,
     pack_here,
     run_driver,
     session_of,
     write_other_rows,
-    write_shards,
 )
 from moto.server import ThreadedMotoServer
 
@@ -74,16 +72,6 @@ def client(server):
     client = server.client()
     yield client
     client.close()
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("fleet") / "shards")
-
-
-@pytest.fixture(scope="module")
-def digest(shards):
-    return digest_of_pack(shards)
 
 
 @pytest.fixture

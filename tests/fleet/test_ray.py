@@ -13,29 +13,17 @@ from fleet.faults import (
     HERE,
     Faults,
     digest_of_fleet,
-    digest_of_pack,
     driver,
     kill_driver,
     names_in,
     run_driver,
     wait_until,
-    write_shards,
 )
 
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")]
 
 STAGES = {"count": 6, "deal": 6, "gather": 4}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("fleet") / "shards")
-
-
-@pytest.fixture(scope="module")
-def digest(shards):
-    return digest_of_pack(shards)
 
 
 @pytest.fixture(autouse=True)

@@ -14,22 +14,11 @@ from fleet.faults import (
     run_driver,
     some_slow,
     wait_until,
-    write_shards,
 )
 
 from hf_packing.errors import PackingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("fleet") / "shards")
-
-
-@pytest.fixture(scope="module")
-def digest(shards):
-    return digest_of_pack(shards)
 
 
 def start_together(folder, files, output, settings, faults):
