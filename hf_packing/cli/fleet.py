@@ -14,12 +14,13 @@ from hf_packing.fleet.drive import drive, finish, num_done
 from hf_packing.fleet.engines import Executor, local, ray
 from hf_packing.fleet.inputs import find_inputs
 from hf_packing.fleet.manifest import PackedCorpus, read_manifest
-from hf_packing.fleet.pack_files import begin_run, check_counting
+from hf_packing.fleet.pack_files import begin_run
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.plan import Plan, load_plan, make_plan
 from hf_packing.fleet.run import Run, open_run
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tasks import Task, do_task
+from hf_packing.strategies.base import check_counting
 
 
 def run_fleet(given: argparse.Namespace) -> int:
@@ -90,7 +91,9 @@ def _storage_options_of(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _begun(given: argparse.Namespace) -> Run:
-    strategy = check_counting(strategy_named(given.strategy, given.max_length))
+    strategy = check_counting(
+        strategy_named(given.strategy, given.max_length), "the order of the documents of all files"
+    )
     check_that_it_plans(strategy)
     store = Store(str(given.output), _storage_options_of(given))
     return begin_run(

@@ -35,7 +35,7 @@ _TOKENS = pa.schema({INPUT_IDS: pa.list_(pa.int32()), LABELS: pa.list_(pa.int32(
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What is known of a file after its documents were counted."""
+    """Facts about a file whose documents were counted."""
 
     name: str
     """Path or URL of the file."""

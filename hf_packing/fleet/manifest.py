@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import hf_packing
+from hf_packing.data.packed_rows import describe_changes
 from hf_packing.errors import PackingError
 from hf_packing.fleet.gather import PackedFile
 from hf_packing.fleet.inputs import Identity
@@ -71,16 +72,17 @@ class PackedCorpus:
 
     def changes(self) -> list[str]:
         """Return phrases that say, in warnings, what packing did to the documents, such as "drops 5 of 11 tokens"."""
-        metrics, said = self.metrics(), []
-        if self.loss_masks:
-            trained, tokens = (sum(getattr(file, name) for file in self.files) for name in ("trained_tokens", "tokens"))
-            said.append(
-                f"applies {' and '.join(self.loss_masks)} to labels: {trained:,} of {tokens:,} tokens are trained on"
-            )
-        if dropped := metrics.num_dropped_tokens:
-            said.append(f"drops {dropped:,} of {metrics.num_tokens:,} tokens, as configured by {self.strategy}")
-        if empty := metrics.num_empty_documents:
-            said.append(f"skips {empty:,} document{'s' * (empty > 1)} without a token")
+        metrics = self.metrics()
+        facts = {
+            "loss_masks": self.loss_masks,
+            "trained_tokens": sum(file.trained_tokens for file in self.files),
+            "packed_tokens": sum(file.tokens for file in self.files),
+            "dropped_tokens": metrics.num_dropped_tokens,
+            "tokens": metrics.num_tokens,
+            "strategy": self.strategy,
+            "empty_documents": metrics.num_empty_documents,
+        }
+        said = describe_changes(facts)
         if self.skipped:
             said.append(f"leaves out {self.skipped:,} rows that cannot be used; the first one: {self.first_skipped}")
         if self.left_out:

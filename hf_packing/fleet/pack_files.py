@@ -14,7 +14,7 @@ from hf_packing.fleet.run import Run, Texts, claim_run, settings_of, write_names
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tokenizer import save_tokenizer
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.strategies.base import CountingStrategy, Strategy, check_strategy, registered_strategies
+from hf_packing.strategies.base import Strategy, check_counting
 
 
 def pack_files(
@@ -68,7 +68,10 @@ def pack_files(
         PackingError: an argument is wrong, a file cannot be packed or has changed since its documents were counted,
             or another run has begun in the output folder.
     """
-    store, strategy = Store(str(output), dict(storage_options or {})), check_counting(strategy)
+    store, strategy = (
+        Store(str(output), dict(storage_options or {})),
+        check_counting(strategy, "the order of the documents of all files"),
+    )
     inputs = find_inputs(files, store.options)
     if shards is not None:
         check_whole_number("shards", shards)
@@ -94,22 +97,6 @@ def pack_files(
     for change in packed.changes():
         warnings.warn(f"pack {change}", stacklevel=2)
     return packed
-
-
-def check_counting(strategy: Any) -> CountingStrategy:
-    """Return a strategy that needs only counts of lengths.
-
-    Raises:
-        PackingError: the strategy needs the order of the documents, or is no strategy.
-    """
-    check_strategy(strategy)
-    if not isinstance(strategy, CountingStrategy):
-        counting = [each.__name__ for each in registered_strategies().values() if issubclass(each, CountingStrategy)]
-        raise PackingError(
-            f"strategy: expected a strategy that needs only counts of lengths ({', '.join(counting)}), got "
-            f"{strategy!r}, which needs the order of the documents of all files"
-        )
-    return strategy
 
 
 def begin_run(

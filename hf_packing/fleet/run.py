@@ -35,7 +35,7 @@ _RUN = f"{WORK}/run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """How texts and chats become tokens."""
+    """The settings by which texts and chats become tokens."""
 
     tokenizer: str
     """A hash of the tokenizer and its chat template; "" if the rows of the files have input_ids."""

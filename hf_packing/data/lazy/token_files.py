@@ -60,7 +60,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """How the values of a token column are stored."""
+    """The way in which the values of a token column are stored."""
 
     dtype: str
     """NumPy's name of the value type, such as "int32"."""
@@ -70,7 +70,7 @@ class StoredColumn:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Where the tokens of a dataset lie. A chunk is a record batch of a file, or a slice of one."""
+    """The places of a dataset's tokens in its files. A chunk is a record batch of a file, or a slice of one."""
 
     files: tuple[SourceFile, ...]
     columns: dict[str, StoredColumn]

@@ -19,7 +19,7 @@ from hf_packing.planning.plan import PackingPlan
 
 
 class DocumentPlaces(NamedTuple):
-    """Where the documents of a dataset lie."""
+    """The places of a dataset's documents in its files."""
 
     tokens: TokenFiles
     first_token: IntArray
