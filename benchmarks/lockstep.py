@@ -1,10 +1,10 @@
-"""What it takes to keep two ranks in lockstep on a stream: one reduction of 4 bytes for each optimizer step.
+"""What it takes to keep two ranks in lockstep on a stream: one small reduction for every 8 optimizer steps.
 
 python benchmarks/lockstep.py
 
 Two processes run steps: in lockstep over gloo, with a reduction that is waited for in each step, and without any. The
 differences are the prices of a step. The steps have no work, or work of a few milliseconds, beside which the reduction
-for the next step runs in lockstep.
+for the next steps runs in lockstep.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain, repeat
 
 import torch
 import torch.distributed as dist
@@ -39,10 +40,10 @@ def steps_of(rank: int, address: str, steps: int, milliseconds: float, rounds: i
     for _ in range(rounds):
         found = []
         for ranks in (2, 1):
-            answers = iter([Answer.ROW] * steps + [Answer.ENDED] * 2)
+            answers = chain([Answer.ROW] * steps, repeat(Answer.ENDED))
             dist.barrier()
             began = time.perf_counter()
-            for _ in in_lockstep(partial(next_step, answers), ranks, torch.device("cpu")):
+            for _ in in_lockstep(partial(next_step, answers), ranks, torch.device("cpu"), 8):
                 work(milliseconds)
             found.append((time.perf_counter() - began) / steps)
         number = torch.zeros(1, dtype=torch.int32)

@@ -19,7 +19,6 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.sampling.bucket_batches import BucketBatches
-from hf_packing.training.streams.lockstep import Answer, in_lockstep
 from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.training_stream import training_stream
 
@@ -423,23 +422,6 @@ def test_a_stream_without_a_document():
     stream = datasets.IterableDataset.from_generator(lambda: iter(()), features=features)
     with pytest.raises(hfp.PackingError, match="at least one document, got a stream without"):
         list(loader_of(stream))
-
-
-def test_lockstep_raises_its_own_error_in_its_turn():
-    answers = iter([Answer.ROW, Answer.NO_ROW, Answer.ROW])
-
-    def read():
-        try:
-            return "step", next(answers)
-        except StopIteration:
-            raise ValueError("unreadable") from None
-
-    found = []
-    with pytest.raises(ValueError, match="unreadable"):
-        found.extend(step.is_run for step in in_lockstep(read, 1, torch.device("cpu")))
-    steps = in_lockstep(read, 1, torch.device("cpu"))
-    with pytest.raises(ValueError, match="unreadable"):
-        next(steps)
 
 
 def test_another_setting_of_attach_is_refused(tmp_path):

@@ -1,7 +1,8 @@
 """Let all ranks run the same optimizer steps, until the last logical stream has ended.
 
-Ranks do not know how many rows the other ranks have left. Before each step, every rank says whether it has a row for
-the step, and all learn the largest answer: one reduction of 4 bytes, which begins one step ahead.
+Ranks do not know how many rows the other ranks have left. Before a step is run, every rank has said whether it has a
+row for the step, and all have learned the largest answer. They say so for several steps together, which are read ahead:
+one small reduction for some steps, which begins one step before it is needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ Step = TypeVar("Step")
 
 
 class Answer(IntEnum):
-    """What a rank has for the next step. The ranks act on the largest answer of all."""
+    """What a rank has for a step. The ranks act on the largest answer of all."""
 
     ENDED = 0
     """No row, and all logical streams of the rank have ended."""
@@ -37,47 +38,67 @@ class Agreed(NamedTuple, Generic[Step]):
     """True if a rank has a row for the step. Otherwise, all ranks pass over the step."""
 
 
-def in_lockstep(read: Callable[[], tuple[Step, Answer]], ranks: int, device: torch.device) -> Iterator[Agreed[Step]]:
+def in_lockstep(
+    read: Callable[[], tuple[Step, Answer]], ranks: int, device: torch.device, most_ahead: int
+) -> Iterator[Agreed[Step]]:
     """Yield the steps of this rank, in lockstep with the other ranks, until all ranks answer ENDED.
 
     Args:
         read: function that returns the next step of this rank, and the answer for it.
         ranks: number of ranks.
-        device: the device for the reduction.
+        device: the device for the reductions.
+        most_ahead: number of steps to read ahead, at least 1, the same on all ranks. The first steps are read ahead one
+            by one, so that the first step does not wait for many.
 
     Raises:
-        PackingError: another rank has failed. An error of this rank is raised here; the other ranks learn of it.
+        PackingError: another rank has failed. An error of this rank is raised here; the other ranks learn of it. All
+            ranks raise at the step that could not be read, after all steps before it.
     """
-    ahead = _Ahead(read, ranks, device)
+    coming = _Together(read, ranks, device, 1)
+    coming.read_up_to(1)
     while True:
-        now = ahead
-        answer = now.answer_of_all()
-        if now.error is not None:
-            raise now.error
-        if answer == Answer.FAILED:
-            raise PackingError("dataset: expected rows on all ranks, but another rank could not read its next rows")
-        if answer == Answer.ENDED:
-            return
-        ahead = _Ahead(read, ranks, device)
-        assert now.step is not None
-        yield Agreed(now.step, answer == Answer.ROW)
+        now = coming
+        coming = _Together(read, ranks, device, min(2 * now.size, most_ahead))
+        for number, (step, answer) in enumerate(zip(now.steps, now.answers_of_all(), strict=True), start=1):
+            if answer == Answer.FAILED:
+                if step is None and now.error is not None:
+                    raise now.error
+                raise PackingError("dataset: expected rows on all ranks, but another rank could not read its next rows")
+            if answer == Answer.ENDED:
+                return
+            coming.read_up_to(-(-coming.size * number // now.size))
+            assert step is not None
+            yield Agreed(step, answer == Answer.ROW)
 
 
-class _Ahead(Generic[Step]):
-    """A step that was read ahead, and the reduction that has begun for it."""
+class _Together(Generic[Step]):
+    """Steps on which the ranks agree by one reduction, which begins when the last of them is read."""
 
-    def __init__(self, read: Callable[[], tuple[Step, Answer]], ranks: int, device: torch.device) -> None:
-        self.step: Step | None = None
+    def __init__(self, read: Callable[[], tuple[Step, Answer]], ranks: int, device: torch.device, size: int) -> None:
+        self.size = size
+        self.steps: list[Step | None] = []
         self.error: Exception | None = None
-        try:
-            self.step, answer = read()
-        except Exception as error:  # reading runs code of the user
-            self.error, answer = error, Answer.FAILED
-        self._answer = torch.tensor([answer], dtype=torch.int32, device=device if ranks > 1 else "cpu")
-        self._reduction = all_reduce(self._answer, ReduceOp.MAX, async_op=True) if ranks > 1 else None
+        self._read, self._ranks, self._device = read, ranks, device
+        self._answers: list[Answer] = []
 
-    def answer_of_all(self) -> int:
-        """Return the largest answer of all ranks."""
-        if self._reduction is not None:
-            self._reduction.wait()
-        return int(self._answer)
+    def read_up_to(self, count: int) -> None:
+        """Read on until there are this many steps, at most `size`. After an error, nothing more is read."""
+        while len(self.steps) < count:
+            step, answer = None, Answer.FAILED
+            if self.error is None:
+                try:
+                    step, answer = self._read()
+                except Exception as error:  # reading runs code of the user
+                    self.error = error
+            self.steps.append(step)
+            self._answers.append(answer)
+            if len(self.steps) == self.size and self._ranks > 1:
+                self._of_all = torch.tensor(self._answers, dtype=torch.int32, device=self._device)
+                self._reduction = all_reduce(self._of_all, ReduceOp.MAX, async_op=True)
+
+    def answers_of_all(self) -> list[int]:
+        """Return the largest answer of all ranks for each step."""
+        if self._ranks == 1:
+            return [*self._answers]
+        self._reduction.wait()
+        return self._of_all.tolist()

@@ -28,6 +28,9 @@ Batch = dict[str, Any]
 _MASKED_TOKENS = 16
 """The tokens of a batch that stands for rows that do not exist."""
 
+_MICRO_BATCHES_AHEAD = 8
+"""The number of micro-batches that a rank reads ahead, or those of one optimizer step if that has more."""
+
 _FORMAT = 1
 """The version of the layout of saved states. A state of another version is refused."""
 
@@ -132,7 +135,8 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             return step, Answer.NO_ROW if left else Answer.ENDED
 
         ran = False
-        for step, is_run in in_lockstep(read, self._accelerator.num_processes, self._accelerator.device):
+        ranks, device = self._accelerator.num_processes, self._accelerator.device
+        for step, is_run in in_lockstep(read, ranks, device, max(_MICRO_BATCHES_AHEAD // self.accumulation, 1)):
             if is_run:
                 ran = True
                 yield from self._run(step)
