@@ -34,6 +34,23 @@ MAX_LENGTHS = ("max_length_q", "max_length_k")
 SEGMENT_COLUMNS = (SEQ_LENGTHS, *CU_SEQ_LENS, SEQ_IDX, POSITION_IDS)
 """Columns that give the segment borders of a row; only packed rows have such columns."""
 
+TREE_INPUT_IDS = "tree_input_ids"
+"""The tokens of a row of trees, in which each shared prefix stands once. The name differs from `input_ids`, so that
+trainers and collators that know no trees raise an error."""
+TREE_LABELS = "tree_labels"
+"""The label of each token of a row of trees, where any document trains on it, and otherwise -100."""
+SEGMENT_LENGTHS = "segment_lengths"
+"""The number of tokens in each segment of a row of trees."""
+PARENTS = "parents"
+"""The index of each segment's parent in a row of trees; -1 for a root."""
+ENDS = "ends"
+"""For each document of a row of trees, the index of the segment in which the document ends."""
+TRAINED = "trained"
+"""The tokens that documents of a row of trees train on, as runs of three numbers: the index of the document in the row,
+the place in the document at which the run begins, and the number of tokens of the run."""
+TREE_COLUMNS = (TREE_INPUT_IDS, TREE_LABELS, SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED)
+"""The columns of a row of trees."""
+
 COMPLETION_MASK = "completion_mask"
 ASSISTANT_MASKS = "assistant_masks"
 LOSS_MASKS = (COMPLETION_MASK, ASSISTANT_MASKS)
