@@ -4,7 +4,7 @@ The module's inputs are cut into segments, the module is called on every segment
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,20 +13,12 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.inspect_model import GATHERED, is_fsdp
+from hf_packing.attention.cut_and_join import Fill, cut_inputs, join_outputs, split_outputs
 from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing, current_row, use_row
 from hf_packing.attention.padded_rows import current_rows
 from hf_packing.attention.snapshot import restored
-from hf_packing.attention.token_axes import (
-    Fill,
-    Path,
-    TokenAxes,
-    cut_inputs,
-    join_outputs,
-    leaves,
-    map_leaves,
-    split_outputs,
-)
+from hf_packing.attention.token_axes import Path, TokenAxes, leaves, map_leaves
+from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError
 
 _CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -197,7 +189,7 @@ class SegmentedForward(ReplacedForward):
         if plan.is_recording:
             plan.outputs.record(self.forward(*args, **kwargs))
         plan.inputs.check_row((args, kwargs), row.tokens)
-        return self.join(*self.run_segments((args, kwargs), row.calls(plan.sharing), len(row.lengths)))
+        return self.join(*self.run_segments((args, kwargs), row.calls(plan.sharing), row.num_parts), row)
 
     def run_segments(
         self, inputs: tuple[Any, Any], calls: list[SharedCall], num_segments: int, fill: Fill | None = None
@@ -218,8 +210,8 @@ class SegmentedForward(ReplacedForward):
         output = None
         ahead = self._run_ahead(inputs)
         for call in calls:
-            args, kwargs = cut_inputs(inputs, self.plan.inputs, call.slices, fill)
-            with use_row(call.batch), self._with_results(cut_inputs(ahead, self.plan.between, call.slices, fill)):
+            args, kwargs = cut_inputs(inputs, self.plan.inputs, call.places, fill)
+            with use_row(call.batch), self._with_results(cut_inputs(ahead, self.plan.between, call.places, fill)):
                 output = self.run_restored(args, _with_borders(call.batch, kwargs))
             if self.plan.is_recording:
                 self.plan.outputs.record(output)
@@ -229,14 +221,27 @@ class SegmentedForward(ReplacedForward):
                 parts[segment] = part
         return output, parts
 
-    def join(self, output: Any, parts: list[dict[Path, Any]]) -> Any:
+    def join(self, output: Any, parts: list[dict[Path, Any]], row: PackedRow | None = None) -> Any:
         """Return the module's output for the whole row, joined from the results of `run_segments`. If `plan.after` is
-        set, run that inner module on the joined output."""
+        set, run that inner module on the joined output. For a TreeRow `row`, the parts are its paths, and every token
+        gets the output that it has on the first path."""
         whole = join_outputs(output, self.plan.outputs, parts)
+        if isinstance(row, TreeRow):
+            whole = self._at_first_places(whole, row)
         if (after := self.plan.after) is None:
             return whole
         last = self.module.get_submodule(after.name)
         return map_leaves(whole, lambda path, leaf: last(leaf) if path == after.output else leaf)
+
+    def _at_first_places(self, whole: Any, row: TreeRow) -> Any:
+        """Return an output for a row of trees, given the joined outputs for its paths."""
+
+        def select(path: Path, leaf: Any) -> Any:
+            for axis in self.plan.outputs.of(path, leaf) if isinstance(leaf, Tensor) else ():
+                leaf = leaf.index_select(axis, row.first_places)
+            return leaf
+
+        return map_leaves(whole, select)
 
     def run_restored(self, args: Any, kwargs: Any) -> Any:
         """Call the module's original forward, and return the output. If the module is stateful, restore its state after
@@ -298,52 +303,3 @@ def _with_borders(row: PackedRow, kwargs: dict[str, Any]) -> dict[str, Any]:
     }
     borders |= {name: row.longest for name in _MAX_LENGTHS if kwargs.get(name) is not None}
     return {**kwargs, **borders}
-
-
-_GATHERED_AT_ONCE = "_z3_leaf"
-"""Name of the attribute that DeepSpeed ZeRO-3 sets on a module if DeepSpeed gathers all parameters of the module,
-including the parameters of inner modules, at once."""
-
-
-def refuse_uneven_gathers(model: nn.Module, plans: Sequence[ModulePlan]) -> None:
-    """Raise PackingError if processes of a distributed training run would wait for each other forever.
-
-    The inner modules of a module that runs segment by segment are called more often for some packed rows than for
-    others, so the number of calls may differ between processes. But if FSDP or DeepSpeed gathers the weights of an
-    inner module at every call, all processes have to make the same number of calls.
-
-    Args:
-        model: the patched model, sharded or not.
-        plans: a `ModulePlan` for each module that runs segment by segment.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    if torch.distributed.get_world_size() < 2:
-        return
-    for plan in plans:
-        module = model.get_submodule(plan.name)
-        packed = plan.packed_modules()
-        for name, inner in module.named_modules():
-            if not name or any(name == each or name.startswith(f"{each}.") for each in packed):
-                continue
-            where = f"{type(inner).__name__} ({plan.name}.{name})"
-            if is_fsdp(inner):
-                raise PackingError(
-                    f"model: expected FSDP to wrap no module inside {plan.kind}, but FSDP wraps {where}. {plan.kind} "
-                    "runs segment by segment, so processes would call the wrapped module a different number of times, "
-                    f"and wait for each other forever. Wrap {plan.kind} itself, or a module that contains {plan.kind}"
-                )
-            gathered = any(hasattr(parameter, GATHERED) for parameter in inner.parameters(recurse=False))
-            if gathered and not _is_gathered_at_once(model, plan.name):
-                raise PackingError(
-                    f"model: expected DeepSpeed to gather all weights of {plan.kind} at once, but DeepSpeed gathers "
-                    f"the weights of {where} at every call. {plan.kind} runs segment by segment, so processes would "
-                    "make a different number of calls, and wait for each other forever. Call "
-                    f"deepspeed.utils.set_z3_leaf_modules(model, [{plan.kind}])"
-                )
-
-
-def _is_gathered_at_once(model: nn.Module, name: str) -> bool:
-    parts = name.split(".")
-    outer = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    return any(getattr(model.get_submodule(each), _GATHERED_AT_ONCE, False) for each in outer)

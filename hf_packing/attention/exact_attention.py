@@ -77,7 +77,7 @@ def attend_by_segment(
                 q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=gqa
             )
         else:
-            attended = _attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
+            attended = attend_with_scores(q, k, v, mask, scale, is_causal, softcap, sinks, dropout)
         for segment, output in zip(segments, torch.split(attended, 1), strict=True):
             outputs[segment] = output
     return _cat(outputs, 2)
@@ -203,7 +203,7 @@ def window_mask(length: int, window: int, is_causal: bool, device: torch.device)
     return (back < window) & (back >= 0 if is_causal else back > -window)
 
 
-def _attend_with_scores(
+def attend_with_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -214,7 +214,7 @@ def _attend_with_scores(
     sinks: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """Compute attention for segments of equal length from explicit attention scores.
+    """Compute attention from explicit attention scores, for segments of equal length, or for the last tokens of paths.
 
     Explicit scores are needed since torch's fused attention supports neither soft caps nor sinks.
 

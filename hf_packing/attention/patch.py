@@ -6,17 +6,18 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
+from hf_packing.attention.attention_masks import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
 from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.patched_forward import install, remove
+from hf_packing.attention.random_weights import random_where_zero
 from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,
@@ -25,7 +26,7 @@ from hf_packing.attention.small_copy import (
     find_and_prove_on_small_copy,
 )
 from hf_packing.attention.snapshot import attention_of
-from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
+from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -35,7 +36,7 @@ Prove = Literal["model", "small"]
 """The model on which `patch_model` proves isolation."""
 
 
-def patch_model(model: Model, *, prove: Prove = "model") -> Model:
+def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) -> Model:
     """Patch a model so that documents packed in one row do not affect each other, and prove this by running the model.
 
     A route is a way of keeping packed documents apart. The patch installs the fastest route that passes the proof
@@ -68,8 +69,13 @@ def patch_model(model: Model, *, prove: Prove = "model") -> Model:
     evaluation mode, the model is patched, and `check_isolation(model).route.unproven` contains the reason.
 
     Padded batches are proven in the same way, with padding on each side: for a language model, when its first padded
-    batch comes; for other models, now. The proof takes about thirty forwards of few tokens, and more if a model needs
-    several searches. It covers only the kernel for the model's current device and dtype, so move the model there first.
+    batch comes; for other models, now. Rows of trees, in which documents share their prefixes, are proven when the
+    first one comes, or now with `trees`: the outputs for a prefix must not depend on what follows; every document has
+    to have the logits and gradients that it has alone; and replacing a segment must change nothing but the segment and
+    what is below it.
+
+    The proof takes about thirty forwards of few tokens, and more if a model needs several searches. It covers only the
+    kernel for the model's current device and dtype, so move the model there first.
 
     Args:
         model: a model of transformers with any head, on any device, in any dtype. The model may be wrapped by PEFT, and
@@ -77,13 +83,14 @@ def patch_model(model: Model, *, prove: Prove = "model") -> Model:
         prove: "model" to run the proof on the model itself; "small" to run it on a small copy of the model with the
             same number of layers, and to issue a warning. Pass "small" if the weights are on the meta device or sharded
             over processes, and call `check_isolation(model, batch=...)` before training. `attach` does this itself.
+        trees: whether to prove now that the model runs rows of trees, as `pack(..., share_prefixes=True)` makes them.
 
     Returns:
         The same model. A model that is already patched is returned unchanged.
 
     Raises:
-        ModelNotSupportedError: isolation cannot be proven. The message contains the reason, and the model is left
-            unpatched.
+        ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
+            model is left unpatched if it was unpatched before.
         PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; `prove` is
             neither "model" nor "small"; or `prove` is "model", and the weights are not in memory.
 
@@ -99,6 +106,11 @@ def patch_model(model: Model, *, prove: Prove = "model") -> Model:
     if prove not in get_args(Prove):
         raise PackingError(f"prove: expected one of {', '.join(get_args(Prove))}, got {prove!r}")
     inner = inner_model(model)
+    if trees and not ((route := route_of(inner)) and route.takes_trees):
+        with unpatched_on_error(model):
+            patch_model(model, prove=prove)
+            with random_where_zero(inner):
+                prove_trees(inner)
     if is_patched(inner):
         return model
     _refuse_shared_configuration(inner)
@@ -141,52 +153,6 @@ def _use_hub_kernels_of(model: PreTrainedModel) -> None:
     for _, attention in attention_of(model):
         if is_kernel(attention):
             use_hub_kernel(attention)
-
-
-_SMALL = 0.1
-"""Standard deviation of the noise that `random_where_zero` adds to gates and biases that consist of zeros."""
-
-_SHARE_OF_KERNEL = 0.5
-"""Standard deviation of the noise that `random_where_zero` adds to a convolution kernel, as a share of the root mean
-square of the kernel."""
-
-_LONGEST_KERNEL = 16
-"""Largest kernel size, in tokens, of the convolutions to which `random_where_zero` adds noise. The kernel size is the
-size of the last axis of the convolution's weight."""
-
-
-@contextmanager
-def random_where_zero(model: nn.Module) -> Iterator[None]:
-    """Context manager: within the block, noise is added to weights that may hide a leak between documents.
-
-    In an untrained model, two kinds of weights may hide a leak. A projection or gate of zeros passes on no information,
-    and a convolution kernel that is the identity passes no information from one token to another. Noise is added to
-    every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
-    are restored.
-    """
-    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
-    zero = [parameter for parameter in parameters if not parameter.any()]
-    kernels = [
-        (p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= _LONGEST_KERNEL and p.any()
-    ]
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(parameter: nn.Parameter, scale: float) -> torch.Tensor:
-        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
-
-    try:
-        with torch.no_grad():
-            for parameter in zero:
-                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL))
-            for parameter, _ in kernels:
-                parameter.add_(noise(parameter, _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter in zero:
-                parameter.zero_()
-            for parameter, before in kernels:
-                parameter.copy_(before)
 
 
 def unpatch_model(model: Model) -> AbstractContextManager[Model]:

@@ -13,17 +13,20 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers
+from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward
 from hf_packing.attention.inspect_model import Signature, unwrapped
-from hf_packing.attention.keep_row import KeepRow
+from hf_packing.attention.keep_row import KeepRow, checkpointing_functions, keep_row_when_checkpointing
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
-from hf_packing.attention.packed_row import PackedRow, current_row, read_row
+from hf_packing.attention.packed_row import PackedRow, current_row, mark_changing_sizes
 from hf_packing.attention.padded_rows import current_rows
-from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, fold_into_rows, is_patched
+from hf_packing.attention.read_row import read_row
+from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, InputFormat, Route, fold_into_rows, is_patched
 from hf_packing.attention.snapshot import Attention, attention_of, restore_attention, use_attention
+from hf_packing.attention.tree_row import TreeRow, has_trees, read_tree_row
+from hf_packing.attention.uneven_calls import refuse_uneven_gathers
 from hf_packing.attention.unpadding import (
     PADDING_OR_CACHE,
     StockGenerate,
@@ -41,10 +44,6 @@ _running: ContextVar[tuple[int, ...]] = ContextVar("_running", default=())
 """The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
 models, but only the outermost forward reads the packed row."""
 
-_CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
-first attribute, and FSDP's checkpoint wrapper has the second attribute."""
-
 _ROUTER_SETTING = "output_router_logits"
 """The setting of a configuration that decides whether routers get a loss for load balancing. The model computes this
 loss outside of its inner model, from all tokens with a 1 in attention_mask."""
@@ -55,10 +54,8 @@ _locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
 
 
 class PatchedForward(UnpaddedForward):
-    """A callable object that replaces the forward of a patched model.
-
-    A call reads the borders between packed documents from the arguments, stores them in `current_row` while the forward
-    runs, builds the inputs that the route requires, and runs the model's own forward.
+    """A replacement for the forward of a patched model. A call reads the borders between documents from the arguments,
+    stores them in `current_row` while the forward runs, and runs the model's own forward with the inputs of the route.
 
     Args:
         module: the module whose forward is replaced: the patched model itself, or an inner model that other libraries,
@@ -110,13 +107,18 @@ class PatchedForward(UnpaddedForward):
         running, current = _running.set((*_running.get(), id(self.model))), current_row.set(laid)
         padded = current_rows.set(None)
         try:
-            output = self.forward(**inputs)
+            output = self._run_uncompiled(inputs) if isinstance(laid, TreeRow) else self.forward(**inputs)
         finally:
             current_rows.reset(padded)
             current_row.reset(current)
             _running.reset(running)
             patch.is_running = was_running
         return self._finish(output, row) if row.padding or laid is not row else output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_uncompiled(self, inputs: dict[str, Any]) -> Any:
+        """Run the forward on a row of trees, whose paths have too many lengths to compile each."""
+        return self.forward(**inputs)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -133,7 +135,9 @@ class PatchedForward(UnpaddedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _is_unusual(self, inputs: dict[str, Any]) -> bool:
-        """Return whether a call is not one with packed rows and without a cache."""
+        """Return whether a call is not one with packed rows, or a row of trees, and without a cache."""
+        if has_trees(inputs):
+            return False
         takes_packed_rows = self.route.takes_packed_rows or self.module is not self.model
         given = (inputs.get(name) for name in PADDING_OR_CACHE)
         return not takes_packed_rows or any(each is not None and each is not False for each in given)
@@ -152,10 +156,10 @@ class PatchedForward(UnpaddedForward):
         self.check_patch()
         training = self.module.training
         if training:
-            _keep_row_when_checkpointing(self.model, self.route.method.inputs.borders and not self.route.by_segment)
+            keep_row_when_checkpointing(self.model, self.route.method.inputs.borders and not self.route.by_segment)
         is_unpadded = row is not None
         if row is None:
-            inputs, row = read_row(inputs, training)
+            inputs, row = self._read_trees(inputs) if has_trees(inputs) else read_row(inputs, training)
         refused, ids = self.route.refused_token, inputs.get("input_ids")
         if refused is not None and ids is not None and bool((ids == refused).any()):
             raise PackingError(
@@ -164,16 +168,30 @@ class PatchedForward(UnpaddedForward):
             )
         if training and self.route.sees_labels and not is_unpadded:
             refuse_copied_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
-        inputs = self.route.method.inputs.build(self.signature, inputs, row)
+        inputs = self._format_for(row).build(self.signature, inputs, row)
         if is_unpadded and self.route.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes = self.patch.signature.takes
             inputs = {name: each for name, each in inputs.items() if name not in _PLACES or takes(name)}
         if row.has_fixed_shape and self.masks_routers and self.module is self.model:
             inputs["attention_mask"] = row.mask  # the loss of routers leaves out tokens whose mask is 0
         if not row.has_fixed_shape:
-            _mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: row.cu_seq_lens}, row.rows * row.tokens)
+            mark_changing_sizes({**inputs, CU_SEQ_LENS[0]: row.cu_seq_lens}, row.rows * row.tokens)
         lay_end_to_end = self.route.method.inputs.one_row and not row.is_one_segment_per_row
         return inputs, row, replace(row, rows=1) if lay_end_to_end else row
+
+    def _read_trees(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], PackedRow]:
+        """Read a row of trees, as `read_tree_row` does. Prove before that the model supports trees."""
+        if not self.route.takes_packed_rows and self.module is self.model:
+            raise PackingError(f"model: {type(self.model).__name__} returns outputs for whole rows, and takes no trees")
+        inputs, row = read_tree_row(inputs)
+        if isinstance(row, TreeRow) and not self.route.takes_trees:
+            type(self.patch).prove_trees(self.model)
+        return inputs, row
+
+    def _format_for(self, row: PackedRow) -> InputFormat:
+        """Return the format of the inputs. For trees, the model gets no borders, since segments are no documents."""
+        inputs = self.route.method.inputs
+        return replace(inputs, borders=False, one_row=True) if isinstance(row, TreeRow) else inputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _finish(self, output: Any, row: PackedRow) -> Any:
@@ -244,10 +262,16 @@ class Patch:
     """True while the model's forward runs. Code traced by torch.compile can read this, but not `_running`."""
     prove_unpadding: ClassVar[Callable[[PreTrainedModel], None]]
     """A function that proves that a model can run padded batches, and then calls `install_unpadding`."""
+    prove_trees: ClassVar[Callable[[PreTrainedModel], None]]
+    """A function that proves that a model can run rows of trees, and notes this in the route."""
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)
         forward.install()
+
+    def take_trees(self, takes_trees: bool) -> None:
+        """Note in the route whether it is proven that the model runs rows of trees."""
+        self.route = replace(self.route, takes_trees=takes_trees)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -298,7 +322,7 @@ def remove(model: PreTrainedModel) -> Route:
         del model.generate
         if generate.before is not None:
             model.generate = generate.before
-    for module, name, checkpoint in _checkpointing_functions(model):
+    for module, name, checkpoint in checkpointing_functions(model):
         if isinstance(checkpoint, KeepRow):
             setattr(module, name, checkpoint.checkpoint)
     restore_attention(patch.attention_before)
@@ -318,32 +342,9 @@ def unpatched_on_error(model: PreTrainedModel, before: Attention) -> Iterator[No
         raise
 
 
-def _mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
-    """Tell torch.compile that the numbers of tokens and segments change from batch to batch. Otherwise it would compile
-    the model for the first batch alone, and once more for the second one."""
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and tokens > 1:  # a size of 1 is always compiled by itself
-            changing = [axis for axis, size in enumerate(value.shape) if size == tokens or name in CU_SEQ_LENS]
-            torch._dynamo.maybe_mark_dynamic(value, changing)
-
-
 def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return a model and the inner models that PEFT or other libraries may call directly, without duplicates."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
     modules = [model, model.base_model, *([decoder] if is_model else [])]
     return list({id(module): module for module in modules}.values())
-
-
-def _keep_row_when_checkpointing(model: nn.Module, gives_borders: bool) -> None:
-    """Wrap each activation-checkpointing function of a model in `KeepRow`, if the function is not wrapped yet."""
-    for module, name, checkpoint in _checkpointing_functions(model):
-        if not isinstance(checkpoint, KeepRow):
-            setattr(module, name, KeepRow(checkpoint, gives_borders))
-
-
-def _checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    for module in model.modules():
-        for name in _CHECKPOINTING:
-            if (checkpoint := vars(module).get(name)) is not None:
-                yield module, name, checkpoint

@@ -23,7 +23,7 @@ from hf_packing.attention.tolerance import (
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
-_GRADIENT_LENIENCE = 10
+GRADIENT_LENIENCE = 10
 """Factor from the tolerance for logits to the tolerance for gradients. Rounding also affects the backward pass."""
 
 _REFERENCE = "eager"
@@ -197,11 +197,11 @@ def _prove(exam: Exam) -> None:
     packed, gradients = probe.packed_with_gradients() if one_forward else (probe.packed(probe.documents), None)
     if not exam.only_equality:
         _prove_no_leak(exam, packed)
-    expected = _prove_equal(exam, packed).gradients if exam.references else None
+    expected = closest_reference(exam, packed, "the packed row").gradients if exam.references else None
     if exam.references and expected is None:
         return
     own = own_gradients(gradients or probe.packed_with_gradients()[1])
-    if expected is not None and (difference := probe.tolerance.unexplained(own, expected, _GRADIENT_LENIENCE)):
+    if expected is not None and (difference := probe.tolerance.unexplained(own, expected, GRADIENT_LENIENCE)):
         raise ModelNotSupportedError(
             f"a document's gradients differ by {difference:.2g} between the packed row and the document alone"
         )
@@ -232,15 +232,14 @@ def _is_isolated_in_series(probe: Probe, packed: list[Tensor]) -> bool:
     return False
 
 
-def _prove_equal(exam: Exam, packed: list[Tensor]) -> Reference:
-    """Check that packed documents have the logits of one of the references, and return this reference."""
+def closest_reference(exam: Exam, packed: list[Tensor], where: str) -> Reference:
+    """Check that documents, packed in `where`, have the logits of one of the exam's references, and return it."""
     tolerance, references = exam.probe.tolerance, exam.references
     differences = [tolerance.unexplained(packed, reference.logits) for reference in references]
     if difference := min(differences):
         beyond = tolerance.is_measured and all(tolerance.widest.unexplained(packed, each.logits) for each in references)
         raise (BeyondRoundingError if beyond else ModelNotSupportedError)(
-            f"a document's logits differ by {difference:.2g} between the packed row and the document alone"
-            f"{tolerance.note()}"
+            f"a document's logits differ by {difference:.2g} between {where} and the document alone{tolerance.note()}"
         )
     return references[differences.index(0)]
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_packing.attention.attention_masks import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.inspect_model import Signature, configurations
 from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.padded_rows import Unpadding
 from hf_packing.attention.token_axes import map_leaves
-from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed
-from hf_packing.columns import IGNORED_LABEL
+from hf_packing.columns import IGNORED_LABEL, PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 PATCH = "_hf_packing_patch"
@@ -26,7 +26,7 @@ PATCH = "_hf_packing_patch"
 
 BORDER_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-READ_ARGUMENTS = (*BORDER_ARGUMENTS, "position_ids", "attention_mask", "use_cache")
+READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "attention_mask", "use_cache")
 """Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.
 Other arguments are never dropped."""
 
@@ -229,6 +229,8 @@ class Route:
     """The reason why this route was not fully proven in training mode; an empty string if the route was proven."""
     unpadding: Unpadding | None = None
     """The way in which the model runs padded batches; None as long as this is not proven."""
+    takes_trees: bool = False
+    """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
     takes_packed_rows: bool = True
     """False if only the backbone takes packed rows. The model itself, such as a classifier of documents, then takes
     padded batches only."""
@@ -254,6 +256,9 @@ class Route:
         lines = [f"route: {self.name}, {self.packed_share:.0%} of the parameters stay packed"]
         lines += [f"by segment: {number} {kind}" for kind, number in self.modules.items()]
         lines += [f"padded batch: {self.unpadding.describe()}"] if self.unpadding else []
+        if self.takes_trees:
+            by_path = f", {sum(self.modules.values())} modules on each path" if self.by_segment else ""
+            lines.append(f"trees: shared prefixes are computed once{by_path}")
         return "\n".join(lines + ([f"training mode not proven: {self.unproven}"] if self.unproven else []))
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ class RowReader(ReplacedForward):
         found: list[list[Tensor]] = []
         output: Any = None
         for call in calls:
-            args, kwargs = into_rows(inputs, row, call.slices)
+            args, kwargs = into_rows(inputs, row, [row.slices[segment] for segment in call.segments])
             output = self.forward(*args, **kwargs)
             found.append(tensors_in(output))
         order = [segment for call in calls for segment in call.segments]

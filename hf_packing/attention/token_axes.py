@@ -1,11 +1,9 @@
-"""Find the axes of a module's arguments and outputs that run along the tokens of a row (the token axes), cut segments
-out of the arguments, and join the outputs of the segments."""
+"""Find the axes of a module's arguments and outputs that run along the tokens of a row (the token axes)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.errors import PackingError
@@ -13,9 +11,6 @@ from hf_packing.errors import PackingError
 Path = tuple[str | int, ...]
 """The indices and keys that lead to a leaf in nested tuples, lists and dictionaries. A leaf is a value of any other
 type."""
-
-Fill = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""A function that returns padding. Its arguments are the tensor to pad and the shape of the padding."""
 
 LARGEST_FINITE = 1e30
 """Values of larger magnitude count as infinite, since masks contain the most negative float in place of minus
@@ -61,7 +56,7 @@ def detached_copy(value: Any) -> Any:
     return map_leaves(value, lambda _, leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
 
 
-def _dotted(path: Path) -> str:
+def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
@@ -122,7 +117,7 @@ class TokenAxes:
             return self._axes_by_size(leaf)
         if isinstance(leaf, Tensor) and leaf.ndim:
             raise PackingError(
-                f"{self.where}: the tensor {_dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
+                f"{self.where}: the tensor {dotted(path)} of shape {list(leaf.shape)} did not occur when the model "
                 "was patched, so its token axis is unknown; call the model with the usual inputs of training, such as "
                 "input_ids and labels"
             )
@@ -162,13 +157,13 @@ class TokenAxes:
             for axis in axes:
                 if leaf.shape[axis] != tokens:
                     raise PackingError(
-                        f"{self.where}: expected {tokens} tokens along axis {axis} of the tensor {_dotted(path)}, "
+                        f"{self.where}: expected {tokens} tokens along axis {axis} of the tensor {dotted(path)}, "
                         f"got shape {list(leaf.shape)}"
                     )
             is_float = leaf.is_floating_point()  # in half precision, large values rise in uneven steps
             if path in self._counting and not is_float and not counts_along(leaf, axes):
                 raise PackingError(
-                    f"{self.where}: expected the values of {_dotted(path)} to rise by 1 from token to token, got other "
+                    f"{self.where}: expected the values of {dotted(path)} to rise by 1 from token to token, got other "
                     "steps; a padding token in a document may be the cause, since some models do not count padding"
                 )
 
@@ -218,131 +213,3 @@ def _grows_along_diagonal(mask: Tensor) -> bool:
     return bool(most.any()) and bool(
         (torch.where(visible, added.abs() - most, 0).abs() <= _LINE_TOLERANCE * most).all()
     )
-
-
-def cut_inputs(value: Any, axes: TokenAxes, slices: Sequence[tuple[int, int]], fill: Fill | None = None) -> Any:
-    """Cut slices out of a module's arguments for a row, and return arguments for a batch with one row per slice.
-
-    Shorter slices are padded on the right to the length of the longest slice.
-
-    Args:
-        value: nested arguments of the module for the whole row.
-        axes: token axes of the arguments.
-        slices: (start, end) of each slice, in tokens.
-        fill: function that returns the padding; by default, the padding is zeros.
-
-    Raises:
-        PackingError: a tensor's first axis is a token axis, so that several slices cannot be stacked as rows.
-    """
-    longest = max(end - start for start, end in slices)
-
-    def cut_leaf(path: Path, leaf: Any) -> Any:
-        along = axes.of(path, leaf)
-        if not along:
-            return leaf
-        if not isinstance(leaf, Tensor):
-            return longest
-        if along[0] == 0 and len(slices) > 1:
-            raise PackingError(f"{axes.where}: expected {_dotted(path)} to have an axis for rows before its token axis")
-        parts = []
-        for start, end in slices:
-            part = leaf
-            for axis in along:
-                part = part.narrow(axis, 0 if axes.is_counting(path) else start, end - start)
-            if end - start < longest:
-                for axis in along:
-                    part = _pad(part, axis, longest - (end - start), fill)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return map_leaves(value, cut_leaf)
-
-
-def _pad(tensor: Tensor, axis: int, missing: int, fill: Fill | None) -> Tensor:
-    if fill is None:
-        return F.pad(tensor, [0, 0] * (tensor.ndim - axis - 1) + [0, missing])
-    return torch.cat([tensor, fill(tensor, (*tensor.shape[:axis], missing, *tensor.shape[axis + 1 :]))], dim=axis)
-
-
-def split_outputs(value: Any, axes: TokenAxes, lengths: Sequence[int]) -> list[dict[Path, Any]]:
-    """Split the output of a module that was called with the batch from `cut_inputs` into one output for each slice.
-
-    Returns:
-        For each slice, a dictionary that maps the path of each leaf to the slice's part of the leaf, without padding. A
-        leaf without token axes is not split: every slice gets the whole leaf.
-    """
-    parts: list[dict[Path, Any]] = [{} for _ in lengths]
-    for path, leaf in leaves(value):
-        along = axes.of(path, leaf)
-        if not along:
-            each: Sequence[Any] = [leaf] * len(lengths)
-        elif not isinstance(leaf, Tensor):  # an integer that is the number of tokens
-            each = lengths
-        elif len(lengths) == 1:
-            each = [leaf]
-        else:
-            if along[0] == 0 or leaf.shape[0] % len(lengths):
-                raise PackingError(
-                    f"{axes.where}: expected the module to return tensors whose first axis is the axis of rows, with a "
-                    f"size that {len(lengths)} divides, got shape {list(leaf.shape)}"
-                )
-            each = leaf.chunk(len(lengths))
-        for part, piece, length in zip(parts, each, lengths, strict=True):
-            shortened = piece
-            for axis in along if isinstance(leaf, Tensor) else ():
-                shortened = shortened.narrow(axis, 0, length)
-            part[path] = shortened
-    return parts
-
-
-def join_outputs(value: Any, axes: TokenAxes, parts: Sequence[dict[Path, Any]]) -> Any:
-    """Join a module's outputs for the segments of a row, and return the output for the whole row.
-
-    In a tensor with two token axes, such as attention weights, the entries for two tokens in different segments are 0.
-    A leaf without token axes, such as a final state, is taken from the last segment. A single floating-point number
-    must be the same for all segments.
-
-    Args:
-        value: output of one call of the module. The result is nested in the same way.
-        axes: token axes of the module's outputs.
-        parts: for each segment, a dictionary from path to leaf, as returned by `split_outputs`.
-    """
-
-    def join_leaf(path: Path, _: Any) -> Any:
-        each = [part[path] for part in parts]
-        along = axes.of(path, each[0])
-        if not isinstance(each[0], Tensor):
-            return sum(each) if along else each[-1]
-        if not along:
-            _check_equal_numbers(each, axes.where)
-            return each[-1]
-        if len(along) == 1:
-            return torch.cat(each, dim=along[0])
-        if len(along) > 2:
-            raise PackingError(f"{axes.where}: the module returns a tensor with {len(along)} token axes, not 1 or 2")
-        return _block_diagonal(each, *along)
-
-    return map_leaves(value, join_leaf)
-
-
-def _check_equal_numbers(each: Sequence[Tensor], where: str) -> None:
-    """Raise PackingError if the tensors in `each`, one per segment, are single floating-point numbers that differ. The
-    number for the whole row is then unknown."""
-    if each[0].is_floating_point() and not each[0].ndim and any(not torch.equal(each[0], other) for other in each[1:]):
-        raise PackingError(
-            f"{where}: the module returns a number computed from all tokens of a row, such as the loss of a router; "
-            "the number for a row cannot be computed from the numbers for the row's segments"
-        )
-
-
-def _block_diagonal(blocks: Sequence[Tensor], row_axis: int, column_axis: int) -> Tensor:
-    width = sum(block.shape[column_axis] for block in blocks)
-    before = 0
-    padded = []
-    for block in blocks:
-        after = width - before - block.shape[column_axis]
-        padding = [0] * (2 * block.ndim)
-        padding[2 * (block.ndim - column_axis) - 2 : 2 * (block.ndim - column_axis)] = [before, after]
-        padded.append(F.pad(block, padding))
-        before += block.shape[column_axis]
-    return torch.cat(padded, dim=row_axis)

@@ -11,10 +11,7 @@ from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention.packed_row import (
-    PackedRow,
-    use_row,
-)
+from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.tiny_model import tiny_model
 from tools.survey.measure import VARIANTS
 

@@ -1,0 +1,282 @@
+"""Rows of trees on patched models: every document has the logits and gradients that it has alone."""
+
+import copy
+import warnings
+from contextlib import suppress
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from padded_models import SEQUENCE
+from patched_models import patched_tiny
+from test_tree_segments import forests
+from tiers import fast_only
+from tiny_models import build
+
+import hf_packing as hfp
+from hf_packing.attention import tree_row, varlen
+from hf_packing.attention.route import route_of
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.tree_proof import prove_trees
+from hf_packing.attention.varlen import kernel_of
+from hf_packing.tree_segments import TreeSegments
+
+TINY = ["gpt2", "llama", "mamba", "qwen3_next", "bloom", "rwkv", "jamba", "falcon_h1", "recurrent_gemma", "lfm2"]
+OWN = ["Mistral", "Gemma2", "GptOss", "DeepseekV3"]
+CLOSE = {"gpt2": 1e-12, "llama": 1e-5, "Mistral": 1e-5}
+"""GPT-2 has no part in float32; others have some, such as rotary angles, recurrent states or experts."""
+
+CHAT = TreeSegments((9, 14, 6, 17, 5, 12), (-1, 0, 0, 2, 2, 4))
+"""Three turns: each has thinking of its own, and the next turn goes on without it."""
+
+
+def model_of(name):
+    if name in OWN:
+        return build(name, torch.float64)
+    model = tiny_model(name, "causal", torch.float64)
+    with suppress(ValueError):
+        model.set_experts_implementation("eager")  # the grouped one has no float64
+    return model
+
+
+def inputs_of(trees, seed=0, vocabulary=100):
+    ids = torch.randint(8, vocabulary, (1, trees.tokens), generator=torch.Generator().manual_seed(seed))
+    return {
+        "input_ids": ids,
+        "segment_lengths": torch.tensor(trees.lengths),
+        "parents": torch.tensor(trees.parents),
+    }
+
+
+def scores_of(logits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (logits * torch.randn(logits.shape, generator=generator, dtype=torch.float64)).sum()
+
+
+def gradients_of(model, score):
+    model.zero_grad()
+    score.backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def check_documents(stock, model, trees, close, seed=0):
+    """Compare each path, also those that end inside others, with the path alone on the unpatched model."""
+    batch = inputs_of(trees, seed)
+    ends = range(len(trees.lengths))
+    paths = [trees.path_of(end) for end in ends]
+    alone = [stock(input_ids=batch["input_ids"][:, path], use_cache=False).logits[0].double() for path in paths]
+    expected = gradients_of(stock, sum(map(scores_of, alone, ends)))
+    logits = model(**batch).logits[0].double()
+    scale = float(torch.cat(alone).detach().std())
+    for path, one in zip(paths, alone, strict=True):
+        assert float((logits[path] - one).detach().abs().max()) <= close * scale
+    found = gradients_of(model, sum(scores_of(logits[path], end) for path, end in zip(paths, ends, strict=True)))
+    largest = max(float(each.abs().max()) for each in expected.values())
+    assert max(float((found[name] - each).abs().max()) for name, each in expected.items()) <= 10 * close * largest
+
+
+@pytest.mark.parametrize("name", fast_only([*TINY, *OWN], "gpt2", "llama", "qwen3_next", "bloom", "Mistral", "Gemma2"))
+def test_every_document_is_as_alone(name):
+    stock = model_of(name)
+    model = hfp.patch_model(copy.deepcopy(stock), trees=True)
+    assert route_of(model).takes_trees
+    assert "trees: shared prefixes are computed once" in route_of(model).describe()
+    for trees in (CHAT, TreeSegments((30, 1, 8, 3, 4, 20, 2), (-1, 0, 1, 1, 0, -1, 5))):
+        check_documents(stock, model, trees, CLOSE.get(name, 1e-4))
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    stock = tiny_model("gpt2", "causal", torch.float64)
+    return stock, hfp.patch_model(copy.deepcopy(stock), trees=True)
+
+
+@given(forests(), st.integers(0, 10))
+@settings(max_examples=20)
+def test_random_trees(gpt2, forest, seed):
+    check_documents(*gpt2, TreeSegments(*forest), 1e-12, seed)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mamba"])
+def test_a_row_of_roots_is_a_packed_row_bit_for_bit(name):
+    model = patched_tiny(name)
+    roots = TreeSegments((5, 9, 3), (-1, -1, -1))
+    batch = inputs_of(roots)
+    packed = hfp.PackingCollator()([{"input_ids": batch["input_ids"][0].numpy(), "seq_lengths": roots.lengths}])
+    del packed["labels"]
+    assert torch.equal(model(**batch).logits, model(**packed).logits)
+    assert not route_of(model).takes_trees, "a row without branches needs no proof of trees"
+
+
+def test_the_first_tree_is_proven_when_it_comes():
+    stock = build("Llama")
+    model = hfp.patch_model(copy.deepcopy(stock))
+    model.train()
+    assert not route_of(model).takes_trees
+    logits = model(**inputs_of(CHAT)).logits
+    assert route_of(model).takes_trees
+    assert model.training
+    assert kernel_of(model) == "exact attention, path by path"
+    again = model(**inputs_of(CHAT)).logits
+    assert torch.equal(logits, again)
+    with hfp.unpatch_model(model):
+        pass
+    assert route_of(model).takes_trees, "the route is installed again as it was"
+
+
+def test_modules_run_few_paths_at_once(monkeypatch):
+    stock = tiny_model("mamba", "causal", torch.float64)
+    model, calls = hfp.patch_model(copy.deepcopy(stock), trees=True), []
+    trees = TreeSegments((10, *[6] * 5), (-1, *[0] * 5))
+    module = next(each for each in model.modules() if type(each).__name__ == "MambaMixer")
+    own = type(module).forward
+    monkeypatch.setattr(
+        type(module), "forward", lambda self, x, *a, **k: calls.append(x.shape) or own(self, x, *a, **k)
+    )
+    check_documents(stock, model, trees, 1e-4)
+    together = max(shape[0] for shape in calls)
+    assert together == 5
+    calls.clear()
+    monkeypatch.setattr(tree_row, "MOST_TOKENS_OF_CALL", 32)
+    check_documents(stock, model, trees, 1e-4)
+    assert max(shape[0] for shape in calls if shape[1] == 16) == 2
+
+
+def test_checkpointing_and_lora():
+    stock = tiny_model("gpt2", "causal", torch.float64)
+    stock.train()
+    model = hfp.patch_model(copy.deepcopy(stock))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of transformers have another name for it
+        model.gradient_checkpointing_enable()
+    check_documents(stock, model, CHAT, 1e-12)
+    lora = peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(copy.deepcopy(stock), lora)
+    check_documents(copy.deepcopy(adapted), hfp.patch_model(adapted, trees=True), CHAT, 1e-12)
+
+
+def without_window(*arguments, **options):
+    return varlen_attend(*arguments, **options | {"window": None})
+
+
+def to_the_whole_row(query, key, value, *_, scale, **__):
+    plain = torch.nn.functional.scaled_dot_product_attention
+    return plain(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+
+
+def with_far_gradients(query, key, value, row, **options):
+    attended = varlen_attend(query, key, value, row, **options)
+    return attended + (value.sum() - value.sum().detach()) * 1e-3
+
+
+varlen_attend = varlen.attend_along_paths
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("Mistral", without_window, "logits differ by .* between a tree and the document alone"),
+        ("Llama", to_the_whole_row, "logits differ by .* between a tree and the document alone"),
+        ("Llama", with_far_gradients, "gradients of a document in a tree reach segments that it does not have"),
+    ],
+)
+def test_the_proof_notices_faults(monkeypatch, name, fault, message):
+    model = hfp.patch_model(build(name))
+    monkeypatch.setattr(varlen, "attend_along_paths", fault)
+    with pytest.raises(hfp.ModelNotSupportedError, match=message):
+        prove_trees(model)
+    assert not route_of(model).takes_trees
+    with pytest.raises(hfp.ModelNotSupportedError, match=message):
+        model(**inputs_of(CHAT))
+    monkeypatch.undo()
+    prove_trees(model)
+    assert route_of(model).takes_trees
+
+
+def test_only_descendants_notice(monkeypatch):
+    """The first tokens of all segments see the whole row, in a way that equality with documents alone cannot show."""
+    from hf_packing.attention import tree_proof
+
+    monkeypatch.setattr(tree_proof, "_prove_equal", lambda *_: None)
+    monkeypatch.setattr(varlen, "attend_along_paths", to_the_whole_row)
+    with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changes the logits of tokens"):
+        prove_trees(hfp.patch_model(build("Llama")))
+
+
+@pytest.mark.parametrize("name", ["xlnet", "cpmant"])
+def test_unstable_prefixes_are_refused_in_those_words(name):
+    model = tiny_model(name, "causal")
+    with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable.*what follows"):
+        hfp.patch_model(model, trees=True)
+    assert route_of(model) is None
+    hfp.patch_model(model)
+    with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
+        hfp.patch_model(model, trees=True)
+    assert route_of(model) is not None, "the model was patched before"
+
+
+def test_models_that_see_both_ways_are_refused():
+    model = hfp.patch_model(tiny_model("bert", "masked"))
+    with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
+        model(**inputs_of(CHAT))
+
+
+def test_a_classifier_takes_no_trees():
+    model = hfp.patch_model(tiny_model("llama", SEQUENCE))
+    with pytest.raises(hfp.PackingError, match="LlamaForSequenceClassification returns outputs for whole rows"):
+        model(**inputs_of(CHAT))
+
+
+ONES = torch.ones(1, CHAT.tokens, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": ONES}, "labels: expected None with a row of trees.*hfp.compute_loss"),
+        ({"attention_mask": ONES}, "attention_mask: expected None with a row of trees"),
+        ({"cu_seq_lens_q": torch.tensor([0, 63])}, "cu_seq_lens_q: expected None with a row of trees"),
+        ({"seq_idx": ONES}, "seq_idx: expected None with a row of trees"),
+        ({"parents": None}, "parents: expected a tensor of integers beside a row of trees, got NoneType"),
+        ({"segment_lengths": [63]}, "segment_lengths: expected a tensor of integers.*got list"),
+        (
+            {"segment_lengths": torch.tensor([9, 14, 6, 17, 5, 11])},
+            r"single row of \[1, 63\] tokens, got 62",
+        ),
+        ({"parents": torch.tensor([-1, 2, 0, 2, 2, 4])}, "depth-first order.*got parent 2 for segment 1"),
+        ({"position_ids": ONES.cumsum(1) - 1}, "position_ids: expected the depth of each token in its tree"),
+        ({"input_ids": None}, "input_ids: expected input_ids or inputs_embeds, got neither"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    model = patched_tiny("gpt2")
+    with pytest.raises(hfp.PackingError, match=message):
+        model(**inputs_of(CHAT) | changes)
+
+
+def test_embeddings_and_depths_are_taken(gpt2):
+    _, model = gpt2
+    batch = inputs_of(CHAT)
+    depths = {"position_ids": torch.from_numpy(CHAT.position_ids).long()[None]}
+    embedded = {"inputs_embeds": model.get_input_embeddings()(batch.pop("input_ids"))}
+    assert torch.equal(model(**inputs_of(CHAT)).logits, model(**batch, **depths, **embedded).logits)
+
+
+@pytest.mark.slow
+def test_compiled_models_run_trees_uncompiled():
+    stock = build("Llama")
+    model = hfp.patch_model(copy.deepcopy(stock), trees=True)
+    expected = model(**inputs_of(CHAT)).logits
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(**inputs_of(CHAT)).logits, expected)
+    layer = hfp.patch_model(copy.deepcopy(stock), trees=True)
+    for each in layer.model.layers:
+        each.compile(backend="eager")
+    warnings.simplefilter("ignore")  # dynamo warns about tensors that the proof has made
+    with pytest.raises(Exception, match="expected a row of trees in uncompiled code"):
+        layer(**inputs_of(CHAT))
