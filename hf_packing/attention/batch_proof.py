@@ -34,6 +34,8 @@ from hf_packing.attention.tolerance import (
     largest_difference,
     spread,
 )
+from hf_packing.attention.tree_batch_runs import TreeBatchRuns
+from hf_packing.attention.tree_row import has_trees
 from hf_packing.attention.varlen import kernel_of
 
 _NOISE_FACTOR = 8
@@ -106,10 +108,10 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
 
     Args:
         model: a model as a training loop calls it, patched or not, with or without wrappers.
-        batch: a packed batch, as PackingCollator makes it. Labels are ignored.
+        batch: a packed batch, or one of trees, as PackingCollator makes it. Labels are ignored.
         training: whether to run the model in training mode.
     """
-    runs = BatchRuns(model, batch, training)
+    runs = (TreeBatchRuns if has_trees(batch) else BatchRuns)(model, batch, training)
     with runs.undisturbed():
         results = _Results.of(runs)
     problem = _problem_in(results)
@@ -118,7 +120,7 @@ def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = 
         if _on_any_rank(problem is not None, runs.inner):
             problem = _with_place(runs, problem)
     return BatchProof(
-        tokens=sum(runs.lengths),
+        tokens=runs.tokens,
         documents=len(runs.lengths),
         longest=max(runs.lengths),
         training=training,
@@ -183,11 +185,11 @@ class _Results:
 
     @property
     def gradient_leak(self) -> float:
-        if self.packed.gradients is None or len(self.runs.kept) == len(self.packed.gradients):
+        if self.packed.gradients is None or len(self.runs.graded) == len(self.packed.gradients):
             return float("nan")
         others = torch.ones(len(self.packed.gradients), dtype=torch.bool, device=self.packed.gradients.device)
-        others[self.runs.kept] = False
-        own = float(self.packed.gradients[self.runs.kept].abs().max())
+        others[self.runs.graded] = False
+        own = float(self.packed.gradients[self.runs.graded].abs().max())
         leaked = float(self.packed.gradients[others].abs().max())
         return leaked / own if own else float("inf") if leaked else 0.0
 
@@ -261,16 +263,14 @@ def _unexplained(results: _Results, field: str) -> float | None:
     Return None if rounding explains all differences, or if there is nothing to compare.
     """
     packed, limits = getattr(results.packed, field), results.limits(field)
-    replaced = set(results.runs.replaced)
     for group in results.alone:
         alone = getattr(group.exact, field)
         if alone is None or packed is None:
             continue
         for number, own in zip(group.documents, torch.chunk(alone, max(len(group.documents), 1)), strict=False):
-            if field == "gradients" and number in replaced:
-                continue  # only the outputs of kept documents have gradients
-            start, end = results.runs.row.slices[number]
-            apart = _apart(packed[start:end], own)
+            if field == "gradients" and number not in results.runs.graded_documents:
+                continue
+            apart = _apart(packed[results.runs.tokens_of(number)], own)
             if not limits.explain(apart):
                 return float(apart.max())
     return None

@@ -20,6 +20,7 @@ from hf_packing.attention.inspect_model import (
     is_compiled,
     without_ddp,
 )
+from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.read_row import read_row
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
@@ -33,6 +34,7 @@ from hf_packing.attention.snapshot import (
 from hf_packing.attention.temporary_changes import EmbeddingCut, unpatched, with_sampled_vocabulary
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import computation_dtype
+from hf_packing.columns import ENDS, TRAINED, TREE_LABELS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _SEED = 0
@@ -51,7 +53,10 @@ _SHARE_ALONE = 4
 _DUMMY_TOKENS = 8
 """Number of tokens in a call that a rank makes only because the other ranks make it, too."""
 
-_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch", "targets", "target_weights")
+_OF_THE_LOSS = (
+    *("labels", "shift_labels", "num_items_in_batch", "targets", "target_weights"),
+    *(TREE_LABELS, ENDS, TRAINED),
+)
 
 
 Watch = Callable[[list[int], tuple[int, int]], AbstractContextManager[None]]
@@ -106,7 +111,7 @@ class BatchRuns:
         device = input_device(self.inner)
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         given = {name: value for name, value in given.items() if name not in _OF_THE_LOSS}
-        self.row = read_row(given, training=True)[1]
+        self.row = self._read_row(given)
         self._inputs = {n: value for n, value in given.items() if n in read_by_patch or signature.takes(n)}
         shape = self._inputs["input_ids"].shape
         self._per_token = {
@@ -116,6 +121,14 @@ class BatchRuns:
         }
         self._options = {"use_cache": False} if signature.takes("use_cache") else {}
         self._cut = EmbeddingCut(self.inner, requires_grad=training)
+
+    def _read_row(self, given: dict[str, Any]) -> PackedRow:
+        return read_row(given, training=True)[1]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the batch."""
+        return self.row.rows * self.row.tokens
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -160,6 +173,25 @@ class BatchRuns:
         device = self.row.cu_seq_lens.device
         return torch.cat([torch.arange(a, b, device=device) for a, b in spans])
 
+    @property
+    def graded(self) -> Tensor:
+        """The indices of the tokens whose outputs have gradients, int64 [graded tokens]."""
+        return self.kept
+
+    @property
+    def graded_documents(self) -> set[int]:
+        """The indices of the documents whose outputs have gradients."""
+        return set(range(len(self.lengths))).difference(self.replaced)
+
+    @property
+    def positions(self) -> Tensor:
+        """The place of each token in its document, int64 [tokens]."""
+        return torch.cat([torch.arange(end - start, device=self.kept.device) for start, end in self.row.slices])
+
+    def tokens_of(self, document: int) -> Tensor:
+        """Return the indices of a document's tokens in the batch, int64 [tokens of the document]."""
+        return torch.arange(*self.row.slices[document], device=self.row.cu_seq_lens.device)
+
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Context manager: within the block, the model runs without dropout, and computes a sample of the logits.
@@ -198,7 +230,7 @@ class BatchRuns:
 
     def sampled_documents(self) -> list[list[int]]:
         """Return the groups of documents that `alone` runs, one group in each call. See `sampled_documents`."""
-        return sampled_documents(self.lengths, self.replaced)
+        return sampled_documents(self.lengths, self.replaced, self.tokens)
 
     def alone(self, attention: str | None = None, watch: Watch | None = None) -> list[AloneRun]:
         """Run sampled documents alone, on the unpatched model, together with copies whose embeddings are noisy.
@@ -215,16 +247,19 @@ class BatchRuns:
             return [self._run_alone(group, watch) for group in [*groups, *[[]] * (_CALLS_ALONE - len(groups))]]
 
     def _run_alone(self, documents: list[int], watch: Watch | None) -> AloneRun:
-        spans = [self.row.slices[number] for number in documents] or [(0, min(_DUMMY_TOKENS, sum(self.lengths)))]
+        device = self.row.cu_seq_lens.device
+        dummy = torch.arange(min(_DUMMY_TOKENS, self.tokens), device=device)
+        places = [self.tokens_of(number) for number in documents] or [dummy]
         inputs = {
-            name: torch.stack([value.flatten(0, 1)[start:end] for start, end in spans] * 2)
+            name: torch.stack([value.flatten(0, 1)[place] for place in places] * 2)
             for name, value in self._per_token.items()
         }
         rows = inputs["input_ids"]
         watched = nullcontext() if watch is None else watch(documents, (rows.shape[0], rows.shape[1]))
-        with self._cut.active(rows.shape, noisy_rows=slice(len(spans), None)) as leaf, watched:
+        with self._cut.active(rows.shape, noisy_rows=slice(len(places), None)) as leaf, watched:
             outputs = self._call({**inputs, **self._options}, rows.numel())
-            gradients = self._gradients(outputs, leaf, torch.arange(rows.numel(), device=rows.device), spans * 2)
+            positions = torch.arange(rows.shape[1], device=device).repeat(len(rows))
+            gradients = self._gradients(outputs, leaf, torch.arange(rows.numel(), device=device), positions)
         half = rows.numel() // 2
         outputs = outputs.detach()
         exact, noisy = (
@@ -239,7 +274,7 @@ class BatchRuns:
             return Run(self._call(inputs, shape.numel()).detach())
         with self.eagerly(), self._cut.active(shape) as leaf:
             outputs = self._call(inputs, shape.numel())
-            found = self._gradients(outputs, leaf, self.kept, self.row.slices) if gradients else None
+            found = self._gradients(outputs, leaf, self.graded, self.positions) if gradients else None
         return Run(outputs.detach(), found)
 
     def _call(self, inputs: Mapping[str, Any], tokens: int) -> Tensor:
@@ -260,16 +295,14 @@ class BatchRuns:
         """Return a context manager in which code that torch.compile has compiled runs uncompiled."""
         return torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
 
-    def _gradients(
-        self, outputs: Tensor, leaves: list[Tensor], tokens: Tensor, spans: Sequence[tuple[int, int]]
-    ) -> Tensor | None:
+    def _gradients(self, outputs: Tensor, leaves: list[Tensor], tokens: Tensor, positions: Tensor) -> Tensor | None:
         """Return the gradients of a weighted sum of `outputs` at some tokens with respect to the embedded tokens.
 
-        The weights depend only on a token's place in its document. Return None if gradients cannot be computed.
+        The weights depend only on a token's position in its document. Return None if gradients cannot be computed.
         """
         if not leaves or not outputs.requires_grad:
             return None
-        place = torch.cat([torch.arange(end - start, device=outputs.device) for start, end in spans])[tokens]
+        place = positions.to(outputs.device)[tokens]
         column = torch.arange(outputs.shape[-1], device=outputs.device)
         weights = torch.cos(place[:, None] * 0.7 + column * 1.3 + 0.1).to(outputs.dtype)
         try:
@@ -279,7 +312,7 @@ class BatchRuns:
         return None if found is None else found.detach().flatten(0, 1)
 
 
-def sampled_documents(lengths: Sequence[int], replaced: Sequence[int]) -> list[list[int]]:
+def sampled_documents(lengths: Sequence[int], replaced: Sequence[int], tokens: int) -> list[list[int]]:
     """Return groups of documents to run alone. The documents of a group have the same length.
 
     The groups are those of the longest documents that fit, of the shortest documents, and of the most frequent length.
@@ -289,6 +322,7 @@ def sampled_documents(lengths: Sequence[int], replaced: Sequence[int]) -> list[l
     Args:
         lengths: number of tokens in each document of a batch.
         replaced: indices of the documents that `BatchRuns.with_replaced` replaces.
+        tokens: number of tokens in the batch.
 
     Returns:
         At most 3 groups with indices of documents, which have at most a quarter of all tokens; or one group with the
@@ -296,7 +330,7 @@ def sampled_documents(lengths: Sequence[int], replaced: Sequence[int]) -> list[l
     """
     if len(lengths) < 2:
         return []
-    left = sum(lengths) // _SHARE_ALONE
+    left = tokens // _SHARE_ALONE
     documents = [number for number in range(len(lengths)) if number not in set(replaced)]
     if not any(lengths[number] <= left for number in documents):
         documents = list(range(len(lengths)))

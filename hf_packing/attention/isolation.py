@@ -14,13 +14,14 @@ from hf_packing.attention.batch_proof import prove_on_batch
 from hf_packing.attention.inspect_model import distinctive_lengths, has_vocabulary, inner_model
 from hf_packing.attention.probe import DocumentTokens, Probe
 from hf_packing.attention.proof import RANDOM, VARYING
-from hf_packing.attention.route import Route, route_of
+from hf_packing.attention.route import Route, is_patched, route_of
 from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, largest_gradient_leak, through, what_is_missing
+from hf_packing.attention.tree_proof import prove_trees
 from hf_packing.attention.unpadding_proof import RowProbe
 from hf_packing.attention.varlen import kernel_of
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import IGNORED_LABEL
-from hf_packing.errors import PackingError
+from hf_packing.errors import ModelNotSupportedError, PackingError
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def check_isolation(
     rows: int = 1,
     seed: int = 0,
     batch: Mapping[str, Any] | None = None,
+    trees: bool = False,
 ) -> IsolationReport:
     """Check whether packed documents affect each other in a model.
 
@@ -92,6 +94,9 @@ def check_isolation(
     without the patch. If documents affect each other, the reason names the module in which a difference begins. If the
     model is sharded, all ranks have to call `check_isolation` at the same time.
 
+    With `trees`, the documents share prefixes, and a patched model runs them as a row of trees, in which each shared
+    prefix stands once. The check is the proof of `patch_model(model, trees=True)`.
+
     Args:
         model: a model of transformers with any head, patched or not, on any device. The model may be wrapped by PEFT,
             DDP or torch.compile.
@@ -99,7 +104,9 @@ def check_isolation(
             seq_lengths, into a batch of tensors; PackingCollator by default.
         rows: number of packed rows in the batch.
         seed: seed of the random tokens.
-        batch: a packed batch with several documents, as PackingCollator makes it, which replaces the random documents.
+        batch: a packed batch with several documents, or of trees, as PackingCollator makes it, which replaces the
+            random documents.
+        trees: whether to check a row of trees, of a patched model.
 
     Returns:
         A report that says whether documents are isolated, how large the largest leaks are, and which route a patched
@@ -108,8 +115,8 @@ def check_isolation(
     Raises:
         PackingError: `model` is not a PreTrainedModel, or cannot be called with token ids; its logits are not finite,
             are nondeterministic, or do not depend on the tokens; `rows` is less than 1; the collator fails or cuts
-            documents; a patched model refuses the batch; or `batch` has a single document, or is given together with a
-            collator or `rows`.
+            documents; a patched model refuses the batch; `batch` has a single document, or is given together with a
+            collator or `rows`; or `trees` is True for a model that is not patched, or together with another argument.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -121,6 +128,10 @@ def check_isolation(
         >>> report.isolated, report.route.name
         (True, 'varlen')
     """
+    if trees:
+        if collator is not None or rows != 1 or batch is not None:
+            raise PackingError("trees: expected True without `collator`, `rows` and `batch`, which make other batches")
+        return _check_trees(inner_model(model))
     if batch is not None:
         if collator is not None or rows != 1:
             raise PackingError("batch: expected a batch without `collator` and `rows`, which make other batches")
@@ -153,6 +164,28 @@ def check_isolation(
         max_gradient_leak=max(report.max_gradient_leak, training.max_gradient_leak),
         modes=("evaluation", "training") if training.isolated else ("training",),
         unproven=unproven,
+    )
+
+
+def _check_trees(model: PreTrainedModel) -> IsolationReport:
+    """Prove that a patched model runs rows of trees, and return a report of the proof."""
+    if not is_patched(model):
+        raise PackingError(f"trees: expected a model patched by patch_model, but {type(model).__name__} is not patched")
+    try:
+        proof = prove_trees(model)
+    except ModelNotSupportedError as error:
+        return IsolationReport(False, float("nan"), str(error), route=route_of(model))
+    route = route_of(model)
+    return IsolationReport(
+        isolated=True,
+        max_leak=proof.max_leak,
+        reason="changing a segment of a tree changed no logits but its own and those below it, and all documents equal "
+        "the same documents alone",
+        max_gradient_leak=proof.max_gradient_leak,
+        route=route,
+        modes=("evaluation", "training"),
+        unproven=proof.unproven,
+        kernel=_kernel_of_route(model, route),
     )
 
 

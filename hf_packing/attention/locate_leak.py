@@ -60,7 +60,7 @@ def locate_leak(runs: BatchRuns, compared: Compared) -> str:
 
 
 def _against_replaced_documents(runs: BatchRuns) -> str:
-    kept, shape = runs.kept, (1, sum(runs.lengths))
+    kept, shape = runs.kept, (1, runs.tokens)
 
     def checksum(values: Tensor) -> Tensor:
         """Return the sum of the bits of each kept token as integers: int64 [kept tokens]."""
@@ -82,7 +82,7 @@ def _against_replaced_documents(runs: BatchRuns) -> str:
 def _against_documents_alone(runs: BatchRuns) -> str:
     samples = runs.sampled_documents()
     places = [_spread_out(runs.lengths[documents[0]]) for documents in samples]
-    starts = [runs.row.slices[documents[0]][0] for documents in samples]
+    in_batch = [runs.tokens_of(group[0])[own] for group, own in zip(samples, places, strict=True)]
     found: list[dict[_Key, _Record]] = []
 
     @contextmanager
@@ -95,11 +95,11 @@ def _against_documents_alone(runs: BatchRuns) -> str:
             yield
         found.append(records)
 
-    in_batch = torch.cat([start + own for start, own in zip(starts, places, strict=True)] or [torch.arange(0)])
+    together = torch.cat(in_batch or [torch.arange(0)])
     with runs.undisturbed(), runs.eagerly():
         runs.alone(watch=watch)
-        shape = 1, sum(runs.lengths)
-        with _recorded(runs.inner, shape, lambda values: _as_floats(values[in_batch])) as packed:
+        shape = 1, runs.tokens
+        with _recorded(runs.inner, shape, lambda values: _as_floats(values[together])) as packed:
             runs.packed(gradients=runs.training)
     least = ALWAYS_ALLOWED.get(runs.dtype, _CLEAR_IN_HALF_PRECISION)
     begin = 0
@@ -216,8 +216,8 @@ def _described(model: nn.Module, name: str) -> str:
 
 def _of_gradients(runs: BatchRuns) -> str:
     """Return the innermost module that passes gradients on to other documents, but does not get such gradients."""
-    kept, shape = set(runs.kept.tolist()), (1, sum(runs.lengths))
-    others = torch.tensor([token for token in range(shape[1]) if token not in kept])
+    graded, shape = set(runs.graded.tolist()), (1, runs.tokens)
+    others = torch.tensor([token for token in range(shape[1]) if token not in graded])
     leaks_in: set[str] = set()
     leaks_out: set[str] = set()
     order: list[str] = []

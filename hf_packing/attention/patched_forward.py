@@ -262,7 +262,7 @@ class Patch:
     """True while the model's forward runs. Code traced by torch.compile can read this, but not `_running`."""
     prove_unpadding: ClassVar[Callable[[PreTrainedModel], None]]
     """A function that proves that a model can run padded batches, and then calls `install_unpadding`."""
-    prove_trees: ClassVar[Callable[[PreTrainedModel], None]]
+    prove_trees: ClassVar[Callable[[PreTrainedModel], Any]]
     """A function that proves that a model can run rows of trees, and notes this in the route."""
 
     def replace(self, forward: ReplacedForward) -> None:

@@ -6,6 +6,8 @@ its outputs for a prefix do not depend on what follows. Otherwise, a prefix cann
 
 from contextlib import suppress
 from itertools import combinations
+from math import nan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +40,26 @@ are not the first of their parent, and a document alone. The sum of the lengths 
 TREES = TreeSegments(_LENGTHS, _PARENTS)
 
 
-def prove_trees(model: PreTrainedModel) -> None:
+class TreeProof(NamedTuple):
+    """What the proof of trees has measured."""
+
+    max_leak: float
+    """The largest change of a logit that is not below a replaced segment."""
+    max_gradient_leak: float
+    """The largest gradient of a document's logits with respect to other segments than its own, as a share of the
+    largest one with respect to its own; nan if gradients cannot be computed."""
+    unproven: str
+    """The reason why training mode is not fully proven, or an empty string."""
+
+
+def prove_trees(model: PreTrainedModel) -> TreeProof:
     """Prove that a patched model runs rows of trees, and note this in its route.
 
     Args:
         model: a patched model.
+
+    Returns:
+        The largest leaks that the proof has measured.
 
     Raises:
         ModelNotSupportedError: a document has other outputs or gradients in a tree than alone, or a segment depends on
@@ -58,8 +75,9 @@ def prove_trees(model: PreTrainedModel) -> None:
         try:
             evaluation, training = _run_alone(model, patch)
             patch.take_trees(True)
-            _pass(evaluation, patch)
-            _pass(training, patch)
+            leak, _ = _pass(evaluation, patch)
+            _, gradient_leak = _pass(training if training.can_be_run else evaluation, patch)
+            return TreeProof(leak, gradient_leak, training.unproven)
         except BaseException as error:
             patch.take_trees(False)
             if isinstance(error, ModelNotSupportedError) or not isinstance(error, Exception):
@@ -147,32 +165,28 @@ def _refuse_unstable_prefixes(exam: Exam) -> None:
             )
 
 
-def _pass(exam: Exam, patch: Patch) -> None:
-    """Prove one exam on the patched model; if that fails, run the documents alone thoroughly, and prove again."""
+def _pass(exam: Exam, patch: Patch) -> tuple[float, float]:
+    """Prove one exam on the patched model; if that fails, run the documents alone thoroughly, and prove again. Return
+    the largest leaks of logits and of gradients."""
     try:
         with exam.probe.undisturbed():
-            _prove(exam)
-        return
+            return _prove(exam)
     except Exception:
-        if exam.is_thorough or not exam.can_be_run:
+        if exam.is_thorough:
             raise
     with patch.suspended():
         exam = repeat_thoroughly(exam)
     with exam.probe.undisturbed():
-        _prove(exam)
+        return _prove(exam)
 
 
-def _prove(exam: Exam) -> None:
+def _prove(exam: Exam) -> tuple[float, float]:
     probe = exam.probe
     assert isinstance(probe, TreeProbe)
-    if not exam.can_be_run:
-        return
     logits = probe.in_trees()
     reference = _prove_equal(exam, logits)
-    if not probe.training:
-        _prove_only_descendants_notice(probe, logits)
-    if exam.has_gradients:
-        _prove_gradients(probe, reference)
+    leak = nan if probe.training else _prove_only_descendants_notice(probe, logits)
+    return leak, _prove_gradients(probe, reference) if exam.has_gradients else nan
 
 
 def _prove_equal(exam: Exam, logits: Tensor) -> Reference | None:
@@ -183,9 +197,10 @@ def _prove_equal(exam: Exam, logits: Tensor) -> Reference | None:
     return closest_reference(exam, documents, "a tree")
 
 
-def _prove_only_descendants_notice(probe: TreeProbe, logits: Tensor) -> None:
-    """Replace one segment at a time. Its own tokens have to change, those below it may, and no other token may."""
-    scale, descendants_notice = spread(logits), False
+def _prove_only_descendants_notice(probe: TreeProbe, logits: Tensor) -> float:
+    """Replace one segment at a time. Its own tokens have to change, those below it may, and no other token may. Return
+    the largest change of another token."""
+    scale, descendants_notice, largest = spread(logits), False, 0.0
     for segment in range(len(TREES.lengths)):
         begin, end = int(TREES.begins[segment]), int(TREES.begins[segment + 1])
         below = int(TREES.begins[TREES.ends_below[segment]])
@@ -193,6 +208,7 @@ def _prove_only_descendants_notice(probe: TreeProbe, logits: Tensor) -> None:
         after = probe.in_trees(changed)
         elsewhere = [each for each in (slice(0, begin), slice(below, None)) if len(logits[each])]
         leak = max(largest_difference(logits[each], after[each]) for each in elsewhere)
+        largest = max(largest, leak)
         if not leak <= probe.tolerance.leak * scale:
             raise ModelNotSupportedError(
                 f"changing one segment of a tree changes the logits of tokens that are not below it by {leak:.2g}"
@@ -202,9 +218,11 @@ def _prove_only_descendants_notice(probe: TreeProbe, logits: Tensor) -> None:
         descendants_notice |= end < below and largest_difference(logits[end:below], after[end:below]) > 0
     if not descendants_notice:
         raise ModelNotSupportedError("trees cannot be tested, since changing a segment changes nothing below it")
+    return largest
 
 
-def _prove_gradients(probe: TreeProbe, reference: Reference | None) -> None:
+def _prove_gradients(probe: TreeProbe, reference: Reference | None) -> float:
+    leak = nan
     with suppress(RuntimeError, AssertionError):  # the model supports only inference
         _, gradients, leak = probe.in_trees_with_gradients()
         if leak > LARGEST_GRADIENT_LEAK:
@@ -217,3 +235,4 @@ def _prove_gradients(probe: TreeProbe, reference: Reference | None) -> None:
             raise ModelNotSupportedError(
                 f"a document's gradients differ by {difference:.2g} between a tree and the document alone"
             )
+    return leak

@@ -87,6 +87,6 @@ def _contains(prepared: nn.Module, model: PreTrainedModel) -> bool:
 def _on_any_rank(found: bool, batch: Mapping[str, Any]) -> bool:
     if PartialState().num_processes == 1:
         return found
-    flag = torch.tensor(found, dtype=torch.int32, device=batch["cu_seq_lens_q"].device)
+    flag = torch.tensor(found, dtype=torch.int32, device=batch["input_ids"].device)
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
     return bool(flag)

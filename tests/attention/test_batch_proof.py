@@ -185,7 +185,7 @@ lengths = st.lists(st.integers(1, 300), min_size=1, max_size=70)
 @given(lengths)
 def test_laws_of_sampled_documents(lengths):
     replaced = list(range(0, len(lengths), 2))
-    groups = sampled_documents(lengths, replaced)
+    groups = sampled_documents(lengths, replaced, sum(lengths))
     chosen = [number for group in groups for number in group]
     assert len(groups) <= 3
     assert len(set(chosen)) == len(chosen)

@@ -1,6 +1,7 @@
 """Rows of trees on patched models: every document has the logits and gradients that it has alone."""
 
 import copy
+import re
 import warnings
 from contextlib import suppress
 
@@ -16,7 +17,7 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import tree_row, varlen
+from hf_packing.attention import prove_on_batch, tree_row, varlen
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
@@ -280,3 +281,57 @@ def test_compiled_models_run_trees_uncompiled():
     warnings.simplefilter("ignore")  # dynamo warns about tensors that the proof has made
     with pytest.raises(Exception, match="expected a row of trees in uncompiled code"):
         layer(**inputs_of(CHAT))
+
+
+def tree_batch():
+    return inputs_of(TreeSegments((9, 14, 6, 17, 5, 12, 20, 7, 7), (-1, 0, 0, 2, 2, 4, -1, 6, 6)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mamba"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_of_trees_is_proven(name, training):
+    proof = prove_on_batch(hfp.patch_model(tiny_model(name, "causal")), tree_batch(), training)
+    assert not proof.problem
+    assert (proof.tokens, proof.documents, proof.longest) == (97, 5, 32)
+    assert proof.alone >= 1
+    assert proof.gradients == training
+    assert proof.max_leak == 0
+
+
+def with_far_outputs(query, key, value, row, **options):
+    first = value.repeat_interleave(query.shape[1] // value.shape[1], 1)[:, :, 35:36]
+    return varlen_attend(query, key, value, row, **options) + first * 1e-2
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (with_far_outputs, "replacing documents changed the outputs of other documents.*LlamaAttention"),
+        (to_the_whole_row, "replacing documents changed the outputs of other documents.*LlamaAttention"),
+        (with_far_gradients, "gradients of a document reach another document.*LlamaAttention"),
+        (lambda *args, **options: varlen_attend(*args, **options | {"window": 3}), "outputs differ.*LlamaAttention"),
+    ],
+)
+def test_a_batch_of_trees_shows_faults(monkeypatch, fault, message):
+    model = hfp.patch_model(tiny_model("llama", "causal"), trees=True)
+    assert not prove_on_batch(model, tree_batch()).problem
+    monkeypatch.setattr(varlen, "attend_along_paths", fault)
+    assert re.search(message, prove_on_batch(model, tree_batch()).problem)
+
+
+def test_reports_of_trees(monkeypatch):
+    model = build("Llama")
+    with pytest.raises(hfp.PackingError, match="trees: expected a model patched by patch_model"):
+        hfp.check_isolation(model, trees=True)
+    hfp.patch_model(model)
+    with pytest.raises(hfp.PackingError, match="trees: expected True without `collator`"):
+        hfp.check_isolation(model, trees=True, rows=2)
+    report = hfp.check_isolation(model, trees=True)
+    assert report.isolated
+    assert (report.max_leak, report.max_gradient_leak) == (0, 0)
+    assert "trees: shared prefixes are computed once" in str(report)
+    assert hfp.check_isolation(model, batch=tree_batch()).isolated
+    monkeypatch.setattr(varlen, "attend_along_paths", to_the_whole_row)
+    report = hfp.check_isolation(model, trees=True)
+    assert not report.isolated
+    assert "between a tree and the document alone" in report.reason
