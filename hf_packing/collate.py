@@ -4,15 +4,14 @@ A segment is a document, or a part of a document, in a row. All columns that des
 """
 
 import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from hf_packing.collate_trees import are_trees, collate_trees
 from hf_packing.columns import (
     ATTENTION_MASK,
     CU_SEQ_LENS,
@@ -29,12 +28,10 @@ from hf_packing.columns import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.fixed_shapes import check_shapes, fill_to_shape
+from hf_packing.integer_columns import Row, read_integers
 from hf_packing.planning.lengths import IntArray
 from hf_packing.segment_columns import check_length, lengths_in_column
 from hf_packing.worker_batch import WorkerBatch
-
-Row = Mapping[str, Any]
-"""One row of a dataset, as a mapping from column name to value."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,10 @@ class PackingCollator:
     With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
     changes the result of some models, and its positions are not larger than those of the longest document.
+
+    Rows of trees, which `pack(..., share_prefixes=True)` returns, have columns of their own, and make batches of their
+    own. In such a row, a prefix that documents share stands once. The rest of a document is in segments, each of which
+    follows its parent.
 
     Args:
         keep_first_labels: True to keep the label of a segment's first token, for models that predict the token itself
@@ -67,12 +68,21 @@ class PackingCollator:
             max_segments, int32 [max_segments + 1]: after the last segment, all values are `tokens`.
         max_length_q, max_length_k: int, the number of tokens in the longest segment, or `tokens` if this is given.
         seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch.
+        Rows of trees make this dict, which has neither labels nor cu_seq_lens, so that no model computes a loss of its
+        own; use `compute_loss`:
+        input_ids, position_ids: int64 [1, tokens]; a position is the number of tokens before it in its documents.
+        token_type_ids: int64 [1, tokens], if the rows have this column.
+        segment_lengths, parents: int64 [segments], the number of tokens and the parent of each segment; -1 for none.
+        ends: int64 [documents], the segment in which each document ends.
+        trained: int64 [runs, 3], the tokens to train on: document, place in the document, number of tokens.
+        tree_labels: int64 [1, tokens], the label of each token that any document trains on, and otherwise -100.
 
     Raises:
         PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
             different segments; only some rows have labels or token_type_ids; an attention_mask has a value other than
             1; a loss mask contradicts the labels; the rows have more than `tokens` tokens, or more segments than
-            max_segments; or accelerate splits batches between processes (dispatch_batches).
+            max_segments; accelerate splits batches between processes (dispatch_batches); or only some rows are rows of
+            trees, they lack a column or have columns that contradict each other, or an argument does not apply to them.
 
     Example:
         >>> import hf_packing as hfp
@@ -94,6 +104,22 @@ class PackingCollator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         _refuse_dispatched_batches(self)
         _check_rows(rows)
+        batch = self._batch_of_trees(rows) if are_trees(rows) else self._flat_batch(rows)
+        return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
+
+    def _batch_of_trees(self, rows: Sequence[Row]) -> dict[str, Any]:
+        if self.keep_first_labels:
+            raise PackingError(
+                "keep_first_labels: expected False for rows of trees, got True; trees are for models that predict the "
+                "next token, since the tokens of a prefix must not depend on what follows"
+            )
+        if self.tokens is not None:
+            raise PackingError(
+                f"tokens: expected None for rows of trees, which have no fixed shapes, got {self.tokens}"
+            )
+        return collate_trees(rows)
+
+    def _flat_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
         tokens = [read_integers(INPUT_IDS, row, number) for number, row in enumerate(rows)]
         if not any(map(len, tokens)):
             raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
@@ -122,7 +148,7 @@ class PackingCollator:
         }
         if self.tokens is not None and self.max_segments is not None:
             batch = fill_to_shape(batch, self.tokens, self.max_segments)
-        return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
+        return batch
 
 
 def _check_rows(rows: Any) -> None:
@@ -130,7 +156,7 @@ def _check_rows(rows: Any) -> None:
         raise PackingError(
             f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
         )
-    if not set().union(*rows).isdisjoint(LOSS_MASKS):
+    if not set().union(*rows).isdisjoint(LOSS_MASKS) and not are_trees(rows):
         for number, row in enumerate(rows):
             _check_loss_masks(row, number)
 
@@ -225,45 +251,6 @@ def check_positions(rows: Sequence[Row], tokens: Sequence[IntArray], position_id
             return
     for number in having:
         _segments_of_row(rows[number], len(tokens[number]), number, compare_positions=True)
-
-
-def read_integers(name: str, row: Row, number: int) -> IntArray:
-    """Return a column of a row as a NumPy array; Python lists and torch tensors are converted.
-
-    Args:
-        name: the column's name.
-        row: the row, as a mapping from column name to value.
-        number: the row's number, for error messages.
-
-    Returns:
-        Integers [values]; an empty column may have any dtype.
-
-    Raises:
-        PackingError: the row does not have the column, or the column is not a list of integers.
-    """
-    if name not in row:
-        raise PackingError(
-            f"column {name!r}: expected this column in every row; columns of row {number}: {', '.join(row) or 'none'}"
-        )
-    try:
-        values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
-    except ValueError as error:
-        raise PackingError(
-            f"column {name!r}: expected a list of integers, but NumPy cannot read the values of row {number}: {error}"
-        ) from error
-    if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
-        raise PackingError(
-            f"column {name!r}: expected a list of integers, got {values.dtype} of shape {values.shape} in row {number}"
-        )
-    return values
-
-
-def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
-    """Return a list as a NumPy array. For integers, this function takes half as long as np.asarray."""
-    try:
-        return np.frombuffer(array("q", values), dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):  # an empty list raises ValueError
-        return np.asarray(values)
 
 
 def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool) -> IntArray:

@@ -15,11 +15,14 @@ PACKAGE = Path(hfp.__file__).parent
 HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "scipy", "matplotlib"]
 
 FLOORS = [
-    ["errors", "columns"],
+    ["errors", "columns", "tree_segments", "trained_tokens"],
     ["planning"],
     ["data"],
     ["strategies"],
-    ["collate", "cut_batch", "fixed_shapes", "segment_columns", "worker_batch"],
+    [
+        *("collate", "collate_trees", "cut_batch", "fixed_shapes", "integer_columns", "segment_columns"),
+        "worker_batch",
+    ],
     ["sampling"],
     ["attention"],
     ["training"],
@@ -35,9 +38,13 @@ THIRD_PARTY = {
     "data": {"numpy", "pyarrow", "datasets", "filelock", "fsspec", "huggingface_hub", "tokenizers", "transformers"},
     "strategies": {"numpy", "scipy", "tqdm"},
     "collate": {"numpy", "torch"},
+    "collate_trees": {"numpy", "torch"},
     "cut_batch": {"torch"},
     "fixed_shapes": {"torch"},
+    "integer_columns": {"numpy"},
     "segment_columns": {"numpy"},
+    "trained_tokens": {"numpy"},
+    "tree_segments": {"numpy"},
     "worker_batch": {"numpy", "torch"},
     "sampling": {"numpy", "pyarrow", "datasets", "torch"},
     "training": {"numpy", "torch", "transformers", "accelerate", "datasets"},
