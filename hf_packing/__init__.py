@@ -44,6 +44,7 @@ _HOME_OF = {
     "check_isolation": "attention",
     "compare": "strategies.compare",
     "compute_loss": "training.batch_loss",
+    "document_logps": "training.document_logps",
     "evaluation_loss": "training.loop",
     "mix": "data.streams.mix",
     "pack": "data.pack",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from hf_packing.strategies.sequential import FirstCome, FixedLength, Multipack
     from hf_packing.training.attach import attach
     from hf_packing.training.batch_loss import compute_loss
+    from hf_packing.training.document_logps import document_logps
     from hf_packing.training.loader import PackedLoader
     from hf_packing.training.loop import evaluation_loss, prepare_dataloader
     from hf_packing.training.score import Scores, score
@@ -125,6 +127,7 @@ __all__ = [
     "check_isolation",
     "compare",
     "compute_loss",
+    "document_logps",
     "evaluation_loss",
     "fleet",
     "mix",

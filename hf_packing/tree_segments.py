@@ -61,6 +61,12 @@ class TreeSegments:
         """True if a segment has a parent; otherwise, every segment is a document of its own, as in packed rows."""
         return any(parent >= 0 for parent in self.parents)
 
+    @property
+    def attention_cost(self) -> int:
+        """Twice the pairs of a token and a token that it attends to; for roots, the sum of their squared lengths."""
+        lengths = np.diff(self.begins)
+        return int((lengths * (2 * self.depths + lengths)).sum())
+
     @cached_property
     def begins(self) -> Places:
         """int64 [segments + 1]: the tokens of segment s are begins[s]:begins[s + 1]."""

@@ -18,9 +18,11 @@
 | streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
 | losses.py | the loss of an optimizer step as a weighted sum over tokens; a test of how a model computes its own loss |
+| tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
+| document_logps.py | `document_logps`, the log-probabilities of documents, with gradients |
 | run_with_loss.py | runs a model with the loss, in chunks of tokens where that is possible |
 | chunked_head.py, sum_of_chunks.py | hooks that replace the logits of whole rows by the loss; the sum over chunks |
-| token_losses.py | keeps the loss of every label, for the logs of mixtures |
+| token_losses.py | keeps the loss of every label, for the logs of mixtures; the mean loss of an evaluation |
 | trainer_loss.py | decides whether attach or the trainer computes the loss; handles SFTTrainer's fused LM head |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
 | router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |

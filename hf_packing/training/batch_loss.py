@@ -1,4 +1,4 @@
-"""Compute the loss of a packed batch in your own training loop."""
+"""Compute the loss of a packed batch or a batch of trees in your own training loop."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from hf_packing.attention import check_patched, inner_model, refuse_copied_label
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, check_loss, items_in, router_loss, weights_of
 from hf_packing.training.run_with_loss import run_with_loss
+from hf_packing.training.tree_batch import TREE_KEYS, is_tree_batch, labels_key
 
 _ITEMS_OF: dict[Loss, str] = {"token": "trainable tokens", "sequence": "documents with trainable tokens"}
 """What `num_items_in_batch` counts, for each loss."""
@@ -18,10 +19,12 @@ _ITEMS_OF: dict[Loss, str] = {"token": "trainable tokens", "sequence": "document
 def compute_loss(
     model: nn.Module, batch: Mapping[str, Any], *, loss: Loss | None = None, num_items_in_batch: Any = None
 ) -> Tensor:
-    """Compute the loss of a packed batch for `loss.backward()` or `accelerator.backward(loss)`.
+    """Compute the loss of a batch for `loss.backward()` or `accelerator.backward(loss)`.
 
-    The batch comes from a loader of `prepare_dataloader`, or from a PackingCollator. Logits are computed for one chunk
-    of tokens at a time, and only for tokens with a label, so that large vocabularies need little memory.
+    The batch comes from a loader of `prepare_dataloader`, or from a PackingCollator. In a batch of trees, each token
+    counts once for every document that trains on it, so that the loss is that of the documents without shared prefixes.
+    Logits are computed for one chunk of tokens at a time, and only for tokens with a label, so that large vocabularies
+    need little memory.
 
     Args:
         model: a patched causal or masked language model of transformers, with or without wrappers of PEFT, accelerate
@@ -47,8 +50,9 @@ def compute_loss(
     Raises:
         PackingError: the batch has no labels or borders; the model is not patched, or is not a language model; an
             argument is given that a batch of prepare_dataloader already has; num_items_in_batch is None on several
-            ranks or, raised by backward(), while the model has gradients of an earlier batch; or, in training, the
-            labels of a masked language model only repeat the input tokens.
+            ranks or, raised by backward(), while the model has gradients of an earlier batch; in training, the
+            labels of a masked language model only repeat the input tokens; or the model is a masked language model, and
+            the batch is one of trees.
 
     Example:
         >>> import hf_packing as hfp, torch, transformers
@@ -67,11 +71,9 @@ def compute_loss(
     planned = WEIGHTS in batch or ITEMS in batch
     weighted = _as_planned(batch, loss, num_items_in_batch) if planned else _weighted(batch, loss, num_items_in_batch)
     check_patched(model)
-    if model.training:
+    if model.training and not is_tree_batch(batch):  # models that see labels take no trees
         refuse_copied_labels(inner_model(model), batch.get("input_ids"), weighted.labels, batch["cu_seq_lens_q"])
-    not_for_the_model = (ITEMS, TARGETS, WEIGHTS)
-    inputs = {name: value for name, value in batch.items() if name not in not_for_the_model}
-    result, outputs = run_with_loss(model, inputs, weighted.labels, weighted.weights)
+    result, outputs = run_with_loss(model, batch, weighted.labels, weighted.weights)
     if (auxiliary := router_loss(outputs, model)) is not None:
         result = result + auxiliary * weighted.share
     if not planned and num_items_in_batch is None and result.requires_grad:
@@ -100,7 +102,7 @@ def _as_planned(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch:
     if WEIGHTS in batch:
         return _Weighted(batch[TARGETS], batch[WEIGHTS], 1)
     _check_keys(batch)
-    return _Weighted(batch["labels"], weights_of(batch, "token") / batch[ITEMS], 1)
+    return _Weighted(batch[labels_key(batch)], weights_of(batch, "token") / batch[ITEMS], 1)
 
 
 def _weighted(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> _Weighted:
@@ -120,11 +122,11 @@ def _weighted(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: A
         items = _as_number(num_items_in_batch).to(weights)
     # a batch without trainable tokens has a loss of 0, even if num_items_in_batch is 0
     divided, share = torch.where(weights > 0, weights / items, 0), torch.where(own > 0, own / items, 0)
-    return _Weighted(batch["labels"], divided, share)
+    return _Weighted(batch[labels_key(batch)], divided, share)
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:
-    for name in ("labels", "cu_seq_lens_q"):
+    for name in TREE_KEYS if is_tree_batch(batch) else ("labels", "cu_seq_lens_q"):
         if name not in batch:
             raise PackingError(
                 "batch: expected a batch from prepare_dataloader or PackingCollator, "

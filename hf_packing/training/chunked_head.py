@@ -130,9 +130,13 @@ class ChunkedHead:
         enabled, dtype = self.autocast
         hidden = self.hidden[:, self.chosen.to(self.hidden.device)]
         with _unsharded(self.inner, self.layer), torch.autocast(hidden.device.type, dtype, enabled=enabled):
-            loss = sum_of_chunks(self._loss_of_chunk, hidden, self.size, self.gate)
+            loss = self._result(hidden)
         others = {name: value for name, value in outputs.items() if name not in ("logits", "loss")}
         return type(outputs)(**others, loss=loss)
+
+    def _result(self, hidden: Tensor) -> Tensor:
+        """Return what takes the place of the loss in the outputs, given the hidden states of the chosen tokens."""
+        return sum_of_chunks(self._loss_of_chunk, hidden, self.size, self.gate)
 
     def _loss_of_chunk(self, hidden: Tensor, chunk: slice) -> Tensor:
         """Return the weighted sum of cross-entropies of a chunk of the chosen tokens, whose hidden states are given."""

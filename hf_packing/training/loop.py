@@ -28,7 +28,6 @@ from hf_packing.training.checks import check_accelerator, check_labels_are_hidde
 from hf_packing.training.loader import PackedLoader, rows_loader
 from hf_packing.training.losses import (
     Loss,
-    TokenMean,
     check_loss,
     collator_for,
     items_in,
@@ -39,6 +38,8 @@ from hf_packing.training.losses import (
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.run_with_loss import run_with_loss
+from hf_packing.training.token_losses import TokenMean
+from hf_packing.training.tree_batch import labels_key
 
 if TYPE_CHECKING:
     from hf_packing.training.streams.stream_loop import StreamLoopLoader
@@ -215,7 +216,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         with torch.no_grad():
             for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
                 batch = send_to_device(batch, accelerator.device)
-                total, _ = run_with_loss(model, batch, batch["labels"], weights_of(batch, "token"))
+                total, _ = run_with_loss(model, batch, batch[labels_key(batch)], weights_of(batch, "token"))
                 mean.add(total, items_in(batch, "token"))
     finally:
         model.train(was_training)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,8 +32,9 @@ from hf_packing.attention import (
     takes_argument,
 )
 from hf_packing.collate import PackingCollator
-from hf_packing.columns import IGNORED_LABEL
+from hf_packing.columns import ENDS, IGNORED_LABEL
 from hf_packing.errors import PackingError
+from hf_packing.training.tree_batch import is_tree_batch, labels_key, trained_per_tree_document, tree_weights
 
 Loss = Literal["token", "sequence"]
 
@@ -52,20 +52,32 @@ def check_loss(loss: Any) -> Loss:
 
 
 def trainable_per_document(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of labels other than -100 in each segment of a packed batch, int64 [segments]."""
+    """Return how many tokens each document of a batch trains on, int64 [documents].
+
+    In a packed batch, documents are the segments, and their trained tokens have a label other than -100.
+    """
+    if is_tree_batch(batch):
+        return trained_per_tree_document(batch)
     trainable = (batch["labels"][0] != IGNORED_LABEL).to(torch.int64)
     total = F.pad(trainable.cumsum(0), (1, 0))
     return total[batch["cu_seq_lens_q"].long()].diff()
 
 
 def documents_in(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of segments in a packed batch, without those that only fill fixed shapes, an int64 scalar."""
+    """Return the number of documents in a batch, an int64 scalar.
+
+    In a packed batch, documents are the segments, without those that only fill fixed shapes.
+    """
+    if is_tree_batch(batch):
+        return torch.tensor(len(batch[ENDS]), device=batch[ENDS].device)
     last: Tensor = batch["seq_idx"].max().long()
     return last + 1
 
 
 def items_in(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Count the trainable tokens of a packed batch or, if loss="sequence", the documents with trainable tokens.
+    """Count the trainable tokens of a batch or, if loss="sequence", the documents with trainable tokens.
+
+    In a batch of trees, a token counts once for each document that trains on it.
 
     Returns:
         An int64 scalar: the number of items over which the loss of the batch is averaged.
@@ -80,12 +92,17 @@ def exact_type(device: torch.device) -> torch.dtype:
 
 
 def weights_of(batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Return each token's weight in the summed loss of a packed batch, not yet divided by the number of items.
+    """Return each token's weight in the summed loss of a batch, not yet divided by the number of items.
 
     Returns:
         float64 [1, tokens], or float32 on an MPS device. The weight is 0 for a label of -100. Otherwise, the weight is
-        1 for loss="token", and 1 / (number of trainable tokens in the token's document) for loss="sequence".
+        1 for loss="token", and 1 / (number of trainable tokens in the token's document) for loss="sequence". In a batch
+        of trees, it is the sum of these weights over all documents that train on the token.
     """
+    if is_tree_batch(batch):
+        device = batch[ENDS].device
+        weights = torch.from_numpy(tree_weights(batch, by_document=loss == "sequence"))
+        return weights[None].to(exact_type(device)).to(device)
     labeled: Tensor = (batch["labels"] != IGNORED_LABEL).to(exact_type(batch["labels"].device))
     if loss == "token":
         return labeled
@@ -121,34 +138,18 @@ def with_share(batch: Mapping[str, Any], loss: Loss, items: Tensor, keep_labels:
     """Return a copy of a batch, with what is needed to compute its contribution to the loss of the global batch.
 
     Args:
-        batch: a packed batch with labels.
+        batch: a packed batch with labels, or a batch of trees.
         loss: "token" or "sequence".
         items: the divisor of the summed loss, a float scalar.
         keep_labels: True to add num_items_in_batch, so that the model can compute the loss itself; False to replace the
-            labels by targets and target_weights.
+            labels by targets and target_weights, as is always done in a batch of trees.
     """
-    if keep_labels:
+    if keep_labels and not is_tree_batch(batch):
         return {**batch, ITEMS: items}
     weights = weights_of(batch, loss) / items
-    others = {name: value for name, value in batch.items() if name != "labels"}
-    return {**others, TARGETS: batch["labels"], WEIGHTS: weights}
-
-
-class TokenMean:
-    """Running sums of losses and of tokens; their quotient is the mean loss. Each rank adds its own batches."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._total = torch.zeros(2, dtype=exact_type(device), device=device)
-        self.batches = 0
-
-    def add(self, summed_loss: Tensor, tokens: Tensor) -> None:
-        self._total += torch.stack([summed_loss.detach().to(self._total), tokens.to(self._total)])
-        self.batches += 1
-
-    def over_ranks(self, accelerator: Accelerator) -> tuple[float, float]:
-        """Return the summed loss and the number of tokens over all ranks; all ranks must call this method together."""
-        summed_loss, tokens = accelerator.reduce(self._total, reduction="sum").tolist()
-        return summed_loss, tokens
+    key = labels_key(batch)
+    others = {name: value for name, value in batch.items() if name != key}
+    return {**others, TARGETS: batch[key], WEIGHTS: weights}
 
 
 _CLOSE, _CLOSE_IN_HALF_PRECISION = 1e-5, 1e-3

@@ -15,12 +15,14 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS, TokenMean, items_in, router_loss, weights_of, without_router_loss
+from hf_packing.training.losses import ITEMS, items_in, router_loss, weights_of, without_router_loss
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import check_accumulation, data_rank, items_counted
 from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.run_with_loss import run_with_loss
+from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
+from hf_packing.training.tree_batch import labels_key
 
 
 class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -123,7 +125,12 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             items = num_items_in_batch / data_rank(self.accelerator).world_size
         weights = weights_of(inputs, loss_kind) / items
         loss, outputs = run_with_loss(
-            model, inputs, inputs["labels"], weights, keep_logits=return_outputs, token_losses=planned.token_losses
+            model,
+            inputs,
+            inputs[labels_key(inputs)],
+            weights,
+            keep_logits=return_outputs,
+            token_losses=planned.token_losses,
         )
         if (routers := router_loss(outputs, model)) is not None:
             loss = loss + routers / self.current_gradient_accumulation_steps
@@ -150,7 +157,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 total = -summed[0]
         else:
             weights, keep_logits = weights_of(inputs, "token"), return_outputs and not planned.only_evaluates_loss
-            total, outputs = run_with_loss(model, inputs, inputs["labels"], weights, keep_logits=keep_logits)
+            total, outputs = run_with_loss(model, inputs, inputs[labels_key(inputs)], weights, keep_logits=keep_logits)
             tokens = items_in(inputs, "token")
             loss = total / tokens.clamp(min=1)
         if planned.evaluation is not None:

@@ -35,7 +35,7 @@ from hf_packing.training.checks import (
 )
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
-from hf_packing.training.losses import Loss, TokenMean, collator_for, loss_of_model
+from hf_packing.training.losses import Loss, collator_for, loss_of_model
 from hf_packing.training.ranks import (
     CollectiveCall,
     PlannedFrom,
@@ -46,7 +46,7 @@ from hf_packing.training.ranks import (
 )
 from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
-from hf_packing.training.token_losses import TokenLosses
+from hf_packing.training.token_losses import TokenLosses, TokenMean
 from hf_packing.training.trainer_loss import (
     SettledLoss,
     TrainerLoss,

@@ -19,9 +19,9 @@ from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import check_accelerator, check_arguments, check_methods, check_not_dispatched
 from hf_packing.training.loss_units import ROWS_ASKED, count_units, find_loss_unit, loss_of_batch
-from hf_packing.training.losses import TokenMean
 from hf_packing.training.ranks import PlannedFrom, StepCounts, data_rank, on_all_ranks
 from hf_packing.training.span_loss import POSITIONS, span_loss_without_padding
+from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import loss_settings, refuse_changed_settings
 from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
 from hf_packing.training.whole_rows import (

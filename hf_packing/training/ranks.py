@@ -26,6 +26,7 @@ from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampler import STEPS, RankBatchSampler
 from hf_packing.training.losses import Loss, documents_in, items_in
+from hf_packing.training.tree_batch import is_tree_batch, trees_of
 
 Result = TypeVar("Result")
 
@@ -253,11 +254,16 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
     """Count the tokens, documents, attention cost and items of the loss in each batch, without padding.
 
     Returns:
-        int64 [batches, 4], on the batches' device. Attention cost is the sum of squared segment lengths. Items are the
-        tokens or documents over which the loss is averaged.
+        int64 [batches, 4], on the batches' device. Attention cost is the sum of squared segment lengths or, for trees,
+        `TreeSegments.attention_cost`. Items are the tokens or documents over which the loss is averaged.
     """
     rows = []
     for batch in batches:
+        if is_tree_batch(batch):
+            trees = trees_of(batch)
+            known = [trees.tokens, int(documents_in(batch)), trees.attention_cost, int(items_in(batch, loss))]
+            rows.append(torch.tensor(known, device=batch["input_ids"].device))
+            continue
         lengths = batch["cu_seq_lens_q"].long().diff()
         padding = (batch["seq_idx"] == PADDING_SEGMENT).sum()  # one segment, if there is any
         counted = [batch["input_ids"].shape[1] - padding, documents_in(batch), lengths.square().sum() - padding**2]

@@ -19,9 +19,20 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, input_device
+from hf_packing.columns import LABELS
 from hf_packing.training.chunked_head import ChunkedHead, UnsupportedHeadError
-from hf_packing.training.losses import model_to_test, predicts_next, short_batch, weighted_loss
+from hf_packing.training.losses import (
+    ITEMS,
+    TARGETS,
+    WEIGHTS,
+    model_to_test,
+    predicts_next,
+    short_batch,
+    weighted_loss,
+)
+from hf_packing.training.next_tokens import NextTokenHead, NextTokens, check_predicts_next
 from hf_packing.training.token_losses import TokenLosses
+from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, is_tree_batch
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
@@ -47,36 +58,61 @@ def run_with_loss(
     keep_logits: bool = False,
     token_losses: TokenLosses | None = None,
 ) -> tuple[Tensor, Any]:
-    """Run a model on a packed batch, and return the weighted sum of cross-entropies and the model's outputs.
+    """Run a model on a batch, and return the weighted sum of cross-entropies and the model's outputs.
 
     Args:
         model: a patched language model, with or without wrappers.
-        inputs: the arguments of the model; labels are not passed on.
+        inputs: a packed batch or a batch of trees; what only the loss needs is not passed on to the model.
         labels: int64 [1, tokens]; -100 marks a token without a label.
         weights: float [1, tokens]; 0 for a token without a label.
         keep_logits: True if the outputs must have the logits of the whole row. If False, the outputs may lack logits.
         token_losses: where the losses of all labels are kept; None to keep none.
+
+    Raises:
+        PackingError: the batch is one of trees, but the model's logits do not predict the next token.
     """
     inner, shift = inner_model(model), predicts_next(model)
-    see = None if token_losses is None else partial(token_losses.put, tokens=slice(int(shift), None))
-    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    following = None
+    if is_tree_batch(inputs):
+        check_predicts_next(model)
+        following = NextTokens.of_batch(inputs, labels)
+    given = inputs_of_model(inputs)
+
+    def loss_of(logits: Tensor) -> Tensor:
+        if following is not None:
+            return following.weighted_loss(logits, weights, token_losses)
+        see = None if token_losses is None else partial(token_losses.put, tokens=slice(int(shift), None))
+        return weighted_loss(logits, labels, weights, shift, see)
+
     vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
     # chunks may gather weights once more: with FSDP2, all ranks have to do the same, however long their rows are
     fits = labels.numel() * vocabulary <= CHUNK_LOGITS and not isinstance(inner, FSDPModule)
     if keep_logits or fits or not can_chunk(model, inner):
-        outputs = model(**inputs)
-        return weighted_loss(outputs.logits, labels, weights, shift, see), outputs
-    head = ChunkedHead(inner, labels, weights, shift, max(1, CHUNK_LOGITS // vocabulary), token_losses)
+        outputs = model(**given)
+        return loss_of(outputs.logits), outputs
+    size = max(1, CHUNK_LOGITS // vocabulary)
+    if following is None:
+        head = ChunkedHead(inner, labels, weights, shift, size, token_losses)
+    else:
+        head = NextTokenHead(inner, following, weights, size, token_losses)
     try:
         with head.installed():
-            outputs = model(**inputs)
+            outputs = model(**given)
     except UnsupportedHeadError as error:  # the forward is another one in training mode
         _TESTED[inner] = _TESTED[inner][0], str(error)
         return run_with_loss(model, inputs, labels, weights, token_losses=token_losses)
     if head.hidden is None:
         _report(inner, head.reason)
-        return weighted_loss(outputs.logits, labels, weights, shift, see), outputs
+        return loss_of(outputs.logits), outputs
     return outputs.loss, outputs
+
+
+def inputs_of_model(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch without what only the loss needs."""
+    return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+
+
+_NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS}
 
 
 _TESTED: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str]]" = weakref.WeakKeyDictionary()

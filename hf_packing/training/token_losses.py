@@ -1,10 +1,11 @@
-"""Keep the loss of every label of a batch beside the loss that is trained on, for the logs of a mixture."""
+"""Collect losses of tokens: those of every label of a batch, for the logs of a mixture, and their mean in evaluations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_packing.training.losses import exact_type
@@ -49,3 +50,20 @@ class TokenLosses:
             yield
         finally:
             handle.remove()
+
+
+class TokenMean:
+    """Running sums of losses and of tokens; their quotient is the mean loss. Each rank adds its own batches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._total = torch.zeros(2, dtype=exact_type(device), device=device)
+        self.batches = 0
+
+    def add(self, summed_loss: Tensor, tokens: Tensor) -> None:
+        self._total += torch.stack([summed_loss.detach().to(self._total), tokens.to(self._total)])
+        self.batches += 1
+
+    def over_ranks(self, accelerator: Accelerator) -> tuple[float, float]:
+        """Return the summed loss and the number of tokens over all ranks; all ranks must call this method together."""
+        summed_loss, tokens = accelerator.reduce(self._total, reduction="sum").tolist()
+        return summed_loss, tokens

@@ -30,9 +30,9 @@ from hf_packing.training.checks import (
     check_not_dispatched,
     overridden_batch_methods,
 )
-from hf_packing.training.losses import TokenMean
 from hf_packing.training.planned_rows import PlannedRows
 from hf_packing.training.ranks import BatchesOfCheckpoint, check_accumulation, data_rank, items_counted, on_all_ranks
+from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
 from hf_packing.training.unpad_models import models_of

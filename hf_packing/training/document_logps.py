@@ -1,0 +1,110 @@
+"""Define `document_logps`, the log-probabilities of the documents of a batch, with gradients."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from hf_packing.attention import check_patched, inner_model
+from hf_packing.columns import SEQ_IDX
+from hf_packing.errors import PackingError
+from hf_packing.training.chunked_head import UnsupportedHeadError
+from hf_packing.training.losses import TARGETS, documents_in, exact_type
+from hf_packing.training.next_tokens import NextTokenHead, NextTokens, check_predicts_next
+from hf_packing.training.run_with_loss import CHUNK_LOGITS, can_chunk, inputs_of_model
+from hf_packing.training.tree_batch import documents_and_tokens, is_tree_batch, labels_key
+
+
+def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Compute the log-probability of each document's labels under a causal language model, with gradients.
+
+    Labels of -100 do not count. The result is for losses that compare documents, such as DPO, and for scores. It does
+    not depend on which documents share the batch or a prefix. Logits are computed for one chunk of tokens at a time;
+    the backward pass computes them again, except with FSDP, where the logits of the whole batch are kept.
+
+    Args:
+        model: a patched causal language model of transformers, with or without wrappers.
+        batch: a batch of a PackingCollator on the device of the model, or a batch of prepare_dataloader.
+
+    Returns:
+        float32 [documents], or float64 if the logits are float64: the sum over a document's labels of the log of their
+        probabilities, given the tokens before them; 0 for a document without labels. In a packed batch, documents are
+        the segments, without those that only fill fixed shapes. In a batch of trees, they are in the order of `ends`.
+
+    Raises:
+        PackingError: the batch has no labels or borders; or the model is not patched, or is not a causal language
+            model.
+
+    Example:
+        >>> import hf_packing as hfp, transformers
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = hfp.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes)))
+        >>> chosen = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}
+        >>> rejected = {"input_ids": [5, 6, 9], "labels": [-100, -100, 9]}
+        >>> logps = hfp.document_logps(model, hfp.PackingCollator()([chosen, rejected]))
+        >>> loss = -(logps[0] - logps[1]).sigmoid().log()
+        >>> loss.backward()
+    """
+    labels = _labels_of(batch)
+    check_patched(model)
+    check_predicts_next(model)
+    following = NextTokens.of_batch(batch, labels)
+    log_probs = _log_probs(model, inputs_of_model(batch), following, labels)
+    exact = log_probs.to(exact_type(log_probs.device))
+    if is_tree_batch(batch):
+        of_documents, tokens = (torch.from_numpy(each).to(exact.device) for each in documents_and_tokens(batch))
+        among_labels = tokens.new_zeros(labels.shape[1])
+        among_labels[following.tokens] = torch.arange(len(following.tokens), device=exact.device)
+        exact = exact[among_labels[tokens]]
+    else:
+        of_documents = batch[SEQ_IDX][0, following.tokens].long().to(exact.device)
+    sums = exact.new_zeros(int(documents_in(batch))).index_add(0, of_documents, exact)
+    return sums.to(log_probs.dtype)
+
+
+def _labels_of(batch: Any) -> Tensor:
+    found = isinstance(batch, Mapping) and (TARGETS in batch or labels_key(batch) in batch)
+    if not found or not (is_tree_batch(batch) or SEQ_IDX in batch):
+        keys = f"the keys: {', '.join(batch) or 'none'}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise PackingError(
+            f"batch: expected a batch with labels from PackingCollator or prepare_dataloader, got {keys}"
+        )
+    labels: Tensor = batch[TARGETS if TARGETS in batch else labels_key(batch)]
+    return labels
+
+
+def _log_probs(model: nn.Module, inputs: Mapping[str, Any], following: NextTokens, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, float [labels], from the logits of chunks wherever that is possible."""
+    inner = inner_model(model)
+    vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
+    is_sharded = any(isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in model.modules())
+    # as in run_with_loss, ranks that shard a model must do the same, however long their rows are
+    fits = labels.numel() * vocabulary <= CHUNK_LOGITS and not is_sharded
+    needs_weights_again = is_sharded and torch.is_grad_enabled()
+    if not fits and not needs_weights_again and can_chunk(model, inner):
+        head = _LogProbHead(inner, following, torch.ones_like(labels), max(1, CHUNK_LOGITS // vocabulary))
+        with suppress(UnsupportedHeadError), head.installed():
+            outputs = model(**inputs)
+            return outputs.loss if head.hidden is not None else following.log_probs(outputs.logits)
+    return following.log_probs(model(**inputs).logits)
+
+
+class _LogProbHead(NextTokenHead):
+    """Hooks for one forward of a model, which replace the logits by the log-probability of each label."""
+
+    def _result(self, hidden: Tensor) -> Tensor:
+        chunks = [slice(begin, begin + self.size) for begin in range(0, hidden.shape[1], self.size)]
+        return torch.cat([self._of_chunk(hidden[:, chunk], chunk) for chunk in chunks])
+
+    def _of_chunk(self, hidden: Tensor, chunk: slice) -> Tensor:
+        """Return a chunk's log-probabilities. With gradients, the logits are not kept, but computed again."""
+        if not torch.is_grad_enabled():
+            return self.log_probs_of_chunk(hidden, chunk)
+        found: Tensor = checkpoint(
+            self.log_probs_of_chunk, hidden, chunk, use_reentrant=False, preserve_rng_state=False
+        )
+        return found
