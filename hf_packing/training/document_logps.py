@@ -15,7 +15,7 @@ from hf_packing.errors import PackingError
 from hf_packing.training.chunked_head import UnsupportedHeadError
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
 from hf_packing.training.next_tokens import NextTokenHead, NextTokens, check_predicts_next
-from hf_packing.training.run_with_loss import CHUNK_LOGITS, can_chunk, inputs_of_model
+from hf_packing.training.run_with_loss import can_chunk, inputs_of_model, tokens_of_chunk
 from hf_packing.training.tree_batch import documents_and_tokens, is_tree_batch, labels_key
 
 
@@ -70,9 +70,7 @@ def _labels_of(batch: Any) -> Tensor:
     found = isinstance(batch, Mapping) and (TARGETS in batch or labels_key(batch) in batch)
     if not found or not (is_tree_batch(batch) or SEQ_IDX in batch):
         keys = f"the keys: {', '.join(batch) or 'none'}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise PackingError(
-            f"batch: expected a batch with labels from PackingCollator or prepare_dataloader, got {keys}"
-        )
+        raise PackingError(f"batch: expected a batch from prepare_dataloader or PackingCollator, got {keys}")
     labels: Tensor = batch[TARGETS if TARGETS in batch else labels_key(batch)]
     return labels
 
@@ -80,13 +78,13 @@ def _labels_of(batch: Any) -> Tensor:
 def _log_probs(model: nn.Module, inputs: Mapping[str, Any], following: NextTokens, labels: Tensor) -> Tensor:
     """Return the log-probability of each label, float [labels], from the logits of chunks wherever that is possible."""
     inner = inner_model(model)
-    vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
+    size = tokens_of_chunk(inner)
     is_sharded = any(isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in model.modules())
     # as in run_with_loss, ranks that shard a model must do the same, however long their rows are
-    fits = labels.numel() * vocabulary <= CHUNK_LOGITS and not is_sharded
+    fits = labels.numel() <= size and not is_sharded
     needs_weights_again = is_sharded and torch.is_grad_enabled()
     if not fits and not needs_weights_again and can_chunk(model, inner):
-        head = _LogProbHead(inner, following, torch.ones_like(labels), max(1, CHUNK_LOGITS // vocabulary))
+        head = _LogProbHead(inner, following, torch.ones_like(labels), size)
         with suppress(UnsupportedHeadError), head.installed():
             outputs = model(**inputs)
             return outputs.loss if head.hidden is not None else following.log_probs(outputs.logits)

@@ -84,13 +84,12 @@ def run_with_loss(
         see = None if token_losses is None else partial(token_losses.put, tokens=slice(int(shift), None))
         return weighted_loss(logits, labels, weights, shift, see)
 
-    vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
+    size = tokens_of_chunk(inner)
     # chunks may gather weights once more: with FSDP2, all ranks have to do the same, however long their rows are
-    fits = labels.numel() * vocabulary <= CHUNK_LOGITS and not isinstance(inner, FSDPModule)
+    fits = labels.numel() <= size and not isinstance(inner, FSDPModule)
     if keep_logits or fits or not can_chunk(model, inner):
         outputs = model(**given)
         return loss_of(outputs.logits), outputs
-    size = max(1, CHUNK_LOGITS // vocabulary)
     if following is None:
         head = ChunkedHead(inner, labels, weights, shift, size, token_losses)
     else:
@@ -105,6 +104,11 @@ def run_with_loss(
         _report(inner, head.reason)
         return loss_of(outputs.logits), outputs
     return outputs.loss, outputs
+
+
+def tokens_of_chunk(inner: PreTrainedModel) -> int:
+    """Return the largest number of tokens whose logits are computed at a time."""
+    return max(1, CHUNK_LOGITS // getattr(inner.config.get_text_config(), "vocab_size", 1))
 
 
 def inputs_of_model(batch: Mapping[str, Any]) -> dict[str, Any]:

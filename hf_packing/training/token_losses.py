@@ -1,4 +1,4 @@
-"""Collect losses of tokens: those of every label of a batch, for the logs of a mixture, and their mean in evaluations."""
+"""Collect losses of tokens: those of every label, for the logs of a mixture, and their mean over an evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
