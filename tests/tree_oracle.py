@@ -11,18 +11,30 @@ from tree_rows import documents_of
 import hf_packing as hfp
 
 
-def oracle(name, dtype=torch.float64):
-    """Return a patched model whose hidden states of trees are those of each document alone, without a patch.
+def exact(name):
+    """Return a model in float64, without the parts of Llama that compute in float32 whatever the model's dtype."""
+    model = build(name, torch.float64)
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = partial(_norm, module)
+    return model
+
+
+def patched_with_stock(name):
+    """Return a patched model; its attribute `stock` has one without a patch that has the same parameters."""
+    stock, model = exact(name), hfp.patch_model(exact(name))
+    share_parameters(stock, model)
+    model.stock = [stock]  # in a list, so that it is no module of the model
+    return model
+
+
+def oracle(name):
+    """Return a patched model that runs each document of a row of trees alone, without a patch.
 
     The hidden state of a shared token is that of the last document on whose path it is.
     """
-    stock = build(name, dtype)
-    for module in stock.modules():
-        if type(module).__name__ == "LlamaRMSNorm":  # computes in float32, whatever the dtype of the model
-            module.forward = partial(_norm, module)
-    model = hfp.patch_model(build(name, dtype))
-    share_parameters(stock, model)
-
+    model = patched_with_stock(name)
+    (stock,) = model.stock
     without_trees = model.forward
 
     def forward(input_ids, segment_lengths=None, parents=None, position_ids=None, **others):
@@ -45,7 +57,6 @@ def oracle(name, dtype=torch.float64):
         return CausalLMOutput(logits=model.lm_head(torch.stack(hidden)[None]))
 
     model.forward = forward
-    model.stock = [stock]  # in a list, so that it is no module of the model
     return model
 
 

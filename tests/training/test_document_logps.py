@@ -1,5 +1,7 @@
 """Log-probabilities of documents, in packed rows and in rows of trees, are those of each document alone."""
 
+from functools import cache
+
 import pytest
 import torch
 from chunks import chunks_of
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
 from tiny_models import build
-from tree_oracle import gradients, losses_alone, oracle
+from tree_oracle import gradients, losses_alone, oracle, patched_with_stock
 from tree_rows import labeled_documents, tree_row
 
 import hf_packing as hfp
@@ -16,13 +18,12 @@ from hf_packing.training.losses import with_share
 DOCUMENTS = [[11, 5, 9, 7, 8], [11, 5, 9, 7, 21, 3], [11, 5], [11, 5, 9, 7, 8], [50, 51], [77]]
 LABELS = [[-100, -100, 9, 7, 8], [-100, 5, -100, -100, 21, 3], [-100, 5], [-100] * 4 + [8], [-100, -100], [77]]
 
-_ORACLE = []
+KINDS = {"oracle": oracle, "patched": patched_with_stock}
 
 
-def model_of_trees():
-    if not _ORACLE:
-        _ORACLE.append(oracle("Llama"))
-    return _ORACLE[0]
+@cache
+def model_of(kind):
+    return KINDS[kind]("Llama")
 
 
 def sums_alone(model, documents, labels):
@@ -48,8 +49,9 @@ def of_size(size, call, model, batch):
 
 
 @pytest.mark.parametrize("size", [None, 1, 3], ids=lambda size: f"chunks of {size}")
-def test_trees(size):
-    model = model_of_trees()
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees(size, kind):
+    model = model_of(kind)
     row, order = tree_row(DOCUMENTS, LABELS)
     batch = hfp.PackingCollator()([row, row])
     expected = sums_alone(model, DOCUMENTS, LABELS)[[*order, *order]]
@@ -63,7 +65,7 @@ def test_trees(size):
 @settings(max_examples=20)
 @given(labeled_documents(tokens=5), st.sampled_from([None, 1, 2]))
 def test_random_trees(case, size):
-    model = model_of_trees()
+    model = model_of("oracle")
     row, order = tree_row(*case)
     found = of_size(size, hfp.document_logps, model, hfp.PackingCollator()([row]))
     expected = sums_alone(model, *case)[order]
@@ -73,22 +75,12 @@ def test_random_trees(case, size):
 @pytest.mark.parametrize("size", [None, 1, 3], ids=lambda size: f"chunks of {size}")
 @pytest.mark.parametrize("shapes", [{}, {"tokens": 30, "max_segments": 9}], ids=str)
 def test_packed_documents(size, shapes):
-    model = patched("Llama", torch.float64)
+    model = model_of("patched")
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(DOCUMENTS, LABELS, strict=True)]
     batch = hfp.PackingCollator(**shapes)(rows)
-    model.zero_grad()
-    model.stock = [build("Llama", torch.float64)]
-    for own, other in zip(model.stock[0].parameters(), model.parameters(), strict=True):
-        own.data = other.data
     expected = sums_alone(model, DOCUMENTS, LABELS)
-    factors = torch.linspace(-1, 2, 6, dtype=torch.float64)
-    (expected * factors).sum().backward()
-    wanted = gradients(model.stock[0])
     found = of_size(size, hfp.document_logps, model, batch)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
-    (found * factors).sum().backward()
-    for name, each in gradients(model).items():
-        assert torch.allclose(each, wanted[name], rtol=1e-10, atol=1e-12), name
+    check(found, expected, model, torch.linspace(-1, 2, 6, dtype=torch.float64))
 
 
 def test_scores_and_batches_of_prepare_dataloader():

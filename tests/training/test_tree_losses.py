@@ -1,12 +1,14 @@
 """Losses and gradients of rows of trees are those of the same documents, each run alone."""
 
+from functools import cache
+
 import pytest
 import torch
 from chunks import chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import build
-from tree_oracle import gradients, loss_alone, oracle
+from tree_oracle import gradients, loss_alone, oracle, patched_with_stock
 from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp
@@ -49,13 +51,12 @@ LABELS = [
 OTHER = [[[1, 2, 3, 4], [1, 2, 5]], [[-100, 2, 3, 4], [-100, -100, 5]]]
 LOSSES = ["token", "sequence"]
 
-_MODELS = {}
+KINDS = {"oracle": oracle, "patched": patched_with_stock}
 
 
-def model_of(name):
-    if name not in _MODELS:
-        _MODELS[name] = oracle(name)
-    return _MODELS[name]
+@cache
+def model_of(name, kind="oracle"):
+    return KINDS[kind](name)
 
 
 def batch_of(*sets):
@@ -103,8 +104,9 @@ def test_the_labels_differ_between_relatives_and_documents_end_inside_others():
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 @pytest.mark.parametrize("size", [None, 1, 4], ids=lambda size: f"chunks of {size}")
-def test_the_loss_of_a_batch_of_two_rows(name, loss, size):
-    model = model_of(name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_of_a_batch_of_two_rows(name, loss, size, kind):
+    model = model_of(name, kind)
     expected, items = loss_alone(model, DOCUMENTS + OTHER[0], LABELS + OTHER[1], loss)
     expected.backward()
     wanted = gradients(model)
@@ -123,8 +125,9 @@ def test_the_loss_of_a_batch_of_two_rows(name, loss, size):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_accumulation_over_rows(loss):
-    model = model_of("Llama")
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_over_rows(loss, kind):
+    model = model_of("Llama", kind)
     expected, items = loss_alone(model, DOCUMENTS + OTHER[0], LABELS + OTHER[1], loss)
     expected.backward()
     wanted = gradients(model)
@@ -142,9 +145,9 @@ def test_accumulation_over_rows(loss):
 
 
 @settings(max_examples=25)
-@given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([None, 1, 3]))
-def test_random_documents(case, loss, size):
-    model = model_of("Llama")
+@given(labeled_documents(tokens=5), st.sampled_from(LOSSES), st.sampled_from([None, 1, 3]), st.sampled_from([*KINDS]))
+def test_random_documents(case, loss, size, kind):
+    model = model_of("Llama", kind)
     expected, items = loss_alone(model, *case, loss)
     batch = batch_of(case)
     if size is None:
