@@ -41,6 +41,7 @@ _HOME_OF = {
     "TokenBudget": "sampling.token_budget",
     "UnpaddedModels": "training.unpad_models",
     "attach": "training.attach",
+    "branches": "data.branches",
     "check_isolation": "attention",
     "compare": "strategies.compare",
     "compute_loss": "training.batch_loss",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from hf_packing import fleet
     from hf_packing.attention import IsolationReport, check_isolation, patch_model, patched, unpatch_model
     from hf_packing.collate import PackingCollator
+    from hf_packing.data.branches import branches
     from hf_packing.data.lazy.packed_tokens import PackedTokens
     from hf_packing.data.pack import pack, unpack
     from hf_packing.data.streams.mix import mix
@@ -124,6 +126,7 @@ __all__ = [
     "TokenBudget",
     "UnpaddedModels",
     "attach",
+    "branches",
     "check_isolation",
     "compare",
     "compute_loss",

@@ -94,14 +94,14 @@ def render(
         BadRowError: a value has the wrong type, or the template cannot write the chat.
     """
     if kind == "messages":
-        return _render_chat(_messages(row[kind]), 0, template, _settings(row), train_on)
+        return _render_chat(messages_of(row[kind]), 0, template, settings_of(row), train_on)
     if kind == "prompt":
         prompt, completion = row["prompt"], row.get("completion")
         if not (isinstance(prompt, str) and isinstance(completion, str)):
-            before, after = _messages(prompt), _messages(completion)
+            before, after = messages_of(prompt), messages_of(completion)
             if not after:
                 raise BadRowError("expected at least one message in the completion, got an empty list")
-            return _render_chat([*before, *after], len(before), template, _settings(row), train_on)
+            return _render_chat([*before, *after], len(before), template, settings_of(row), train_on)
         begins = 0 if train_on.covers(False, False) else len(prompt) + len(separator)
         masked = ((0, begins),) if begins else ()
         return Rendered(_unicode(f"{prompt}{separator}{completion}"), masked)
@@ -186,7 +186,15 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _messages(value: Any) -> Sequence[Mapping[str, Any]]:
+def messages_of(value: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the messages of a chat, without null fields.
+
+    Args:
+        value: list of mappings, each with a role, and with content or tool calls.
+
+    Raises:
+        BadRowError: the value is something else.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRowError(f"expected a list of messages, got {type(value).__name__}: {str(value)[:40]}")
     for message in value:
@@ -204,8 +212,12 @@ def _messages(value: Any) -> Sequence[Mapping[str, Any]]:
     return kept
 
 
-def _settings(row: Mapping[str, Any]) -> Settings:
-    """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL."""
+def settings_of(row: Mapping[str, Any]) -> Settings:
+    """Return a row's arguments for the chat template: its columns `tools` and `chat_template_kwargs`, as in TRL.
+
+    Raises:
+        BadRowError: the tools are neither a list nor JSON, or the other arguments are not a mapping.
+    """
     tools, others = _without_nulls(row.get("tools")), _without_nulls(row.get("chat_template_kwargs"))
     if isinstance(tools, str):
         try:

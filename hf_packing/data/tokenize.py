@@ -62,7 +62,7 @@ class TextTokenizer:
         input_ids, labels = [], []
         for each, places, encoding in zip(rendered, edges, self._encode(rendered), strict=True):
             ids, end = encoding.ids, self._end_of(each, encoding.ids, ended)
-            token_of = {0: 0} | {edge: _num_shared(ids, _without_end(next(before_edges))) for edge in places}
+            token_of = {0: 0} | {edge: num_shared(ids, _without_end(next(before_edges))) for edge in places}
             trained = list(ids)
             for first, stop in each.masked:
                 masked = slice(token_of[first], token_of[stop])
@@ -186,11 +186,11 @@ def _without_end(text: Encoding) -> list[int]:
     return text.ids[: within[-1] + 1] if len(within) else text.ids
 
 
-def _num_shared(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of leading token ids that two lists share.
+def num_shared(ids: Sequence[Any], others: Sequence[Any]) -> int:
+    """Return the number of leading items that two sequences share.
 
-    The tokenizer's character offsets cannot replace this count: they are wrong after a character that the tokenizer
-    drops.
+    For token ids, the tokenizer's character offsets cannot replace this count: they are wrong after a character that
+    the tokenizer drops.
     """
     pairs = zip(ids, others, strict=False)
-    return next((number for number, (token, other) in enumerate(pairs) if token != other), min(len(ids), len(others)))
+    return next((number for number, (item, other) in enumerate(pairs) if item != other), min(len(ids), len(others)))
