@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 import torch
 from process_group import end_process_group
-from sft_documents import CHATML, read, tokenize, what_is_trained
+from sft_documents import CHATML, check_turns, read, tokenize, tokenize_turns, what_is_trained
 from sft_parser import Parser
 from sft_resume import SameFlags, checkpoint_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -38,6 +38,8 @@ STRATEGIES = {
     "bucket": lambda longest, seed: hfp.Bucket([longest // 8, longest // 4, longest // 2, longest], seed=seed),
 }
 TEMPLATES = (".jinja", ".j2")
+CHATS_AT_ONCE = 100
+"""Chats that are tokenized turn by turn at once: a turn has all of the chat before it, so these are many tokens."""
 
 
 @dataclass
@@ -67,6 +69,13 @@ class Arguments:
     loss: str = field(
         default="token",
         metadata={"help": "mean over tokens, or over documents", "choices": ["token", "sequence"]},
+    )
+    per_turn: bool = field(
+        default=False,
+        metadata={
+            "help": "one document for each assistant turn of a chat, as the model sees it at inference, instead of one "
+            "for the whole chat; the text before a turn is computed again for each turn"
+        },
     )
     match_documents_per_step: int | None = field(
         default=None, metadata={"help": "documents per optimizer step, to keep the schedule of an unpacked run"}
@@ -122,18 +131,21 @@ def load_tokenizer(model: str, config: SFTConfig) -> PreTrainedTokenizerBase:
 
 
 def documents_of(
-    rows: datasets.Dataset, config: SFTConfig, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+    rows: datasets.Dataset,
+    config: SFTConfig,
+    given: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    per_turn: bool = False,
 ) -> datasets.Dataset:
-    """Tokenize rows into input_ids and labels."""
+    """Tokenize rows into input_ids and labels: one document for each row, or for each assistant turn of a chat."""
     train_on = what_is_trained(rows, given.get("assistant_only_loss"), config.completion_only_loss)
+    options = {"remove_columns": rows.column_names, "num_proc": config.dataset_num_proc, "desc": "Tokenizing"}
+    of_tokenizer: dict[str, Any] = {"tokenizer": tokenizer}
     try:
-        return rows.map(
-            tokenize,
-            fn_kwargs={"tokenizer": tokenizer, "train_on": train_on},
-            remove_columns=rows.column_names,
-            num_proc=config.dataset_num_proc,
-            desc="Tokenizing",
-        )
+        if per_turn:
+            check_turns(rows, train_on)
+            return rows.map(tokenize_turns, batched=True, batch_size=CHATS_AT_ONCE, fn_kwargs=of_tokenizer, **options)
+        return rows.map(tokenize, fn_kwargs=of_tokenizer | {"train_on": train_on}, **options)
     except BadRowError as error:
         hint = "; --chat_template_path takes another template" if "chat template" in str(error) else ""
         sys.exit(f"--data: {error}{hint}")
@@ -150,12 +162,12 @@ def main(flags: Sequence[str] | None = None) -> SFTTrainer:
         chats_held_out = None if arguments.eval_data is None else read(arguments.eval_data, "--eval_data")
         tokenizer = load_tokenizer(arguments.model, config)
     with config.main_process_first(desc="tokenizing and packing"):
-        documents = documents_of(chats, config, parser.given, tokenizer)
+        documents = documents_of(chats, config, parser.given, tokenizer, arguments.per_turn)
         seed = config.seed if config.data_seed is None else config.data_seed
         rows, batching = packed(documents, arguments, seed)
         held_out = None
         if chats_held_out is not None:
-            held_out = documents_of(chats_held_out, config, parser.given, tokenizer)
+            held_out = documents_of(chats_held_out, config, parser.given, tokenizer, arguments.per_turn)
     evaluates_at_the_end = held_out is not None and parser.given.get("do_eval") is not False
     if held_out is not None and not config.do_eval and not evaluates_at_the_end:
         sys.exit("--eval_data: expected --eval_strategy, or no --do_eval False, since nothing would be evaluated")

@@ -9,6 +9,7 @@ import datasets
 from documents import read_documents
 from transformers import PreTrainedTokenizerBase
 
+import hf_packing as hfp
 from hf_packing.data.rendering import TrainOn, render
 from hf_packing.data.tokenize import text_tokenizer
 
@@ -47,6 +48,18 @@ def what_is_trained(rows: datasets.Dataset, assistant_only: bool | None, complet
     return TrainOn(assistant_only, completion_only)
 
 
+def check_turns(rows: datasets.Dataset, train_on: TrainOn) -> None:
+    """Refuse --per_turn for data without turns, and with flags that train on more than the turns of documents."""
+    has_messages = "messages" in rows.column_names
+    if not has_messages and isinstance(rows[0]["prompt"], str):
+        sys.exit("--per_turn: expected chats in the data, got text")
+    if not (train_on.assistant_only and (has_messages or train_on.completion_only)):
+        sys.exit(
+            "--per_turn: expected to train on the assistant's turns alone, got --assistant_only_loss False or "
+            "--completion_only_loss False"
+        )
+
+
 def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> dict[str, list[int]]:
     """Return the tokens and labels of a row, as `hf-packing pack` makes them.
 
@@ -58,6 +71,17 @@ def tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, train_o
     document = render(row, "messages" if "messages" in row else "prompt", texts.template, train_on=train_on)
     (input_ids,), (labels,) = texts.tokens([document], ended=True)
     return {"input_ids": input_ids, "labels": labels}
+
+
+def tokenize_turns(rows: Mapping[str, list[Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+    """Return the tokens and labels of each assistant turn of a batch of chats, as the model sees it at inference.
+
+    Raises:
+        PackingError: the tokenizer's chat template cannot write a chat, or does not begin a turn as it asks for it.
+    """
+    for tools in rows.get("tools", ()):
+        check_tools({"tools": tools}, tokenizer)
+    return hfp.branches(rows, tokenizer)
 
 
 def check_tools(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

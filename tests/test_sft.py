@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sft_documents import CHATML, IGNORED, tokenize
 from sft_flags import BY_RECIPE, BY_TRAINER
 from transformers import PreTrainedTokenizerFast
 
+import hf_packing as hfp
 from hf_packing.data.rendering import TrainOn
 from hf_packing.errors import PackingError
 
@@ -203,6 +205,39 @@ def test_what_is_trained_of_chats_with_prompts(tiny_model):
     assert text(row, False, False) == (turn * 3, turn * 3)
     assert text({"prompt": [user], "completion": [user, assistant]}, False, True) == (turn, asked + turn)
     assert text({"messages": [user]}, True, False) == ("", "")
+
+
+def test_per_turn(train, chat_data, tmp_path):
+    """Each turn of a chat is a document of its own, in training and in evaluation, packed or not."""
+    turns = sum(len(row["messages"]) // 2 for row in chats())
+    assert turns > len(chats())
+    for strategy, size in (("none", ()), ("best_fit", ("--pack_length", 160))):
+        flags = ("--per_turn", "True", "--strategy", strategy, *size, "--eval_data", chat_data)
+        trainer = train(*flags, data=chat_data, steps=1, output=tmp_path / strategy)
+        rows = trainer.train_dataset if strategy == "none" else hfp.unpack(trainer.train_dataset)
+        assert len(rows) == len(trainer.eval_dataset) == turns
+        trained = (trainer.processing_class.decode([each for each in row if each != IGNORED]) for row in rows["labels"])
+        assert {re.sub("(Ho)+", "Ho", text) for text in trained} == {"Ho<|im_end|>"}
+    assert exits(train, "--per_turn", "True") == "--per_turn: expected chats in the data, got text"
+    for name in "assistant_only_loss", "completion_only_loss":
+        said = exits(train, "--per_turn", "True", f"--{name}", "False", data=chat_data)
+        assert "--per_turn: expected to train on the assistant's turns alone" in said
+
+
+def test_turns_of_prompts_and_completions(tiny_model):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
+    tokenizer.chat_template = CHATML
+    user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+    rows = Dataset.from_list([{"prompt": [user, assistant, user], "completion": [assistant, user, assistant]}])
+    config = sft.SFTConfig(use_cpu=True, bf16=False)
+    assert len(sft.documents_of(rows, config, {}, tokenizer, per_turn=True)) == 2
+    tools = rows.add_column("tools", ['[{"name": "search"}]'])
+    said = exits(sft.documents_of, tools, config, {}, tokenizer, per_turn=True)
+    assert "--chat_template_path: expected a template that shows tools" in said
+    tokenizer.chat_template = "{{ messages | length }}" + CHATML
+    said = exits(sft.documents_of, rows, config, {}, tokenizer, per_turn=True)
+    assert said.startswith("--data: row 0 of the batch, message 3: expected a chat template whose turns begin with")
+    assert said.endswith("--chat_template_path takes another template")
 
 
 def test_tools_and_contents_that_a_template_lacks(tiny_model):

@@ -87,9 +87,10 @@ def branches(
         )
     make = _Branches(tokenizer, text_tokenizer(tokenizer), _special_tokens(tokenizer))
     found = [make.read(row, column, chat_template_kwargs or {}) for row in _rows_of(conversations, column)]
-    bad = [f"conversation {number}: {each.reason}" for number, each in enumerate(found) if each.reason]
+    place = "row {} of the batch, " if isinstance(conversations, Mapping) else ""
+    bad = [f"{place.format(number)}{each.reason}" for number, each in enumerate(found) if each.reason]
     if bad and not skip_bad:
-        raise BadRowError(f"{bad[0]}; skip_bad=True leaves such conversations out")
+        raise BadRowError(bad[0])
     documents = [document for each in found for document in each.documents]
     _warn(found, documents, bad)
     return {
