@@ -19,6 +19,7 @@ import transformers
 import trl
 import yaml
 from accelerate import Accelerator
+from chat_templates import FROM_TRL
 from matplotlib import image
 from tiers import fast_only
 from tiny_models import SIZES, build
@@ -61,7 +62,10 @@ def tokenizer(vocabulary: int = 128) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE(known, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", mask_token="<mask>")
+    named = {"pad_token": "<pad>", "eos_token": "<eos>", "mask_token": "<mask>", "chat_template": FROM_TRL["qwen3"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **named)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    return tokenizer
 
 
 def masked_model() -> transformers.PreTrainedModel:

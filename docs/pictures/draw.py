@@ -8,6 +8,7 @@ from pathlib import Path
 
 import draw_strategies
 import draw_training
+import draw_trees
 from canvas import save
 from matplotlib.figure import Figure
 
@@ -18,6 +19,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "bucket.png": draw_strategies.bucket,
     "bucket_batches.png": draw_training.bucket_batches,
     "bucket_by_length.png": draw_strategies.bucket_by_length,
+    "chat_tree.png": draw_trees.chat_tree,
     "first_come.png": draw_strategies.first_come,
     "fixed_length.png": draw_strategies.fixed_length,
     "fleet.png": draw_training.fleet,
