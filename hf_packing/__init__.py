@@ -56,7 +56,7 @@ _HOME_OF = {
     "plan_packing": "strategies.base",
     "prepare_dataloader": "training.loop",
     "score": "training.score",
-    "unpack": "data.pack",
+    "unpack": "data.unpack",
     "unpatch_model": "attention",
 }
 
@@ -66,8 +66,9 @@ if TYPE_CHECKING:
     from hf_packing.collate import PackingCollator
     from hf_packing.data.branches import branches
     from hf_packing.data.lazy.packed_tokens import PackedTokens
-    from hf_packing.data.pack import pack, unpack
+    from hf_packing.data.pack import pack
     from hf_packing.data.streams.mix import mix
+    from hf_packing.data.unpack import unpack
     from hf_packing.errors import MissingDependencyError, ModelNotSupportedError, PackingError
     from hf_packing.planning.assign import DealtShard
     from hf_packing.planning.length_schedule import LengthSchedule

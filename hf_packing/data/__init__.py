@@ -2,12 +2,14 @@
 
 These files pack and unpack:
 
-pack.py            pack a whole dataset; unpack it
+pack.py            pack a whole dataset
+unpack.py          restore the documents of a packed dataset
 map_batch.py       pack one batch of `datasets.map`
 token_columns.py   choose the columns to pack, and read their token lists as NumPy arrays
 packed_rows.py     build packed rows from documents according to a plan; restore the documents
 cache.py           store packed rows on disk with the data that `unpack` needs; remove files of killed processes
 lazy/              pack without a copy of the tokens
+trees/             pack documents that share prefixes as trees
 streams/           pack streams as they are read
 
 These files make tokenized documents:

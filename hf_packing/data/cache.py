@@ -24,10 +24,11 @@ from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from filelock import FileLock
 
-from hf_packing.columns import INPUT_IDS, LABELS
-from hf_packing.data.packed_rows import FACT_NAMES, Origin, describe_changes
+from hf_packing.columns import INPUT_IDS, LABELS, TREE_INPUT_IDS
+from hf_packing.data.packed_rows import FACT_NAMES, SPLITS, Origin, describe_changes
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import ARRAYS, PackingPlan
+from hf_packing.planning.plan_laws import SEGMENT_SHARED
 from hf_packing.planning.storage import load_arrays, put_in_place
 
 PLAN_KEY = b"hf_packing.plan"
@@ -70,7 +71,7 @@ class CachedPacks:
         """Return the packed rows as a memory-mapped table; None if the rows or the origin folder are incomplete."""
         try:
             rows = MemoryMappedTable.from_file(str(self.rows))
-            facts, (arrays, plan) = self._facts(), load_arrays(self.origin / _PLAN, ARRAYS)
+            facts, (arrays, plan) = self._facts(), load_arrays(self.origin / _PLAN, _names_of(rows.schema))
             labels = np.load(self.origin / _FIRST_LABELS, mmap_mode="r") if facts["first_labels"] else None
         except (OSError, ValueError, EOFError, pa.ArrowException):  # a file is missing or truncated
             return None
@@ -135,7 +136,7 @@ class CachedPacks:
                 f"packed, but it holds the plan {plan.fingerprint}; pack the documents again with {again}"
             )
         masks, trained = tuple(facts["loss_masks"]), facts["trained_tokens"]
-        return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained)
+        return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained, facts.get(SPLITS))
 
     def describe_changes(self) -> list[str]:
         """Return what `pack` did to the documents, as `describe_changes` of hf_packing.data.origin words it."""
@@ -159,7 +160,7 @@ class CachedPacks:
             OSError, ValueError: the file is missing or damaged.
         """
         facts: dict[str, Any] = json.loads((self.origin / _FACTS).read_text())
-        if not isinstance(facts, dict) or facts.keys() != FACT_NAMES:
+        if not isinstance(facts, dict) or facts.keys() - {SPLITS} != FACT_NAMES:
             raise ValueError(
                 f"expected the fields {', '.join(sorted(FACT_NAMES))} in {str(self.origin / _FACTS)!r}, got {facts!r}"
             )
@@ -200,6 +201,11 @@ def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:
         folder.mkdir(parents=True, exist_ok=True)
     clear_unfinished(folder)
     return CachedPacks(folder / name)
+
+
+def _names_of(schema: pa.Schema) -> tuple[str, ...]:
+    """Return the names of the arrays of the plan that rows were packed with, given the schema of the rows."""
+    return (*ARRAYS, SEGMENT_SHARED) if TREE_INPUT_IDS in schema.names else ARRAYS
 
 
 def _plan_of(schema: pa.Schema) -> str:

@@ -1,9 +1,8 @@
-"""`pack` packs a whole dataset with one plan and caches the packed rows on disk; `unpack` restores the documents."""
+"""`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
 
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import datasets
@@ -13,11 +12,9 @@ from datasets.utils import tqdm
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.data.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
-from hf_packing.data.lazy.packed_tokens import PackedTokens
-from hf_packing.data.lazy.restore import unpack_lazy_packs
 from hf_packing.data.lazy.stored_packs import StoredPacks
 from hf_packing.data.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
-from hf_packing.data.packed_rows import Origin, check_bucket_is_free, pack_rows, unpack_rows
+from hf_packing.data.packed_rows import Origin, check_bucket_is_free, pack_rows
 from hf_packing.data.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumns,
@@ -29,6 +26,8 @@ from hf_packing.data.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
+from hf_packing.data.trees.tree_rows import check_tree_columns_are_free
+from hf_packing.data.trees.write_trees import PlansTrees, TreesPlan, check_share_prefixes, plan_trees, write_tree_rows
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
 from hf_packing.planning.lengths import IntArray, check_lengths
@@ -66,6 +65,7 @@ def pack(
     length_schedule: LengthSchedule | None = None,
     rows_per_step: int | None = None,
     lazy: bool = False,
+    share_prefixes: bool | int = False,
 ) -> DatasetOrDict:
     """Pack a tokenized dataset, with one plan for all documents of the dataset or split; or a stream, as it is read.
 
@@ -99,16 +99,26 @@ def pack(
         lazy: True to copy no tokens: rows are read from the documents' own Arrow files when they are needed, and equal
             those of lazy=False. The plan takes about 16 bytes for each document. The documents must be on disk, and
             their files must stay as they are.
+        share_prefixes: True if documents that begin with the same tokens share these tokens in a row, so that a model
+            computes them once; or the fewest tokens to share, 16 for True. The rows are trees, which only patched
+            models of causal language models can train on. For strategies that cut no document that fits in a pack; not
+            for streams, and neither with lazy nor with length_schedule.
 
     Returns:
         A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
         `input_ids`, `labels` (-100 at the first token of every segment; made from input_ids if the documents have no
         labels), `position_ids` (restarting at every segment) and `seq_lengths` (tokens of every segment). If the
-        strategy has several capacities, the column `bucket` has the capacity of the pack in tokens.
+        strategy has several capacities, the column `bucket` has the capacity of the pack in tokens. With
+        share_prefixes, the columns are `tree_input_ids` and `tree_labels` (one number for each token of the row),
+        `segment_lengths` and `parents` (of each run of tokens that the same documents share; the index of the run
+        before it in the row, or -1), `ends` (for each document, the index of its last run) and `trained` (three numbers
+        for each run of tokens that a document trains on: index of the document in the row, start in the document,
+        length). Other token columns are in the rows, too; documents share a token only if all its values are equal.
 
     Raises:
         PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
-            transform, or is a stream with a shuffle buffer; or lazy is True for documents in memory, or for a stream.
+            transform, or is a stream with a shuffle buffer; lazy is True for documents in memory, or for a stream; or
+            share_prefixes cannot be combined with the strategy or another argument.
 
     Example:
         >>> import datasets, hf_packing as hfp
@@ -119,6 +129,9 @@ def pack(
     _check_strategy(strategy)
     given = (length_schedule, rows_per_step)
     schedule = None if given == (None, None) else scheduled_rows(*given)
+    fewest_shared = check_share_prefixes(share_prefixes, strategy)
+    if fewest_shared is not None:
+        _check_can_share(dataset, lazy, schedule)
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.data.streams.pack_stream import pack_stream
 
@@ -142,6 +155,7 @@ def pack(
         load_from_cache_file=load_from_cache_file,
         schedule=schedule,
         lazy=lazy,
+        fewest_shared=fewest_shared,
     )
     if not isinstance(dataset, datasets.DatasetDict):
         _check_map_style("dataset", dataset)
@@ -164,9 +178,10 @@ def pack_split(
     *,
     position_ids: bool,
     load_from_cache_file: bool,
-    plan: PackingPlan | None = None,
+    plan: PackingPlan | TreesPlan | None = None,
     schedule: ScheduledRows | None = None,
     lazy: bool = False,
+    fewest_shared: int | None = None,
 ) -> datasets.Dataset:
     """Pack one split of a dataset and return the packed split, as `pack` does.
 
@@ -175,15 +190,20 @@ def pack_split(
         strategy: a strategy such as BestFit(2048).
         position_ids: whether packed rows get a column `position_ids`.
         load_from_cache_file: whether to reuse rows that were packed before.
-        plan: the strategy's plan for the document lengths of the dataset; None to compute the plan.
+        plan: the strategy's plan for the documents of the dataset; None to compute the plan. A TreesPlan if documents
+            share prefixes.
         schedule: the largest length of a segment in each row; None for no limit.
         lazy: whether to copy no tokens.
+        fewest_shared: the fewest tokens of a prefix that documents share; None to share no prefixes.
     """
     check_no_transform(dataset)
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
     if strategy.has_buckets:
         check_bucket_is_free(table.column_names)
+    if fewest_shared is not None:
+        check_tree_columns_are_free(table.column_names)
     how = [*([] if schedule is None else [schedule]), *(["lazy"] if lazy else [])]
+    how += [] if fewest_shared is None else [("share_prefixes", fewest_shared)]
     fingerprint = fingerprint_of(dataset, strategy, position_ids, table.column_names, *how)
     cache = cache_for(dataset, fingerprint)
     stored = StoredPacks(cache.rows.with_suffix(".lazy").absolute()) if lazy else cache
@@ -191,12 +211,16 @@ def pack_split(
     if rows is None:
         columns = find_token_columns(table, row_numbers(dataset))
         documents = DocumentPlaces.find(dataset, table, columns) if lazy else None
-        if plan is None:
+        if plan is None and fewest_shared is not None and isinstance(strategy, PlansTrees):
+            plan = plan_trees(columns, strategy, fewest_shared)
+        elif plan is None:
             plan = strategy.plan_lengths(check_lengths(columns[INPUT_IDS].length))
-        if schedule is not None:
+        if schedule is not None and isinstance(plan, PackingPlan):
             plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
         extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
-        if documents is not None and isinstance(stored, StoredPacks):
+        if isinstance(plan, TreesPlan):
+            rows = write_tree_rows(columns, plan, repr(strategy), strategy.has_buckets, cache)
+        elif documents is not None and isinstance(stored, StoredPacks):
             rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, stored)
         else:
             rows = _write_packs(columns, plan, repr(strategy), extras, cache)
@@ -210,64 +234,23 @@ def pack_split(
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 
 
-def unpack(packed: datasets.Dataset, plan: PackingPlan | None = None) -> datasets.Dataset:
-    """Restore the documents of a packed dataset, in the original order, with their token columns.
-
-    Documents that were dropped come back empty. Truncated documents come back without the tokens that were cut off.
-
-    Args:
-        packed: a dataset that `pack` returned, neither shuffled nor selected from.
-        plan: the plan that the rows were packed with; None to use the plan that `pack` saved beside the rows. Pass a
-            plan if the rows were saved elsewhere, without the saved plan. In this case, labels keep the -100 at the
-            start of segments, and rows with equal seq_lengths can change places without an error.
-
-    Returns:
-        A Dataset in memory, with one row for each document.
-
-    Raises:
-        PackingError: the plan of the rows is unknown, or the rows do not match the plan.
-
-    Example:
-        >>> import datasets, hf_packing as hfp
-        >>> documents = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6]]})
-        >>> hfp.unpack(hfp.pack(documents, hfp.BestFit(4)))["input_ids"][:]
-        [[1, 2, 3], [4, 5], [6]]
-    """
-    if not isinstance(packed, datasets.Dataset):
-        raise PackingError(f"packed: expected a Dataset that pack() returned, got {type(packed).__name__}")
-    if row_numbers(packed) is not None:
-        raise PackingError(
-            "packed: expected all rows in the order of packing, but rows of this dataset were shuffled or selected"
-        )
-    if isinstance(packed.features.get(INPUT_IDS), PackedTokens):
-        return datasets.Dataset(unpack_lazy_packs(packed, plan), split=packed.split)
-    table = packed.data.table
-    files = [CachedPacks(Path(file["filename"])) for file in packed.cache_files]
-    origin = files[0].load_origin() if len(files) == 1 and files[0].exists() else None
-    if origin is None:
-        if not isinstance(plan, PackingPlan):
-            raise PackingError(
-                "plan: expected the PackingPlan of these rows, since pack() has stored no plan beside the rows, got "
-                f"{plan!r}"
-            )
-        return datasets.Dataset(unpack_rows(table, plan, None), split=packed.split)
-    if plan is not None and plan != origin.plan:
-        raise PackingError(
-            "plan: expected the plan that these rows were packed with, which has the fingerprint "
-            f"{origin.plan.fingerprint}, got {plan!r}; leave plan out to use the stored plan"
-        )
-    if len(packed) != origin.plan.num_packs:
-        raise PackingError(f"packed: expected all {origin.plan.num_packs} rows that were packed, got {len(packed)}")
-    documents = unpack_rows(table, origin.plan, origin.first_labels)
-    if origin.labels_made and LABELS in documents.column_names:
-        documents = documents.drop_columns([LABELS])
-    return datasets.Dataset(documents, split=packed.split)
-
-
 def _check_strategy(strategy: Any) -> None:
     if isinstance(strategy, type) or not isinstance(strategy, PlansLengths):
         hint = f"; call the class with arguments, as in {strategy.__name__}(2048)" if isinstance(strategy, type) else ""
         raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
+
+
+def _check_can_share(dataset: Any, lazy: bool, schedule: ScheduledRows | None) -> None:
+    """Raise PackingError if prefixes cannot be shared because of another argument of `pack`."""
+    if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
+        reason = "for a stream, whose documents are not all known"
+    elif lazy:
+        reason = "with lazy=True, which reads whole documents"
+    elif schedule is not None:
+        reason = "with length_schedule, which cuts documents by borders of its own"
+    else:
+        return
+    raise PackingError(f"share_prefixes: expected False {reason}, got True or a number of tokens")
 
 
 def _check_map_style(name: str, dataset: Any) -> None:

@@ -240,6 +240,8 @@ FACT_NAMES = {
     "empty_documents",
 }
 """The keys of the dict that `Origin.facts` returns."""
+SPLITS = "splits"
+"""A further key of this dict, for rows of trees."""
 
 
 @dataclass(frozen=True)
@@ -257,12 +259,15 @@ class Origin:
     """Names of the mask columns that were applied to the labels and then dropped."""
     trained_tokens: int | None
     """The number of labels in the rows that are not -100; None if lazy packs have no masks, and are not read."""
+    splits: Mapping[str, int] | None = None
+    """For rows of trees: by the name of a column, how many prefixes it has split; None for other rows."""
 
     def facts(self) -> dict[str, Any]:
         """Return the strategy, token counts and other facts as a dict to save as JSON, without the plan's arrays."""
         tokens = int(self.plan.document_length.sum(dtype=np.int64))
         packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
-        return {
+        of_trees = {} if self.splits is None else {SPLITS: dict(self.splits)}
+        return of_trees | {
             "strategy": self.strategy,
             "labels_made": self.labels_made,
             "loss_masks": list(self.loss_masks),
@@ -292,4 +297,7 @@ def describe_changes(facts: Mapping[str, Any]) -> list[str]:
         said.append("skips 1 document without a token")
     elif empty:
         said.append(f"skips {empty:,} documents without a token")
+    if splits := facts.get(SPLITS):
+        names = " or ".join(splits)
+        said.append(f"shares fewer tokens at {sum(splits.values()):,} places, where tokens agree but {names} differ")
     return said

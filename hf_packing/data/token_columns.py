@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, TREE_INPUT_IDS
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
@@ -108,7 +108,7 @@ def find_token_columns(table: pa.Table, row_numbers: IntArray | None = None) -> 
             lists of different lengths; or labels or a mask do not have one number for each token.
     """
     names = table.column_names
-    if packed := [name for name in SEGMENT_COLUMNS if name in names]:
+    if packed := [name for name in (*SEGMENT_COLUMNS, TREE_INPUT_IDS) if name in names]:
         raise PackingError(
             f"column {packed[0]!r}: expected documents that are not packed yet, but a dataset with this column seems "
             "to be packed already; remove the column if the dataset is not packed"

@@ -50,7 +50,14 @@ class PackingMetrics:
     attention_cost: float
     """Sum of squared segment lengths / sum of squared capacities.
 
-    This ratio is the cost of attention within segments, relative to attention over whole packs.
+    This ratio is the cost of attention within segments, relative to attention over whole packs. With shared prefixes,
+    the squared lengths are those of whole segments minus those of the tokens that the segments share.
+    """
+    shared_ratio: float = 1.0
+    """Number of tokens in all segments / number of tokens in packs; 1 without shared prefixes, or without packs.
+
+    With shared prefixes, a row has the tokens that segments share only once. All other metrics of padding count these
+    tokens once, too.
     """
 
 
@@ -60,6 +67,7 @@ def measure_plan(
     segment_length: IntArray,
     pack_capacity: IntArray,
     proven_lower_bound: int,
+    segment_shared: IntArray | None = None,
 ) -> PackingMetrics:
     """Return the metrics of a plan, computed from the plan's arrays.
 
@@ -70,13 +78,19 @@ def measure_plan(
         pack_capacity: integers [packs]: capacity of each pack, in tokens.
         proven_lower_bound: lower bound on the number of packs, as proven by the strategy; 0 if the strategy proves no
             bound.
+        segment_shared: integers [segments]: tokens that each segment takes from the one before it in its pack; None if
+            no segments share tokens.
     """
     packs, capacity = len(pack_capacity), int(pack_capacity.max(initial=0))
     segments_of = np.bincount(segment_document, minlength=len(document_length))
     single = segments_of[segment_document] == 1
     shortened = single & (segment_length < document_length[segment_document])
     empty = int((document_length == 0).sum())
-    bound = pack_lower_bound(np.bincount(segment_length), capacity) if packs else 0
+    squared_segments, sizes = float((segment_length.astype(np.float64) ** 2).sum()), segment_length
+    if segment_shared is not None and packs:
+        squared_segments -= float((segment_shared.astype(np.float64) ** 2).sum())
+        sizes = np.add.reduceat(segment_length - segment_shared, np.flatnonzero(segment_shared == 0))
+    bound = pack_lower_bound(np.bincount(sizes), capacity) if packs else 0
     return make_metrics(
         documents=len(document_length),
         segments=len(segment_document),
@@ -87,9 +101,10 @@ def measure_plan(
         dropped=int((segments_of == 0).sum()) - empty,
         empty=empty,
         slots=int(pack_capacity.sum(dtype=np.int64)),
-        squared_segments=float((segment_length.astype(np.float64) ** 2).sum()),
+        squared_segments=squared_segments,
         squared_capacities=float((pack_capacity.astype(np.float64) ** 2).sum()),
         lower_bound=max(bound, proven_lower_bound),
+        shared_tokens=0 if segment_shared is None else int(segment_shared.sum(dtype=np.int64)),
     )
 
 
@@ -107,14 +122,16 @@ def make_metrics(
     squared_segments: float,
     squared_capacities: float,
     lower_bound: int,
+    shared_tokens: int = 0,
 ) -> PackingMetrics:
     """Return the metrics of a plan, computed from totals over the whole plan.
 
     `documents` is the number of all documents; `cut`, `dropped` and `empty` are numbers of documents, too. `tokens` is
-    the number of tokens in all documents, `packed_tokens` is the number of tokens in packs, and `slots` is the sum of
-    the capacities of all packs.
+    the number of tokens in all documents, `packed_tokens` is the number of tokens in all segments, `shared_tokens` is
+    the number of those that segments take from other segments, and `slots` is the sum of the capacities of all packs.
     """
-    padding = slots - packed_tokens
+    unique = packed_tokens - shared_tokens
+    padding = slots - unique
     return PackingMetrics(
         num_documents=documents,
         num_segments=segments,
@@ -133,6 +150,7 @@ def make_metrics(
         packing_factor=_ratio(segments, packs),
         lower_bound=lower_bound,
         attention_cost=_ratio(squared_segments, squared_capacities),
+        shared_ratio=packed_tokens / unique if unique else 1.0,
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import INT32_MAX, IntArray, smallest_index_type
+from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.metrics import PackingMetrics, measure_plan
 from hf_packing.planning.permutation import check_seed, shuffle_packs
+from hf_packing.planning.plan_laws import SEGMENT_SHARED, check_laws, stored_types
 from hf_packing.planning.storage import load_arrays, save_arrays
 
 ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
@@ -30,8 +31,8 @@ class PackingPlan:
 
     Raises:
         PackingError: a segment is empty or extends beyond its document, two segments share a token, a pack is empty or
-            has more tokens than its capacity, an array has the wrong size, or a value is not an integer or does not fit
-            into the dtype.
+            has more tokens than its capacity, a segment takes more tokens from the segment before it than both have, an
+            array has the wrong size, or a value is not an integer or does not fit into the dtype.
 
     Example:
         >>> import hf_packing as hfp
@@ -54,6 +55,12 @@ class PackingPlan:
     """int64 [packs + 1]: the segments of pack p are pack_offsets[p]:pack_offsets[p + 1]."""
     pack_capacity: IntArray
     """int32 [packs]: capacity of the pack, in tokens."""
+    segment_shared: IntArray | None = None
+    """int32 [segments]: number of tokens that the segment takes from the segment before it in the pack, or None.
+
+    A document that begins with the same tokens as the document before it needs only the rest of its tokens in the row.
+    Segments that share tokens form a tree; a 0 begins a tree. None means that every segment is in the row as a whole.
+    """
     proven_lower_bound: int = 0
     """Lower bound on the number of packs, proven by the strategy; 0 if the strategy proves no bound.
 
@@ -66,15 +73,16 @@ class PackingPlan:
     """
 
     def __post_init__(self) -> None:
-        for name in ARRAYS:
+        for name in self._names():
             array = np.asanyarray(getattr(self, name))
             # unsigned integers have no negative differences, so the checks would not detect offsets that descend
             array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
-        _check_laws(self)
-        for name, dtype in _stored_types(self).items():
-            array = getattr(self, name).astype(dtype, copy=False)
+        check_laws(self.arrays())
+        types = stored_types(self.arrays())
+        for name, array in self.arrays().items():
+            array = array.astype(types[name], copy=False)
             array.flags.writeable = False
             object.__setattr__(self, name, array)
 
@@ -90,9 +98,34 @@ class PackingPlan:
     def num_packs(self) -> int:
         return len(self.pack_capacity)
 
+    def _names(self) -> tuple[str, ...]:
+        return ARRAYS if self.segment_shared is None else (*ARRAYS, SEGMENT_SHARED)
+
     def arrays(self) -> dict[str, IntArray]:
-        """Return the six arrays of the plan as a dict from name to array."""
-        return {name: getattr(self, name) for name in ARRAYS}
+        """Return the arrays of the plan as a dict from name to array; `segment_shared` only if it is not None."""
+        return {name: getattr(self, name) for name in self._names()}
+
+    def segment_own(self) -> IntArray:
+        """Return the number of tokens that each segment adds to its pack, int32 [segments].
+
+        This is the length of the segment, without the tokens that it takes from the segment before it.
+        """
+        return self.segment_length if self.segment_shared is None else self.segment_length - self.segment_shared
+
+    def pack_tokens(self) -> IntArray:
+        """Return the number of tokens in each pack, int64 [packs]. Tokens that segments share are counted once."""
+        if not self.num_packs:
+            return np.zeros(0, dtype=np.int64)
+        return np.add.reduceat(self.segment_own(), self.pack_offsets[:-1], dtype=np.int64)
+
+    def tree_offsets(self) -> IntArray:
+        """Return where trees begin, int64 [trees + 1]: the segments of tree t are tree_offsets[t]:tree_offsets[t + 1].
+
+        A tree is made of segments that share tokens. A segment that shares no token is a tree of its own.
+        """
+        if self.segment_shared is None:
+            return np.arange(self.num_segments + 1)
+        return np.append(np.flatnonzero(self.segment_shared == 0), self.num_segments)
 
     def pack_of_segment(self) -> IntArray:
         """Return the index of each segment's pack, int64 [segments]."""
@@ -106,6 +139,7 @@ class PackingPlan:
             self.segment_length,
             self.pack_capacity,
             self.proven_lower_bound,
+            self.segment_shared,
         )
 
     def metrics(self) -> PackingMetrics:
@@ -127,7 +161,8 @@ class PackingPlan:
     def shuffle(self, seed: int) -> PackingPlan:
         """Return a plan with the same packs in a new random order, for example for the next epoch.
 
-        The segments in each pack are shuffled, too. No segment moves to another pack.
+        The segments in each pack are shuffled, too. No segment moves to another pack. Segments that share tokens stay
+        together, in their order.
 
         Args:
             seed: integer from 0 to 2**63 - 1. The new order depends on the seed and on the current order.
@@ -138,7 +173,13 @@ class PackingPlan:
         Raises:
             PackingError: the seed is not an integer from 0 to 2**63 - 1.
         """
-        order, offsets, place = shuffle_packs(self.pack_offsets, check_seed(seed))
+        trees = self.tree_offsets()
+        order, offsets, place = shuffle_packs(np.searchsorted(trees, self.pack_offsets), check_seed(seed))
+        if self.segment_shared is not None:
+            segments = np.diff(trees)[order]
+            ends = np.concatenate([[0], np.cumsum(segments)])
+            order = np.arange(self.num_segments) + np.repeat(trees[order] - ends[:-1], segments)
+            offsets = ends[offsets]
         return PackingPlan(
             document_length=self.document_length,
             segment_document=self.segment_document[order],
@@ -146,6 +187,7 @@ class PackingPlan:
             segment_length=self.segment_length[order],
             pack_offsets=offsets,
             pack_capacity=self.pack_capacity[place],
+            segment_shared=None if self.segment_shared is None else self.segment_shared[order],
             proven_lower_bound=self.proven_lower_bound,
             note=self.note,
         )
@@ -164,7 +206,7 @@ class PackingPlan:
             "proven_lower_bound": self.proven_lower_bound,
             "note": self.note,
         }
-        save_arrays(Path(path), self.arrays(), facts)
+        save_arrays(Path(path), self.arrays(), facts, replaceable=(*ARRAYS, SEGMENT_SHARED))
 
     @classmethod
     def load(cls, path: str | Path) -> PackingPlan:
@@ -178,7 +220,7 @@ class PackingPlan:
         Raises:
             PackingError: the path is not a saved plan, or the saved plan is damaged.
         """
-        arrays, facts = load_arrays(Path(path), ARRAYS)
+        arrays, facts = load_arrays(Path(path), ARRAYS, optional=(SEGMENT_SHARED,))
         plan = cls(**arrays, proven_lower_bound=facts["proven_lower_bound"], note=facts["note"])
         if plan.fingerprint != facts["fingerprint"]:
             raise PackingError(
@@ -232,114 +274,15 @@ def _describe(plan: PackingPlan) -> str:
         f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
         f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
     ]
-    if len(capacities) == 1:
+    if plan.segment_shared is not None:
         lines.append(
-            f"no plan for the same segments has fewer than {metrics.lower_bound:,} packs of this size; "
+            f"prefixes shared: {metrics.shared_ratio:.2f} times fewer tokens in packs, in "
+            f"{len(plan.tree_offsets()) - 1:,} trees"
+        )
+    if len(capacities) == 1:
+        same = "segments" if plan.segment_shared is None else "trees"
+        lines.append(
+            f"no plan for the same {same} has fewer than {metrics.lower_bound:,} packs of this size; "
             f"this plan has {metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} more"
         )
     return "\n".join(lines + ([plan.note] if plan.note else []))
-
-
-def _check_laws(plan: PackingPlan) -> None:
-    """Raise PackingError if the arrays of the plan are invalid.
-
-    In a valid plan, no token is in two segments, and no pack has more tokens than its capacity. A token may be in no
-    segment; the metrics count such tokens as dropped.
-    """
-    _check_shapes(plan)
-    segments = plan.num_segments
-    offsets, length, start, document = plan.pack_offsets, plan.segment_length, plan.segment_start, plan.segment_document
-    if offsets[0] != 0 or offsets[-1] != segments or (np.diff(offsets) < 1).any():
-        raise PackingError(
-            f"pack_offsets: expected offsets that rise from 0 to {segments}, the number of segments, with at least one "
-            f"segment in each pack, got {offsets}"
-        )
-    if not segments:
-        return
-    if length.min() < 1:
-        raise PackingError(
-            f"segment_length: expected no empty segment, got length {length.min()} at index {int(length.argmin())}"
-        )
-    if document.min() < 0 or document.max() >= plan.num_documents:
-        raise PackingError(
-            f"segment_document: expected document indices of at least 0 and below {plan.num_documents}, the number of "
-            f"documents, got indices from {document.min()} to {document.max()}"
-        )
-    fill = np.add.reduceat(length, offsets[:-1], dtype=np.int64)
-    if (overfull := fill > plan.pack_capacity).any():
-        pack = int(overfull.argmax())
-        raise PackingError(
-            f"segment_length: expected at most {plan.pack_capacity[pack]} tokens in pack {pack}, the capacity of the "
-            f"pack, got {fill[pack]} tokens"
-        )
-    outside = start > plan.document_length[document] - length
-    if start.any():
-        outside |= start < 0
-    if outside.any():
-        segment = int(outside.argmax())
-        raise PackingError(
-            f"segment_start: expected segments within their documents, but segment {segment} covers tokens "
-            f"{start[segment]}:{int(start[segment]) + int(length[segment])} of document {document[segment]}, which has "
-            f"{plan.document_length[document[segment]]} tokens"
-        )
-    _check_disjoint(document, start, length, plan.num_documents)
-
-
-def _stored_types(plan: PackingPlan) -> dict[str, Any]:
-    """Return the dtype in which each array of a valid plan is stored."""
-    longest = int(plan.document_length.max(initial=0))
-    tokens = np.int32 if longest <= INT32_MAX else np.int64
-    return {
-        "document_length": tokens,
-        "segment_document": smallest_index_type(plan.num_documents),
-        "segment_start": tokens,
-        "segment_length": np.int32,
-        "pack_offsets": np.int64,
-        "pack_capacity": np.int32,
-    }
-
-
-def _check_shapes(plan: PackingPlan) -> None:
-    arrays = plan.arrays()
-    for name, array in arrays.items():
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise PackingError(f"{name}: expected 1-d integers, got an array of {array.dtype} with shape {array.shape}")
-    if len(plan.document_length) and plan.document_length.min() < 0:
-        raise PackingError(f"document_length: expected no negative length, got {plan.document_length.min()}")
-    for name in ("segment_length", "pack_capacity"):
-        if (largest := arrays[name].max(initial=0)) > INT32_MAX:
-            raise PackingError(f"{name}: expected at most {INT32_MAX} tokens, got {largest}")
-    for name in ("segment_start", "segment_length"):
-        if len(arrays[name]) != plan.num_segments:
-            raise PackingError(
-                f"{name}: expected one value for each of the {plan.num_segments} segments in segment_document, got "
-                f"{len(arrays[name])} values"
-            )
-    if len(plan.pack_offsets) != len(plan.pack_capacity) + 1:
-        raise PackingError(
-            f"pack_offsets: expected one offset more than packs, got {len(plan.pack_offsets)} offsets for the "
-            f"{len(plan.pack_capacity)} packs in pack_capacity"
-        )
-
-
-def _check_disjoint(document: IntArray, start: IntArray, length: IntArray, documents: int) -> None:
-    """Raise PackingError if two segments share a token.
-
-    Documents with a single segment are skipped. The segments of all other documents are sorted and compared.
-    """
-    seen = np.zeros(documents, dtype=bool)
-    seen[document] = True
-    if np.count_nonzero(seen) == len(document):
-        return
-    segments_of = np.bincount(document, minlength=documents)
-    several = np.flatnonzero(segments_of[document] > 1)
-    several = several[np.lexsort((start[several], document[several]))]
-    left, right = several[:-1], several[1:]
-    end = start[left].astype(np.int64) + length[left]
-    if (twice := (document[left] == document[right]) & (start[right] < end)).any():
-        first = int(twice.argmax())
-        raise PackingError(
-            f"segment_start: expected segments that share no token, but segments {left[first]} and {right[first]} of "
-            f"document {document[left[first]]} overlap: segment {left[first]} ends before token {end[first]}, and "
-            f"segment {right[first]} starts at token {start[right[first]]}"
-        )

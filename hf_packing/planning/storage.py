@@ -18,7 +18,9 @@ _FORMAT = 1
 _INDEX = "plan.json"
 
 
-def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]) -> None:
+def save_arrays(
+    folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any], replaceable: Iterable[str] = ()
+) -> None:
     """Save the arrays and the other values of a plan to a folder. No process ever reads an incomplete folder.
 
     The files are first written to a temporary folder, which is then renamed to `folder`.
@@ -27,12 +29,13 @@ def save_arrays(folder: Path, arrays: dict[str, IntArray], facts: dict[str, Any]
         folder: folder to create; a saved plan in this folder is replaced.
         arrays: arrays to save, by name.
         facts: values to write to plan.json, by name.
+        replaceable: names of further arrays that a replaced plan may have.
 
     Raises:
         PackingError: the path exists, and either is not a saved plan or contains other files, too.
     """
     folder = folder.resolve()  # a folder cannot be renamed onto a symbolic link
-    _check_replaceable(folder, {f"{name}.npy" for name in arrays} | {_INDEX})
+    _check_replaceable(folder, {f"{name}.npy" for name in (*arrays, *replaceable)} | {_INDEX})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as around:
         fresh = Path(around) / folder.name
@@ -133,19 +136,26 @@ def _read_index(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def load_arrays(folder: Path, names: Iterable[str]) -> tuple[dict[str, IntArray], dict[str, Any]]:
+def load_arrays(
+    folder: Path, names: Iterable[str], optional: Iterable[str] = ()
+) -> tuple[dict[str, IntArray], dict[str, Any]]:
     """Load the arrays and the other values of a plan that `save_arrays` has saved.
 
+    Args:
+        folder: folder of the saved plan.
+        names: names of the arrays to load.
+        optional: names of arrays to load if the saved plan has them.
+
     Returns:
-        A dict from name to memory-mapped array, for the arrays in `names`; and a dict with the values `fingerprint`,
-        `proven_lower_bound` and `note` from plan.json.
+        A dict from name to memory-mapped array, for the arrays in `names` and `optional`; and a dict with the values
+        `fingerprint`, `proven_lower_bound` and `note` from plan.json.
 
     Raises:
         PackingError: the folder is not a saved plan, or the saved plan is damaged.
     """
     facts = _read_index(folder)
     arrays = {}
-    for name in names:
+    for name in (*names, *(name for name in optional if (folder / f"{name}.npy").exists())):
         file = folder / f"{name}.npy"
         try:
             arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)

@@ -27,6 +27,7 @@ from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Patterns, cut_by_overflow
 from hf_packing.planning.permutation import check_seed
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room, seed_of_window
 
 _S = TypeVar("_S", bound="Strategy")
@@ -66,6 +67,17 @@ class Strategy(ABC):
     def largest_capacity(self) -> int:
         """The largest capacity of a pack, in tokens."""
         return int(max(getattr(self, "bucket_lengths", None) or [getattr(self, "max_length", 1)]))
+
+    def tree_limits(self) -> TreeLimits:
+        """Return the size of the largest tree of documents that the strategy can pack, and its treatment of long ones.
+
+        Raises:
+            PackingError: the strategy, or one of its arguments, cannot be used with documents that share prefixes.
+        """
+        raise PackingError(
+            "strategy: expected a strategy that cuts no document that fits in a pack, such as BestFit, with "
+            f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
+        )
 
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         """Plan one window of a stream, with a seed of its own.
@@ -174,6 +186,9 @@ class OneCapacity(CountingStrategy):
         check_fitting(lengths, self.max_length, self.overflow)
         return super().plan_lengths(lengths)
 
+    def tree_limits(self) -> TreeLimits:
+        return limits_of_trees(self.max_length, self.overflow, self.max_documents)
+
 
 def check_optional_seed(seed: Any) -> int | None:
     """Return `seed` as an int, or None if `seed` is None.
@@ -189,6 +204,16 @@ def check_max_documents(max_documents: Any) -> int | None:
     Raise PackingError if `max_documents` is neither None nor an integer from 1 to 2**31 - 1.
     """
     return None if max_documents is None else check_whole_number("max_documents", max_documents)
+
+
+def limits_of_trees(max_length: int, overflow: Overflow, max_documents: int | None = None) -> TreeLimits:
+    """Return the limits on trees of a strategy; raise PackingError if it has a limit on documents."""
+    if max_documents is not None:
+        raise PackingError(
+            "max_documents: expected None with share_prefixes, since a strategy packs trees of documents, and does not "
+            f"know how many documents they have, got {max_documents}"
+        )
+    return TreeLimits(max_length, overflow)
 
 
 def check_strategy(strategy: Any) -> Strategy:

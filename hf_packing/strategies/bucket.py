@@ -21,6 +21,7 @@ from hf_packing.planning.open_packs import Remaining
 from hf_packing.planning.pattern_table import PatternTable
 from hf_packing.planning.patterns import Cuts, Pattern, Patterns, cuts_from_list, patterns_from_list
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room
 from hf_packing.strategies.base import CountingStrategy, Strategy, check_optional_seed, register_strategy
 from hf_packing.strategies.sequential import concatenate_and_cut
@@ -75,6 +76,14 @@ class Bucket(CountingStrategy):
     def plan_counts(self, counts: LengthCounts) -> PatternTable:
         patterns, cuts = _bucket_packs(counts, self.bucket_lengths, self.padding_threshold)
         return PatternTable(patterns=patterns, cuts=cuts, seed=self.seed)
+
+    def tree_limits(self) -> TreeLimits:
+        if self.padding_threshold < 1:
+            raise PackingError(
+                "padding_threshold: expected 1 with share_prefixes, since a smaller value cuts documents that fit in a "
+                f"pack, and a tree of documents can be cut only between documents, got {self.padding_threshold}"
+            )
+        return TreeLimits(self.largest_capacity, "split")
 
 
 @register_strategy

@@ -17,6 +17,7 @@ import numpy as np
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.planning.patterns import Patterns
+from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.strategies.base import OneCapacity, Solution, load_scipy_optimize, register_strategy
 from hf_packing.strategies.fill_columns import fill_columns
 
@@ -43,7 +44,8 @@ class NonNegativeLeastSquares(OneCapacity):
         overflow: treatment of documents longer than max_length. "split" cuts such a document into chunks of max_length
             tokens and a remainder, "truncate" keeps the first max_length tokens, "drop" leaves the document out, and
             "error" raises PackingError.
-        max_documents: maximum number of segments in a pack, at least 1. The paper calls this number depth.
+        max_documents: maximum number of segments in a pack, at least 1. The paper calls this number depth. With
+            share_prefixes, it is the maximum number of trees in a pack.
         seed: seed for shuffling the packs, the segments in each pack, and documents of equal length; None for no
             shuffling.
 
@@ -66,6 +68,9 @@ class NonNegativeLeastSquares(OneCapacity):
 
     def solve(self, counts: IntArray) -> Solution:
         return Solution(_least_squares_patterns(counts, self.max_length, self.max_documents))
+
+    def tree_limits(self) -> TreeLimits:
+        return TreeLimits(self.max_length, self.overflow)  # max_documents limits the search, and then counts trees
 
 
 def _least_squares_patterns(counts: IntArray, capacity: int, max_documents: int) -> Patterns:

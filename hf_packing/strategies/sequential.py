@@ -22,8 +22,15 @@ from hf_packing.planning.lengths import (
 from hf_packing.planning.open_packs import best_fit_patterns, first_fit_patterns
 from hf_packing.planning.permutation import check_seed, random_order, shuffle_packs
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.tree_plan import TreeLimits
 from hf_packing.planning.windows import WindowPlan, packs_with_room
-from hf_packing.strategies.base import Strategy, check_max_documents, check_optional_seed, register_strategy
+from hf_packing.strategies.base import (
+    Strategy,
+    check_max_documents,
+    check_optional_seed,
+    limits_of_trees,
+    register_strategy,
+)
 
 _Order = Literal["random", "longest_first", "dataset"]
 
@@ -183,6 +190,9 @@ class FirstCome(Strategy):
         plan, order = self.with_seed_of_window(number)._plan(lengths)
         return WindowPlan(plan, order == plan.num_packs - 1, all_wait=True)
 
+    def tree_limits(self) -> TreeLimits:
+        return limits_of_trees(self.max_length, self.overflow, self.max_documents)
+
     def _plan(self, lengths: IntArray) -> tuple[PackingPlan, IntArray]:
         """Return the plan, and the turn in which each pack was filled, int64 [packs], from 0."""
         pieces = cut_to_pieces(lengths, self.max_length, self.overflow)
@@ -308,6 +318,9 @@ class Multipack(Strategy):
             pack_offsets=pack_offsets,
             pack_capacity=np.full(len(pack_offsets) - 1, self.max_length, dtype=np.int32),
         )
+
+    def tree_limits(self) -> TreeLimits:
+        return limits_of_trees(self.max_length, self.overflow)
 
 
 def _pack_window(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:

@@ -1,0 +1,77 @@
+"""Plan a forest of documents that share prefixes, with a strategy that packs its trees as if they were documents."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_packing.errors import PackingError
+from hf_packing.planning.forest import Forest, cut_large_trees
+from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.spare_packs import cut_to_fill
+
+
+class TreeLimits(NamedTuple):
+    """What a strategy says about the trees that it can pack."""
+
+    capacity: int
+    """The most tokens that a tree may have, which is the largest capacity of a pack."""
+    overflow: Overflow
+    """Treatment of documents that are longer than a pack, before trees are made."""
+
+
+def plan_forest(
+    forest: Forest, pieces: Pieces, lengths: IntArray, capacity: int, plan_lengths: Callable[[IntArray], PackingPlan]
+) -> PackingPlan:
+    """Plan documents that share prefixes, and return a plan with `segment_shared`.
+
+    Trees that are larger than a pack are cut where the fewest tokens are repeated. Further cuts, which fill packs that
+    would stay half empty, are made if the strategy then needs fewer packs.
+
+    Args:
+        forest: the forest of the pieces; no piece is longer than `capacity`.
+        pieces: the pieces of the documents.
+        lengths: integers [documents]: length of each document before cutting, in tokens.
+        capacity: the most tokens that a tree may have.
+        plan_lengths: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
+
+    Raises:
+        PackingError: the strategy has cut or dropped a tree.
+    """
+    forest = cut_large_trees(forest, capacity)
+    plan = _plan_trees(forest, plan_lengths)
+    if (plan.pack_capacity == capacity).all():
+        filled = cut_to_fill(forest, plan, capacity)
+        if filled is not forest:
+            fewer = _plan_trees(filled, plan_lengths)
+            if fewer.num_packs < plan.num_packs:
+                forest, plan = filled, fewer
+    trees = plan.segment_document
+    sizes = np.diff(forest.offsets)[trees]
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    places = np.arange(ends[-1]) + np.repeat(forest.offsets[trees] - ends[:-1], sizes)
+    segments = pieces.take(forest.order[places])
+    return PackingPlan(
+        document_length=lengths,
+        segment_document=segments.document,
+        segment_start=segments.start,
+        segment_length=segments.length,
+        pack_offsets=ends[plan.pack_offsets],
+        pack_capacity=plan.pack_capacity,
+        segment_shared=forest.shared[places],
+        proven_lower_bound=plan.proven_lower_bound,
+        note=plan.note,
+    )
+
+
+def _plan_trees(forest: Forest, plan_lengths: Callable[[IntArray], PackingPlan]) -> PackingPlan:
+    sizes = check_lengths(forest.sizes)
+    plan = plan_lengths(sizes)
+    if plan.num_segments != len(sizes) or (plan.segment_length != sizes[plan.segment_document]).any():
+        raise PackingError(
+            "strategy: expected a strategy that cuts and drops no document that fits in a pack, since a tree of "
+            f"documents can be cut only between documents, got a plan with {plan.num_segments} segments for "
+            f"{len(sizes)} trees"
+        )
+    return plan
