@@ -1,0 +1,142 @@
+"""Plans whose segments share tokens: laws, metrics, shuffled, saved, loaded, copied."""
+
+import copy
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+
+import hf_packing as hfp
+
+# two trees in the first pack: 5 tokens, of which the next two share 3 and 3; then 2 tokens, and the same again
+SHARED = {
+    "document_length": [5, 4, 3, 2, 2, 6],
+    "segment_document": [0, 1, 2, 3, 4, 5],
+    "segment_start": [0, 0, 0, 0, 0, 0],
+    "segment_length": [5, 4, 3, 2, 2, 6],
+    "pack_offsets": [0, 5, 6],
+    "pack_capacity": [8, 8],
+    "segment_shared": [0, 3, 3, 0, 2, 0],
+}
+
+
+def make(**changes):
+    return hfp.PackingPlan(**{name: np.array(value) for name, value in (SHARED | changes).items() if value is not None})
+
+
+def test_tokens_are_counted_once():
+    plan = make()
+    assert plan.segment_own().tolist() == [5, 1, 0, 2, 0, 6]
+    assert plan.pack_tokens().tolist() == [8, 6]
+    assert plan.tree_offsets().tolist() == [0, 3, 5, 6]
+    metrics = plan.metrics()
+    assert (metrics.num_tokens, metrics.num_dropped_tokens, metrics.num_padding_slots) == (22, 0, 2)
+    assert metrics.shared_ratio == 22 / 14
+    assert metrics.packing_efficiency == 14 / 16
+    assert metrics.lower_bound == 2  # of trees of 6, 2 and 6 tokens
+    assert metrics.attention_cost == (25 + 16 - 9 + 9 - 9 + 4 + 4 - 4 + 36) / 128
+    assert "prefixes shared: 1.57 times fewer tokens in packs, in 3 trees" in str(plan)
+    assert "no plan for the same trees has fewer than 2 packs" in str(plan)
+
+
+def test_without_sharing_nothing_changes():
+    plan = hfp.plan_packing([5, 3, 6, 2], hfp.BestFit(8))
+    assert plan.segment_shared is None
+    assert "segment_shared" not in plan.arrays()
+    assert plan.fingerprint == "c142a4627f297acf1142a0f5db745290"
+    assert plan.metrics().shared_ratio == 1
+    assert "shared" not in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ([1, 3, 3, 0, 2, 0], "segment_shared: expected 0 at the first segment of a pack, got 1 at index 0"),
+        ([0, 3, 3, 0, 2, 2], "segment_shared: expected 0 at the first segment of a pack, got 2 at index 5"),
+        ([0, 3, 3, 0, -1, 0], "segment_shared: expected no negative number, got -1 at index 4"),
+        (
+            [0, 3, 4, 0, 2, 0],
+            "expected at most 3, since segment 2 has 3 tokens and the segment before it has 4, got 4 at index 2",
+        ),
+        (
+            [0, 3, 3, 0, 3, 0],
+            "expected at most 2, since segment 4 has 2 tokens and the segment before it has 2, got 3 at index 4",
+        ),
+        ([0, 3, 3, 0, 1, 0], "segment_length: expected at most 8 tokens in pack 0, .* got 9 tokens"),
+        ([0, 3, 3, 0, 2], "segment_shared: expected one value for each of the 6 segments .* got 5 values"),
+        ([0.0, 3, 3, 0, 2, 0], "segment_shared: expected 1-d integers, got an array of float64"),
+        (None, "segment_length: expected at most 8 tokens in pack 0, the capacity of the pack, got 16 tokens"),
+    ],
+)
+def test_a_plan_that_breaks_a_law(shared, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        make(segment_shared=shared)
+
+
+def test_a_segment_may_share_no_more_than_the_one_before_has():
+    with pytest.raises(hfp.PackingError, match="segment 3 has 5 tokens and the segment before it has 3, got 4"):
+        make(segment_length=[5, 4, 3, 5, 2, 6], document_length=[5, 4, 3, 5, 2, 6], segment_shared=[0, 3, 3, 4, 2, 0])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64", list])
+def test_any_type_of_integers(dtype):
+    given = {name: values if dtype is list else np.array(values, dtype=dtype) for name, values in SHARED.items()}
+    plan = hfp.PackingPlan(**given)
+    assert plan == make()
+    assert plan.segment_shared.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        plan.segment_shared[0] = 1
+
+
+def test_the_fingerprint_knows_what_is_shared():
+    assert make(pack_capacity=[9, 9], segment_shared=[0, 3, 3, 0, 1, 0]) != make(pack_capacity=[9, 9])
+
+
+def trees_of(plan):
+    """For each pack, its trees: the documents with what they share, in order."""
+    begins, segments = plan.tree_offsets(), list(zip(plan.segment_document, plan.segment_shared, strict=True))
+    pack = plan.pack_of_segment()
+    packs = [[] for _ in range(plan.num_packs)]
+    for first, end in itertools.pairwise(begins):
+        assert len({*pack[first:end]}) == 1
+        packs[pack[first]].append(tuple(segments[first:end]))
+    return packs
+
+
+def test_shuffling_keeps_trees_together_and_in_order():
+    plan = make()
+    orders = set()
+    for seed in range(20):
+        shuffled = plan.shuffle(seed)
+        assert sorted(sorted(trees) for trees in trees_of(shuffled)) == sorted(
+            sorted(trees) for trees in trees_of(plan)
+        )
+        assert shuffled.metrics() == plan.metrics()
+        orders.add(tuple(shuffled.segment_document.tolist()))
+    assert len(orders) == 4  # two packs, one with two trees
+
+
+def test_a_plan_without_trees_is_shuffled_as_before():
+    plan = hfp.plan_packing(list(range(1, 30)), hfp.BestFit(40))
+    roots = hfp.PackingPlan(**plan.arrays(), segment_shared=np.zeros(plan.num_segments, dtype=int))
+    assert roots.shuffle(3).segment_document.tolist() == plan.shuffle(3).segment_document.tolist()
+
+
+def test_saved_loaded_and_copied(tmp_path):
+    plan = make()
+    plan.save(tmp_path / "plan")
+    loaded = hfp.PackingPlan.load(tmp_path / "plan")
+    for twin in (loaded, copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert twin == plan
+        assert twin.segment_shared.tolist() == SHARED["segment_shared"]
+    (tmp_path / "plan" / "segment_shared.npy").unlink()
+    with pytest.raises(hfp.PackingError, match="expected at most 8 tokens in pack 0"):
+        hfp.PackingPlan.load(tmp_path / "plan")
+
+
+def test_plans_with_and_without_trees_replace_each_other(tmp_path):
+    plain = hfp.plan_packing([5, 3], hfp.BestFit(8))
+    for plan in (make(), plain, make()):
+        plan.save(tmp_path / "plan")
+        assert hfp.PackingPlan.load(tmp_path / "plan") == plan
