@@ -1,7 +1,7 @@
 """The labels of a batch, each with the token that predicts it.
 
 In a row of trees, the next token of a document may be anywhere in the row, and one token may predict several next
-tokens, one for each branch. Its logits are computed once, and so is their log-sum-exp.
+tokens, one for each branch. Its logits are computed and normalized once.
 """
 
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ class NextTokens(NamedTuple):
 
 
 def log_probs_of(logits: Tensor, predictors: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label, float [labels]; no logits are copied.
+    """Return the log-probability of each label, float [labels]. Each token's logits are normalized once.
 
     Args:
         logits: float [1, tokens, vocabulary]; 16-bit logits are converted to float32.
@@ -89,8 +89,7 @@ def log_probs_of(logits: Tensor, predictors: Tensor, labels: Tensor) -> Tensor:
         labels: int64 [labels].
     """
     exact = logits[0] if logits.dtype == torch.float64 else logits[0].float()
-    predictors, labels = predictors.to(exact.device), labels.to(exact.device)
-    return exact[predictors, labels] - exact.logsumexp(-1)[predictors]
+    return exact.log_softmax(-1)[predictors.to(exact.device), labels.to(exact.device)]
 
 
 def check_predicts_next(model: nn.Module) -> None:
