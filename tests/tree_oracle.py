@@ -96,3 +96,12 @@ def gradients(model):
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
     return found
+
+
+def check_gradients(found, expected, close=1e-12):
+    """Compare gradients by parameter; differences are relative to the largest gradient of all."""
+    assert found.keys() == expected.keys()
+    largest = max(float(each.abs().max()) for each in expected.values())
+    assert largest > 1e-3
+    for name, each in expected.items():
+        assert float((found[name] - each).abs().max()) <= close * largest, name

@@ -8,7 +8,8 @@ from chunks import chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import build
-from tree_oracle import gradients, loss_alone, oracle, patched_with_stock
+from tree_documents import DOCUMENTS, LABELS, OTHER
+from tree_oracle import check_gradients, gradients, loss_alone, oracle, patched_with_stock
 from tree_rows import documents_of, labeled_documents, tree_row
 
 import hf_packing as hfp
@@ -27,28 +28,6 @@ from hf_packing.training.ranks import micro_batch_counts
 from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenLosses
 
-PROMPT = [11, 5, 9, 30, 31]
-DOCUMENTS = [
-    [*PROMPT, 7, 8, 21, 3],
-    [*PROMPT, 7, 8, 40, 41, 42],
-    PROMPT,  # ends inside the others
-    [*PROMPT, 7, 8, 21, 3],  # a duplicate, with other labels
-    [*PROMPT, 60],
-    [50, 51, 52],  # a tree of its own
-    [50, 51, 53],  # without labels
-    [77],
-]
-LABELS = [
-    [-100] * 5 + [7, 8, 21, 3],
-    [-100, 5, 9, 30, -100, 7, -100, 40, 41, 42],
-    [-100, -100, 9, 30, 31],
-    [-100] * 7 + [21, -100],
-    [11, 5, 9, 30, 31, 60],
-    [50, 51, 52],
-    [-100] * 3,
-    [77],
-]
-OTHER = [[[1, 2, 3, 4], [1, 2, 5]], [[-100, 2, 3, 4], [-100, -100, 5]]]
 LOSSES = ["token", "sequence"]
 
 KINDS = {"oracle": oracle, "patched": patched_with_stock}
@@ -61,14 +40,6 @@ def model_of(name, kind="oracle"):
 
 def batch_of(*sets):
     return hfp.PackingCollator()([tree_row(documents, labels)[0] for documents, labels in sets])
-
-
-def check_gradients(found, expected, close=1e-12):
-    assert found.keys() == expected.keys()
-    largest = max(float(each.abs().max()) for each in expected.values())
-    assert largest > 1e-3
-    for name, each in expected.items():
-        assert float((found[name] - each).abs().max()) <= close * largest, name
 
 
 @given(st.lists(labeled_documents(), min_size=1, max_size=3))
