@@ -18,7 +18,7 @@ _HOME_OF = {
     "Comparison": "strategies.compare",
     "DealtShard": "planning.assign",
     "EpochPlan": "sampling.epoch_plan",
-    "EpochSummary": "sampling.sampler",
+    "EpochSummary": "sampling.epoch_summary",
     "FirstCome": "strategies.sequential",
     "FixedLength": "strategies.sequential",
     "IsolationReport": "attention",
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from hf_packing.report.report import PackingReport, packing_report
     from hf_packing.sampling.bucket_batches import BucketBatches
     from hf_packing.sampling.epoch_plan import EpochPlan
-    from hf_packing.sampling.sampler import EpochSummary
+    from hf_packing.sampling.epoch_summary import EpochSummary
     from hf_packing.sampling.token_budget import TokenBudget
     from hf_packing.strategies.base import plan_counts, plan_packing
     from hf_packing.strategies.bucket import Bucket, BucketByLength

@@ -30,11 +30,14 @@ from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.training import run_with_loss
+from hf_packing.tree_segments import TreeSegments
 
 SETTINGS = {
     "through": "trainer",
     "loss": "token",
     "documents": 45,
+    "samples": 1,
+    "share_prefixes": False,
     "packed": 0,
     "max_tokens": 64,
     "match_documents_per_step": None,
@@ -52,7 +55,7 @@ SETTINGS = {
     "shapes": {},
 }
 """`stop_at`: the step after whose checkpoint the run ends, or with `kill` the process does; `fails`: with an error;
-`in_chunks`: the loss is computed for at most 10 tokens at a time."""
+`samples`: documents that share each prompt; `in_chunks`: the loss is computed for at most 10 tokens at a time."""
 LEARNING_RATE = 1e-3
 
 
@@ -60,12 +63,17 @@ class StoppedError(Exception):
     """Ends a run where a killed process would end."""
 
 
-def documents(number):
-    """Uneven lengths, the first third of each not trained on; the very last one has nothing to train on."""
+def documents(number, samples=1):
+    """Uneven lengths, the first third of each not trained on; the very last one has nothing to train on. With several
+    samples, so many documents begin with each of them, and go on with 1 to 9 tokens of their own."""
     rng = np.random.default_rng(7)
     rows = [rng.integers(3, 99, n).tolist() for n in np.clip(rng.lognormal(2.5, 0.8, number), 2, 48).astype(int)]
     labels = [[-100] * (len(row) // 3) + row[len(row) // 3 :] for row in rows]
     labels[-1] = [-100] * len(rows[-1])
+    if samples > 1:
+        ends = [rng.integers(3, 99, rng.integers(1, 10)).tolist() for _ in range(samples * number)]
+        labels = [[*labels[place // samples], *end] for place, end in enumerate(ends)]
+        rows = [[*rows[place // samples], *end] for place, end in enumerate(ends)]
     return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
 
 
@@ -76,7 +84,12 @@ def tokenizer():
 
 
 def segments(batch):
-    """Documents of a micro-batch that are trained on, as lists of tokens."""
+    """Documents of a micro-batch, as lists of tokens, and whether they are trained on."""
+    if "parents" in batch:
+        trees = TreeSegments.from_arrays(batch["segment_lengths"], batch["parents"])
+        trained = set(batch["trained"][:, 0].tolist())
+        paths = [trees.path_of(end) for end in batch["ends"].tolist()]
+        return [[batch["input_ids"][0, path].tolist(), each in trained] for each, path in enumerate(paths)]
     borders = batch["cu_seq_lens_q"].tolist()
     labels = batch["labels" if "labels" in batch else "targets"][0]
     ids = batch["input_ids"][0].tolist()
@@ -148,7 +161,7 @@ def through_trainer(settings, folder, data, model):
     trainer.add_callback(Recorder(log, folder, settings))
     hfp.attach(
         trainer,
-        hfp.TokenBudget(settings["max_tokens"]),
+        hfp.TokenBudget(settings["max_tokens"], share_prefixes=settings["share_prefixes"]),
         loss=settings["loss"],
         match_documents_per_step=settings["match_documents_per_step"],
         **settings["shapes"],
@@ -172,7 +185,11 @@ def through_trainer(settings, folder, data, model):
 def through_loop(settings, folder, data, model):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=settings["accumulation"])
     log = Log(folder, accelerator.process_index)
-    budget = hfp.TokenBudget(settings["max_tokens"], match_documents_per_step=settings["match_documents_per_step"])
+    budget = hfp.TokenBudget(
+        settings["max_tokens"],
+        match_documents_per_step=settings["match_documents_per_step"],
+        share_prefixes=settings["share_prefixes"],
+    )
     how = {"loss": settings["loss"], "model": model, **settings["shapes"]}
     loader = hfp.prepare_dataloader(accelerator, data, budget, **how)
     kind = torch.optim.SGD if settings["optimizer"] == "sgd" else torch.optim.AdamW
@@ -213,7 +230,7 @@ def train(folder, **changes):
     assert changes.keys() <= SETTINGS.keys(), changes.keys() - SETTINGS.keys()
     settings = SETTINGS | changes
     folder.mkdir(exist_ok=True)
-    data = documents(settings["documents"])
+    data = documents(settings["documents"], settings["samples"])
     if settings["packed"]:
         data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
     model = patched("Llama", getattr(torch, settings["dtype"]))

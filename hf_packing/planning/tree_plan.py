@@ -1,15 +1,40 @@
 """Plan a forest of documents that share prefixes, with a strategy that packs its trees as if they were documents."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_packing.errors import PackingError
 from hf_packing.planning.forest import Forest, cut_large_trees
-from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths
+from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths, check_whole_number
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.spare_packs import cut_to_fill
+
+FEWEST_SHARED = 16
+"""The fewest tokens that documents share, with share_prefixes=True. A smaller number saves hardly any more tokens."""
+
+
+def check_fewest_shared(share_prefixes: Any) -> int | None:
+    """Return the fewest tokens that documents share, or None if no prefixes are shared.
+
+    Args:
+        share_prefixes: the argument of `pack` and `TokenBudget`: False, True or an integer of at least 1.
+
+    Raises:
+        PackingError: it is none of these.
+    """
+    if share_prefixes is False:
+        return None
+    if share_prefixes is True:
+        return FEWEST_SHARED
+    try:
+        return check_whole_number("share_prefixes", share_prefixes)
+    except PackingError:
+        raise PackingError(
+            "share_prefixes: expected False, True, or the fewest tokens to share as an integer of at least 1, got "
+            f"{share_prefixes!r}"
+        ) from None
 
 
 class TreeLimits(NamedTuple):

@@ -1,10 +1,9 @@
 """Batching, the base class of objects that decide which rows share a micro-batch, and EpochPlan, their result.
 
-Before the first epoch, `Batching.fit` returns the rows that fit into micro-batches. Rows that are too long may be cut
-or dropped. The batching then plans every epoch as a pure function of the fitted rows, the seed and the `Epoch`. So
-every rank computes the same plan, which covers all ranks, without communication. The rows of an optimizer step depend
-on the number of its micro-batches (`Epoch.slots`), but not on how many ranks run them, so that training can go on with
-the same steps on another number of ranks.
+`Batching.fit` first returns the rows that fit into micro-batches; rows that are too long may be cut or dropped. Every
+epoch is then a pure function of these rows, the seed and the `Epoch`. So every rank computes the same plan, which
+covers all ranks. The rows of an optimizer step depend on the number of its micro-batches (`Epoch.slots`), not on how
+many ranks run them, so that training can go on with the same steps on another number of ranks.
 """
 
 import hashlib
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces, check_whole_number
 from hf_packing.planning.permutation import derive_key
+from hf_packing.sampling.tree_counts import TreeCounts
 
 MAX_RANKS = 2**20
 
@@ -34,14 +34,14 @@ Trained = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class RowSizes:
-    """The sizes of a dataset's rows, which are packs or plain documents."""
+    """The sizes of a dataset's rows, which are packs, trees or plain documents."""
 
     tokens: IntArray
     """int64 [rows]: the number of tokens in each row."""
     segments: IntArray
-    """int64 [rows]: the number of segments in each row; 1 for a row that is a document, 0 for an empty row."""
+    """int64 [rows]: the number of segments in each row; 1 for a document, 0 for an empty row; documents of trees."""
     squared_lengths: IntArray
-    """int64 [rows]: the sum of squared segment lengths, which is the attention cost."""
+    """int64 [rows]: the attention cost: the sum of squared segment lengths, or `TreeSegments.attention_cost`."""
     bucket: IntArray | None = None
     """int64 [rows], tokens: the capacity of each row's pack; None if rows have no bucket."""
     packed: bool = False
@@ -50,6 +50,8 @@ class RowSizes:
     """int64 [rows]: the number of patches in the pictures of each row; None for rows of text."""
     sample: bytes = b""
     """The first tokens of a few rows, as bytes. They distinguish datasets whose rows have the same lengths."""
+    trees: TreeCounts | None = None
+    """Counts of the documents in rows of trees; None for other rows."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -58,10 +60,9 @@ class RowSizes:
     def fingerprint(self) -> str:
         """A digest of all sizes and of the sampled tokens, as 16 hex digits."""
         digest = hashlib.sha256(self.sample)
-        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket):
+        patches = [] if self.patches is None else [self.patches]
+        for array in (self.tokens, self.segments, self.squared_lengths, self.bucket, *patches):
             digest.update(b"none" if array is None else np.ascontiguousarray(array, dtype="<i8").tobytes())
-        if self.patches is not None:
-            digest.update(np.ascontiguousarray(self.patches, dtype="<i8").tobytes())
         return digest.hexdigest()[:16]
 
 

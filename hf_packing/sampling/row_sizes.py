@@ -1,7 +1,4 @@
-"""Measure a dataset's rows before training: the tokens, segments, attention cost and bucket of every row.
-
-`cut_long_rows` then cuts rows that are too long, or leaves them out.
-"""
+"""Measure a dataset's rows before training: the tokens, segments, attention cost and bucket of every row."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -14,7 +11,17 @@ import pyarrow as pa
 import torch
 from datasets.utils import tqdm
 
-from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, SEQ_LENGTHS
+from hf_packing.columns import (
+    BUCKET,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    SEGMENT_COLUMNS,
+    SEQ_LENGTHS,
+    TREE_COLUMNS,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
+)
 from hf_packing.data.lazy.lazy_columns import LazyColumn
 from hf_packing.data.lazy.packed_tokens import PackedTokens
 from hf_packing.data.token_columns import (
@@ -26,8 +33,17 @@ from hf_packing.data.token_columns import (
     with_typed_empty_lists,
 )
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, Overflow, check_whole_numbers, cut_to_pieces
-from hf_packing.sampling.epoch_plan import FittedRows, RowSizes, keep_rows
+from hf_packing.planning.lengths import IntArray, check_whole_numbers
+from hf_packing.sampling.epoch_plan import RowSizes
+from hf_packing.sampling.tree_sizes import (
+    check_tree_columns,
+    has_rows_of_trees,
+    sizes_of_tree_rows,
+    sizes_of_tree_table,
+)
+
+_OF_TREES = (TREE_INPUT_IDS, TREE_LABELS)
+"""The columns of rows of trees of which a sample is taken."""
 
 _SAMPLED_ROWS = 256
 SAMPLED_TOKENS = 64
@@ -64,8 +80,9 @@ def sizes_of(dataset: Any) -> RowSizes:
     rows are read. For any other dataset, all rows are read.
 
     Args:
-        dataset: a map-style dataset of packed rows, with a column `seq_lengths`, or of documents, with a column
-            `input_ids`. Columns that the dataset's format hides are ignored.
+        dataset: a map-style dataset of packed rows, with a column `seq_lengths`, of rows of trees, with a column
+            `tree_input_ids`, or of documents, with a column `input_ids`. Columns that the dataset's format hides are
+            ignored.
 
     Raises:
         PackingError: the dataset is not map-style, or has neither column; the seq_lengths of a row do not add up to its
@@ -96,7 +113,7 @@ def sample_of_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
     `_sizes_in_table` makes the same bytes from an Arrow table of these rows.
     """
-    columns = ([row[name] for row in rows if name in row] for name in (INPUT_IDS, LABELS, *LOSS_MASKS))
+    columns = ([row[name] for row in rows if name in row] for name in (INPUT_IDS, LABELS, *LOSS_MASKS, *_OF_TREES))
     return b"".join(_sample_of_values(values) for column in columns for values in column)
 
 
@@ -118,6 +135,9 @@ def _sample_of_column(column: TokenColumn | LazyColumn) -> bytes:
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     table, numbers = dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset)
     _check_columns(table.column_names)
+    if has_rows_of_trees(table.column_names):
+        sampled = [_sample_of_column(TokenColumn(name, table.column(name), numbers)) for name in _OF_TREES]
+        return replace(sizes_of_tree_table(table, numbers), sample=b"".join(sampled))
     table = with_typed_empty_lists(table)
     columns = {
         name: open_column(dataset, name, table, numbers)
@@ -158,7 +178,7 @@ def _buckets_in_table(table: pa.Table, numbers: IntArray | None) -> IntArray | N
 def _sizes_by_reading(dataset: Any) -> RowSizes:
     """Read all rows of a dataset and return their sizes, for a dataset whose rows are computed on access."""
     first: Mapping[str, Any] = {}
-    packs, tokens, buckets = [], [], []
+    packs, tokens, buckets, trees = [], [], [], []
     for number in tqdm(range(len(dataset)), desc="Reading the lengths of rows", unit=" rows"):
         row = dataset[number]
         if not isinstance(row, Mapping):
@@ -166,12 +186,17 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         _check_columns(row)
         first = first or row
         _check_columns_like_first(row, first, number)
+        if has_rows_of_trees(row):
+            trees.append({name: row[name] for name in TREE_COLUMNS})
+            continue
         if INPUT_IDS in row:
             _check_list(INPUT_IDS, row[INPUT_IDS], number)
         if SEQ_LENGTHS in row:
             packs.append(_seq_lengths_of_row(row, number))
             buckets.append(_bucket_of_row(row[BUCKET], number) if BUCKET in row else 0)
         tokens.append(len(row[INPUT_IDS]) if INPUT_IDS in row else int(packs[-1].sum()))
+    if has_rows_of_trees(first):
+        return sizes_of_tree_rows(trees)
     sample = b""
     if isinstance(dataset, Sequence):
         sample = sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))])
@@ -199,6 +224,9 @@ def _bucket_of_row(bucket: Any, number: int) -> int:
 
 
 def _check_columns(names: Any) -> None:
+    if has_rows_of_trees(names):
+        check_tree_columns(names)
+        return
     if SEQ_LENGTHS in names:
         return
     if INPUT_IDS not in names:
@@ -218,7 +246,7 @@ def _check_columns_like_first(row: Mapping[str, Any], first: Mapping[str, Any], 
     Only the columns for labels, loss masks, segment lengths and buckets are compared.
     """
     of_packs = (SEQ_LENGTHS, BUCKET) if SEQ_LENGTHS in row else (SEQ_LENGTHS,)
-    for name in (*of_packs, LABELS, *LOSS_MASKS):
+    for name in (*of_packs, TREE_INPUT_IDS, LABELS, *LOSS_MASKS):
         if (name in row) != (name in first):
             raise PackingError(
                 f"column {name!r}: expected this column in all rows or in none, but row {number} differs from row 0"
@@ -265,45 +293,6 @@ def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
             "rows have this column; call .with_format(None) to remove a transform that was made for documents, or "
             "remove the column if the rows are not packed"
         )
-
-
-def cut_long_rows(sizes: RowSizes, max_tokens: int, overflow: Overflow) -> FittedRows:
-    """Return the rows that fit into micro-batches. Rows that are too long are cut or left out.
-
-    Args:
-        sizes: the sizes of the dataset's rows.
-        max_tokens: the most tokens that a micro-batch may have.
-        overflow: treatment of a row with more than max_tokens tokens: "error" or "drop"; for documents also "split" or
-            "truncate".
-
-    Raises:
-        PackingError: a row is too long and overflow is "error", or a packed row would have to be cut.
-    """
-    too_long = np.flatnonzero(sizes.tokens > max_tokens)
-    if not len(too_long):
-        return keep_rows(sizes, sizes.tokens > 0)
-    if overflow == "error" or (sizes.packed and overflow != "drop"):
-        row = int(too_long[0])
-        accepted = (
-            "pack into rows of at most max_tokens tokens, or use overflow='drop'"
-            if sizes.packed
-            else "use overflow='split', 'truncate' or 'drop'"
-        )
-        others = f" (rows that are too long: {len(too_long)} in all)" if len(too_long) > 1 else ""
-        raise PackingError(
-            f"max_tokens: row {row} has {sizes.tokens[row]} tokens, but a micro-batch may have at most "
-            f"{max_tokens}{others}; {accepted}"
-        )
-    if overflow == "drop":
-        return keep_rows(sizes, (sizes.tokens > 0) & (sizes.tokens <= max_tokens))
-    pieces = cut_to_pieces(sizes.tokens, max_tokens, overflow)
-    return FittedRows(
-        sizes=sizes_of_documents(pieces.length),
-        pieces=pieces,
-        kept=np.arange(len(pieces.length)),
-        left_out=np.setdiff1d(np.arange(len(sizes)), pieces.document),
-        lost_tokens=int(sizes.tokens.sum() - pieces.length.sum()),
-    )
 
 
 def is_lazy(dataset: datasets.Dataset, name: str) -> bool:

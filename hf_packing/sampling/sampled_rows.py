@@ -13,14 +13,20 @@ import torch
 
 from hf_packing.columns import (
     ATTENTION_MASK,
+    ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
     LOSS_MASKS,
+    PARENTS,
     POSITION_IDS,
     SEGMENT_COLUMNS,
+    SEGMENT_LENGTHS,
     SEQ_LENGTHS,
     TOKEN_TYPE_IDS,
+    TRAINED,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
     apply_loss_masks,
 )
 from hf_packing.data.lazy.lazy_columns import LazyColumn
@@ -30,7 +36,9 @@ from hf_packing.sampling.epoch_plan import SampledRow
 from hf_packing.sampling.row_sizes import is_lazy
 from hf_packing.sampling.sampler import RankBatchSampler
 
-_PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS)
+_PER_TOKEN = (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, *LOSS_MASKS, TREE_INPUT_IDS, TREE_LABELS)
+
+_OF_SEGMENTS = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED)
 
 Row = dict[str, Any]
 
@@ -63,7 +71,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         self._arrow_rows: ArrowRows | None = None
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             names = visible_columns(dataset)
-            if INPUT_IDS not in names:
+            if INPUT_IDS not in names and TREE_INPUT_IDS not in names:
                 raise PackingError(f"dataset: expected a column 'input_ids', got columns: {', '.join(names) or 'none'}")
             if is_lazy(dataset, POSITION_IDS) and SEQ_LENGTHS in names:  # they are made from seq_lengths, as in batches
                 unread = [*unread, POSITION_IDS]
@@ -144,7 +152,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         If apply_masks is False, a row with loss masks but without labels stays unchanged, and the collator refuses it.
         """
         masks = [name for name in LOSS_MASKS if name in row]
-        if LABELS in row or (masks and not self.apply_masks):
+        if LABELS in row or TREE_LABELS in row or (masks and not self.apply_masks):
             return row
         labels = row[INPUT_IDS]
         if masks:
@@ -162,11 +170,12 @@ class SampledRows(torch.utils.data.Dataset[Row]):
         """
         all_planned = self.sampler.sizes.tokens[numbers].tolist()
         for number, row, planned in zip(numbers, rows, all_planned, strict=True):
-            if INPUT_IDS not in row:
+            tokens_in = TREE_INPUT_IDS if TREE_INPUT_IDS in row else INPUT_IDS
+            if tokens_in not in row:
                 raise PackingError(
                     f"dataset: expected a column 'input_ids', but row {number} has columns: {', '.join(row) or 'none'}"
                 )
-            if (tokens := len(row[INPUT_IDS])) != planned:
+            if (tokens := len(row[tokens_in])) != planned:
                 raise PackingError(
                     f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got "
                     f"{tokens}; rows must not change from one reading to the next"
@@ -174,7 +183,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
             for name in _PER_TOKEN:
                 if name in row and (shape := _shape_of(row[name])) != (tokens,):
                     raise PackingError(
-                        f"column {name!r}: expected {tokens} values in row {number}, as many as input_ids, got shape "
+                        f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got shape "
                         f"{shape}"
                     )
 
@@ -182,7 +191,7 @@ class SampledRows(torch.utils.data.Dataset[Row]):
 def _columns_to_read(names: Iterable[str], unread: Iterable[str], more: Iterable[str]) -> list[str]:
     """Return the columns to read: per-token columns, columns with segment borders and `more`, except `unread`."""
     known = set(names).difference(unread)
-    return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS, *more) if name in known]
+    return [name for name in (*_PER_TOKEN, *SEGMENT_COLUMNS, *_OF_SEGMENTS, *more) if name in known]
 
 
 def _shape_of(values: Any) -> tuple[int | str, ...]:
@@ -194,6 +203,8 @@ def _shape_of(values: Any) -> tuple[int | str, ...]:
 
 def _with_masked_labels(row: Row) -> Row:
     """Return the row with all labels masked."""
+    if TREE_LABELS in row:
+        return {**row, TREE_LABELS: np.full(len(row[TREE_INPUT_IDS]), IGNORED_LABEL), TRAINED: np.zeros(0, np.int32)}
     return {**row, LABELS: np.full(len(row[INPUT_IDS]), IGNORED_LABEL)}
 
 

@@ -1,18 +1,17 @@
-"""RankBatchSampler, the sampler of one rank; InOrder, a batching for evaluation; EpochSummary, the counts of an epoch.
+"""RankBatchSampler, the sampler of one rank, and InOrder, a batching for evaluation.
 
 A DataLoader takes RankBatchSampler as its batch_sampler. RankBatchSampler is not a subclass of torch's BatchSampler and
 has no batch_size. Otherwise accelerate would assume that all batches have the same number of rows, and would lose rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import (
     Batching,
@@ -27,7 +26,6 @@ from hf_packing.sampling.epoch_plan import (
     keep_rows,
 )
 from hf_packing.sampling.steps_of_epochs import StepsOfEpochs
-from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 3
 """Version of the plans. Increase this number with every code change that gives different micro-batches for the same
@@ -236,111 +234,3 @@ class InOrder(Batching):
             offsets=np.arange(0, num_rows + 1, self.rows_per_batch),
             left_out=rows.left_out,
         )
-
-
-@dataclass(frozen=True)
-class EpochSummary:
-    """Counts of one epoch over all ranks, which `print` shows as text."""
-
-    optimizer_steps: int
-    num_micro_batches: int
-    """Number of micro-batches of each rank."""
-    world_size: int
-    documents: int
-    """Number of documents; every segment of a packed row and every piece of a split document counts as a document."""
-    tokens: int
-    documents_per_step: float
-    """Mean number of documents in an optimizer step."""
-    tokens_per_step: float
-    """Mean number of tokens in an optimizer step."""
-    largest_micro_batch: int
-    """Number of tokens in the largest micro-batch."""
-    token_utilization: float
-    """Mean number of tokens over ranks / maximum over ranks, averaged over micro-batches; 1 if no rank waits."""
-    attention_utilization: float
-    """The same ratio as token_utilization, but of attention cost, which is the sum of squared segment lengths."""
-    copies: int
-    """Number of copies of rows with masked labels, which are added if rows are too few for all micro-batches."""
-    left_out: int
-    """Number of rows that are empty, or too long and dropped."""
-    lost_tokens: int
-    """Number of tokens in dropped rows and in the cut-off ends of truncated documents."""
-    unpacked_documents_per_step: int | None = None
-    """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
-    cannot be set to this number."""
-    length_schedule: LengthSchedule | None = None
-    """The schedule that cuts documents in training; the counts above are without its borders."""
-    isolation: object = field(default=None, compare=False, repr=False)
-    """An object whose text says what was proven about isolation so far; None if this is not known."""
-
-    def __str__(self) -> str:
-        text = self._counts()
-        if self.length_schedule is not None:
-            text = f"{text}\nlength of segments: {self.length_schedule}"
-        return text if self.isolation is None else f"{text}\n{self.isolation}"
-
-    def _counts(self) -> str:
-        text = (
-            f"{self.optimizer_steps:,} optimizer steps per epoch, each with {self.documents_per_step:,.1f} documents, "
-            f"{self.tokens_per_step:,.0f} tokens on average\n"
-            f"{self.world_size} x {self.num_micro_batches:,} micro-batches (ranks x micro-batches per rank), the "
-            f"largest with {self.largest_micro_batch:,} tokens\n"
-            f"utilization of the ranks: {self.token_utilization:.1%} by tokens, {self.attention_utilization:.1%} by "
-            "attention\n"
-            f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"
-        )
-        if self.unpacked_documents_per_step is None:
-            return text
-        return (
-            f"{text}\nwithout packing: {self.unpacked_documents_per_step:,} documents per optimizer step "
-            f"({-(-self.documents // self.unpacked_documents_per_step):,} steps); "
-            f"match_documents_per_step={self.unpacked_documents_per_step} keeps that schedule"
-        )
-
-
-def summary_of(sampler: RankBatchSampler, unpacked: int, isolation: object = None) -> EpochSummary:
-    """Return the summary of the sampler's current epoch.
-
-    Args:
-        sampler: the sampler of any rank.
-        unpacked: number of documents that an optimizer step has in training without packing.
-        isolation: an object whose text says what was proven about isolation so far.
-    """
-    plan, fitted = sampler.plan, sampler.rows
-    steps = -(-plan.num_micro_batches // sampler.accumulation)
-    tokens = int(fitted.sizes.tokens[fitted.kept].sum())
-    documents = int(fitted.sizes.segments[fitted.kept].sum())
-    return EpochSummary(
-        optimizer_steps=steps,
-        num_micro_batches=plan.num_micro_batches,
-        world_size=sampler.world_size,
-        documents=documents,
-        tokens=tokens,
-        documents_per_step=documents / steps,
-        tokens_per_step=tokens / steps,
-        largest_micro_batch=plan.largest_micro_batch(fitted.sizes),
-        token_utilization=plan.utilization(fitted.sizes.tokens),
-        attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
-        copies=plan.num_copies,
-        left_out=len(plan.left_out),
-        lost_tokens=fitted.lost_tokens,
-        unpacked_documents_per_step=unpacked if _can_match(sampler, unpacked) else None,
-        length_schedule=getattr(sampler.batching, "length_schedule", None),
-        isolation=isolation,
-    )
-
-
-def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
-    """Return whether match_documents_per_step can be set to `documents`, a number of documents per optimizer step.
-
-    The result is False if match_documents_per_step is set already, or if the batching is not a TokenBudget.
-    """
-    batching = sampler.batching
-    if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
-        return False
-    try:
-        matched = replace(batching, match_documents_per_step=documents)
-        matched.num_micro_batches(sampler.rows, sampler.epoch)
-    except PackingError:
-        return False
-    return True

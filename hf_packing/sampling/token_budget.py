@@ -10,7 +10,9 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, check_schedule
 from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, check_whole_number, is_real
 from hf_packing.planning.permutation import check_seed
+from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.best_fit import Limits
+from hf_packing.sampling.cut_long_rows import cut_long_rows
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
@@ -31,7 +33,6 @@ from hf_packing.sampling.fill import (
     redistribute_rows,
     rounds_of_steps,
 )
-from hf_packing.sampling.row_sizes import cut_long_rows
 
 Balance = Literal["attention", "tokens"]
 
@@ -74,6 +75,9 @@ class TokenBudget(Batching):
             piece counts as a document, also for loss="sequence". Evaluation does not cut.
         overflow: treatment of a row with more than max_tokens tokens or max_documents documents: "error" or "drop"; for
             documents also "split" or "truncate".
+        share_prefixes: True for documents that begin with the same tokens, such as several answers to one prompt: a
+            shared prefix is computed once, in trees of at most max_tokens tokens. An integer is the fewest tokens to
+            share; True means 16. Documents of a tree are in one micro-batch. Packed rows of trees need no flag.
         seed: seed that decides, together with the epoch, the order of rows and which rows share a micro-batch.
 
     Raises:
@@ -100,6 +104,7 @@ class TokenBudget(Batching):
     match_documents_per_step: int | None = field(default=None, kw_only=True)
     length_schedule: LengthSchedule | None = field(default=None, kw_only=True)
     overflow: Overflow = field(default="error", kw_only=True)
+    share_prefixes: bool | int = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_overflow(self.overflow)
@@ -121,6 +126,16 @@ class TokenBudget(Batching):
             self._set_checked(match_documents_per_step=documents)
         if self.length_schedule is not None:
             check_schedule(self.length_schedule)
+        if self.fewest_shared is not None and self.length_schedule is not None:
+            raise PackingError(
+                "length_schedule: expected None with share_prefixes, since extra borders would cut shared prefixes, "
+                f"got {self.length_schedule!r}"
+            )
+
+    @property
+    def fewest_shared(self) -> int | None:
+        """The fewest tokens that documents share; None if they share no prefixes."""
+        return check_fewest_shared(self.share_prefixes)
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if self.max_patches is not None and sizes.patches is None:

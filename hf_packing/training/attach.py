@@ -14,7 +14,7 @@ from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, check_batching
-from hf_packing.sampling.sampler import EpochSummary, summary_of
+from hf_packing.sampling.epoch_summary import EpochSummary, summary_of
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer

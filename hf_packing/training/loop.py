@@ -39,6 +39,7 @@ from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenMean
+from hf_packing.training.train_on_trees import check_takes_trees, measure_rows, rows_to_train
 from hf_packing.training.tree_batch import labels_key
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ def prepare_dataloader(
     Args:
         accelerator: the Accelerator of the loop; its gradient_accumulation_steps is the number of micro-batches that
             each rank runs in an optimizer step.
-        dataset: a map-style dataset of packed rows or documents, or a stream, which is an IterableDataset: documents,
-            or the result of `pack(stream, strategy, streams=...)`.
+        dataset: a map-style dataset of packed rows, rows of trees or documents, or a stream, which is an
+            IterableDataset: documents, or the result of `pack(stream, strategy, streams=...)`.
         batching: a TokenBudget or a BucketBatches; for a stream, a TokenBudget.
         loss: "token" for the mean over all trainable tokens; "sequence" to average first within each document, then
             over documents.
@@ -122,7 +123,7 @@ def prepare_dataloader(
             accelerator, dataset, check_batching(batching), loss, model, prove, shapes, keeps_labels, options
         )
 
-    def plan(planned_from: PlannedFrom) -> RankBatchSampler:
+    def plan(planned_from: PlannedFrom) -> tuple[Any, RankBatchSampler]:
         check_accelerator(accelerator)
         check_not_dispatched(accelerator)
         config = None if model is None else inner_model(model).config
@@ -132,12 +133,13 @@ def prepare_dataloader(
         accumulation = accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
-        sizes = sizes_of(dataset)
-        planned_from.note_data("dataset", dataset, sizes)
+        own = rows_to_train(dataset, balanced, (), model)
+        sizes = measure_rows(own)
+        planned_from.note_data("dataset", own, sizes)
         rank, world_size = data_rank(accelerator)
-        return RankBatchSampler(balanced, sizes, world_size, rank, accumulation)
+        return own, RankBatchSampler(balanced, sizes, world_size, rank, accumulation)
 
-    sampler = on_all_ranks(plan)
+    dataset, sampler = on_all_ranks(plan)
     if model is not None:
 
         def isolate_and_check(_: PlannedFrom) -> None:
@@ -146,7 +148,10 @@ def prepare_dataloader(
                 refuse_padding_in_router_loss(model)
             if loss_of_model(model) is None and has_local_weights(model):
                 refuse_unknown_loss(model, loss)
-            check_labels_are_hidden(dataset, sampler.sizes, model)
+            if sampler.sizes.trees is None:
+                check_labels_are_hidden(dataset, sampler.sizes, model)
+            else:
+                check_takes_trees(model, loss, sampler.batching, (tokens, max_segments))
 
         with unpatched_on_error(model):
             on_all_ranks(isolate_and_check)
@@ -199,7 +204,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         planned_from.note_settings(rows_per_batch=rows_per_batch)
         sizes = sizes_of(dataset)
         planned_from.note_data("dataset", dataset, sizes)
-        check_labels_are_hidden(dataset, sizes, model)
+        if sizes.trees is None:
+            check_labels_are_hidden(dataset, sizes, model)
         rank, world_size = data_rank(accelerator)
         return rows_loader(dataset, RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank), model)
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
+from hf_packing.columns import LABELS
 from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
@@ -22,7 +23,7 @@ from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
-from hf_packing.training.tree_batch import labels_key
+from hf_packing.training.tree_batch import is_tree_batch, labels_key
 
 
 class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -116,7 +117,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         loss_kind = planned.decided.loss
         if num_items_in_batch is not None:  # in train(), after isolation was proven on whole documents
             inputs = self._cut_for_this_step(inputs)
-        if planned.settled.by_trainer:
+        if planned.settled.by_trainer and not is_tree_batch(inputs):
             with weighted_log_probs(model, inputs) if loss_kind == "sequence" else nullcontext():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
         if num_items_in_batch is None:  # a single batch, outside of train()
@@ -136,6 +137,12 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             loss = loss + routers / self.current_gradient_accumulation_steps
         return (loss, outputs) if return_outputs else loss
 
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, which computes a loss only of batches with labels."""
+        if is_tree_batch(inputs):
+            inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
     def _cut_for_this_step(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
         return with_segments_cut(batch, longest_segment(self.planned_batches.decided.batching, self.state.global_step))
@@ -143,7 +150,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     def _compute_evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Return a batch's mean loss over trainable tokens; in an evaluation, also add it to the overall mean."""
         planned = self.planned_batches
-        if planned.settled.by_trainer:
+        if planned.settled.by_trainer and not is_tree_batch(inputs):
             tokens, outputs = items_in(inputs, "token"), None
             divided = {}
             if self.compute_loss_func is not None:  # otherwise the function would get num_items_in_batch=None

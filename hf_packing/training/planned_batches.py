@@ -3,24 +3,21 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, patch_for_training
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
-from hf_packing.sampling.bucket_batches import BucketBatches
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
-from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
-from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.within_limits import FilledInOrder, Shapes
+from hf_packing.training.attach_decisions import AttachDecisions
 from hf_packing.training.checks import (
     applies_masks,
     check_accelerator,
@@ -47,9 +44,9 @@ from hf_packing.training.ranks import (
 from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses, TokenMean
+from hf_packing.training.train_on_trees import KnownTrees, check_takes_trees, measure_rows, settle_trees
 from hf_packing.training.trainer_loss import (
     SettledLoss,
-    TrainerLoss,
     loss_of_trainer,
     loss_settings,
     refuse_changed_settings,
@@ -58,29 +55,6 @@ from hf_packing.training.trainer_loss import (
 )
 
 Check = Callable[[Trainer], None]
-
-
-@dataclass(frozen=True)
-class AttachDecisions:
-    """The decisions that attach makes once for a trainer."""
-
-    batching: Batching
-    """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
-    loss: Loss
-    prove: ProveInTraining
-    trainer_loss: TrainerLoss
-    """The way in which the trainer computed its loss before attach was called."""
-    shapes: Shapes
-    model: Callable[[], PreTrainedModel | None]
-    """A function that returns the trainer's model at the time of attach, or None if that model no longer exists."""
-
-    @property
-    def max_tokens(self) -> int:
-        """The largest number of tokens that a micro-batch may have, including padding."""
-        if self.shapes[0] is not None:
-            return self.shapes[0]
-        assert isinstance(self.batching, (TokenBudget, BucketBatches))
-        return self.batching.max_tokens if isinstance(self.batching, TokenBudget) else self.batching.tokens_per_batch
 
 
 class _KnownSizes(NamedTuple):
@@ -117,6 +91,7 @@ class PlannedBatches:
         self.resumed: ResumedSteps | None = None  # the place in the data at which train() begins, while it runs
         self._loss_settings: dict[str, Any] = {}
         """The settings that decide the trainer's loss, by name, with the values that `check` expects."""
+        self._trees = KnownTrees()
         self._known_sizes: dict[int, _KnownSizes] = {}
         """The cached sizes of each dataset; the key is id(dataset)."""
         self._collective = CollectiveCall()
@@ -172,7 +147,9 @@ class PlannedBatches:
         batching, accumulation = self.decided.batching, trainer.args.gradient_accumulation_steps
         planned_from.note_settings(batching=batching, gradient_accumulation_steps=accumulation, loss=self.decided.loss)
         planned_from.note_settings(tokens=self.decided.shapes[0], max_segments=self.decided.shapes[1])
-        return self._sampler(trainer, "train_dataset", trainer.train_dataset, planned_from, batching, accumulation)
+        check_loss_masks(trainer, trainer.train_dataset)
+        rows = self._rows_to_train(trainer)
+        return self._sampler(trainer, "train_dataset", rows, planned_from, batching, accumulation)
 
     def sampler_in_order(
         self, trainer: Trainer, name: str, dataset: Any, planned_from: PlannedFrom
@@ -212,7 +189,12 @@ class PlannedBatches:
 
     def check_labels(self, trainer: Trainer, dataset: Any) -> None:
         """Refuse labels that only repeat the input tokens; see `check_labels_are_hidden`."""
-        check_labels_are_hidden(dataset, self._sizes(dataset), trainer.model, self._rows_of(trainer))
+        sizes = self._sizes(self._rows_to_train(trainer) if dataset is trainer.train_dataset else dataset)
+        if sizes.trees is not None:
+            check_takes_trees(trainer.model, self.decided.loss, self.decided.batching, self.decided.shapes)
+            settle_trees(trainer, self.decided.trainer_loss, self._masks)
+            return
+        check_labels_are_hidden(dataset, sizes, trainer.model, self._rows_of(trainer))
 
     def check_divided(self, trainer: Trainer) -> None:
         """Refuse a loss that depends on how an optimizer step is split into micro-batches; see `refuse_undivided`."""
@@ -241,7 +223,7 @@ class PlannedBatches:
         sampler = run(plan)
         run(settle)
         self.accumulation = sampler.accumulation
-        return self._loader(trainer, trainer.train_dataset, sampler)
+        return self._loader(trainer, self._rows_to_train(trainer), sampler)
 
     def loader_in_order(self, trainer: Trainer, name: str, dataset: Any) -> DataLoader[Any]:
         """Return a loader for evaluation or prediction, with rows in the order of the dataset.
@@ -264,6 +246,11 @@ class PlannedBatches:
         sampler = run(plan)
         run(settle)
         return self._loader(trainer, dataset, sampler)
+
+    def _rows_to_train(self, trainer: Trainer) -> Any:
+        """Return the training dataset, or the trees of its documents if the batching shares prefixes."""
+        dataset, batching = trainer.train_dataset, self.decided.batching
+        return self._trees.of(dataset, batching, ignored_masks(trainer), trainer.model)
 
     def _settle_again(self, trainer: Trainer) -> None:
         """Patch the trainer's model again if needed, and update `self.settled`.
@@ -310,7 +297,7 @@ class PlannedBatches:
         state = (len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None))
         known = self._known_sizes.get(id(dataset))
         if known is None or known.state != state:
-            known = self._known_sizes[id(dataset)] = _KnownSizes(dataset, state, sizes_of(dataset))
+            known = self._known_sizes[id(dataset)] = _KnownSizes(dataset, state, measure_rows(dataset))
         return known.sizes
 
     def _loader(self, trainer: Trainer, dataset: Any, sampler: RankBatchSampler) -> DataLoader[Any]:

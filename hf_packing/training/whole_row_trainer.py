@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.sampling.sampler import EpochSummary, summary_of
+from hf_packing.sampling.epoch_summary import EpochSummary, summary_of
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step, with_linear_cost
 from hf_packing.training.checks import (
     check_accelerator,
@@ -179,7 +179,7 @@ def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
             f"batching: expected a TokenBudget for {kind} with {model}, whose rows stay whole, got "
             f"{type(batching).__name__}; or None, to keep the trainer's batches and take out their padding"
         )
-    unused = {"length_schedule": batching.length_schedule, **unused}
+    unused = {"length_schedule": batching.length_schedule, "share_prefixes": batching.fewest_shared, **unused}
     if given := [name for name, value in unused.items() if value is not None]:
         raise PackingError(
             f"{given[0]}: expected None for {kind} with {model}, which computes its own loss of padded batches, got "

@@ -74,10 +74,15 @@ def tree_rows(
         end_pack: number of the last pack to build, plus 1; None to build all packs from `first_pack` on.
         bucket: whether rows get a column `bucket` with the capacity of their pack.
     """
-    packs = slice(first_pack, plan.num_packs if end_pack is None else end_pack)
-    offsets = plan.pack_offsets[packs.start : packs.stop + 1]
-    documents = slice(int(offsets[0]), int(offsets[-1]))
-    offsets = offsets - offsets[0]
+    packs = np.arange(first_pack, plan.num_packs if end_pack is None else end_pack)
+    return rows_of_packs(columns, plan, packs, bucket)
+
+
+def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, bucket: bool = False) -> TreeRows:
+    """Build some of a plan's packs, in any order, as `tree_rows` does; `packs` are their numbers, integers [packs]."""
+    sizes = np.diff(plan.pack_offsets)[packs]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    documents = np.arange(offsets[-1]) + np.repeat(plan.pack_offsets[packs] - offsets[:-1], sizes)
     whole = Pieces(*(array[documents] for array in (plan.segment_document, plan.segment_start, plan.segment_length)))
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])

@@ -14,12 +14,9 @@ from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_o
 from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_rows import tree_rows
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_fitting, check_lengths, check_whole_number, cut_to_pieces
+from hf_packing.planning.lengths import IntArray, check_fitting, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
-from hf_packing.planning.tree_plan import TreeLimits, plan_forest
-
-FEWEST_SHARED = 16
-"""The fewest tokens that documents share, with share_prefixes=True. A smaller number saves hardly any more tokens."""
+from hf_packing.planning.tree_plan import TreeLimits, check_fewest_shared, plan_forest
 
 
 @runtime_checkable
@@ -57,17 +54,9 @@ def check_share_prefixes(share_prefixes: Any, strategy: Any) -> int | None:
     Raises:
         PackingError: share_prefixes is neither a bool nor an integer of at least 1, or the strategy cannot pack trees.
     """
-    if share_prefixes is False:
+    fewest = check_fewest_shared(share_prefixes)
+    if fewest is None:
         return None
-    fewest = FEWEST_SHARED
-    if share_prefixes is not True:
-        try:
-            fewest = check_whole_number("share_prefixes", share_prefixes)
-        except PackingError:
-            raise PackingError(
-                "share_prefixes: expected False, True, or the fewest tokens to share as an integer of at least 1, got "
-                f"{share_prefixes!r}"
-            ) from None
     if not isinstance(strategy, PlansTrees):
         raise PackingError(
             "strategy: expected a strategy with a method tree_limits, such as BestFit(8192), with share_prefixes, got "

@@ -102,6 +102,11 @@ def training_stream(
             "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
             f"{batching.match_documents_per_step}"
         )
+    if batching is not None and batching.fewest_shared is not None:
+        raise PackingError(
+            f"share_prefixes: expected False for a stream, whose documents are not known in advance, got "
+            f"{batching.share_prefixes}"
+        )
     if getattr(stream, "_distributed", None) is not None:
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "

@@ -1,0 +1,147 @@
+"""Trees of the documents of a dataset, as rows for a sampler, so that nothing has to be packed before training."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
+from hf_packing.data.token_columns import (
+    check_no_transform,
+    find_token_columns,
+    row_numbers,
+    visible_columns,
+    with_typed_empty_lists,
+)
+from hf_packing.data.trees.find_trees import find_trees
+from hf_packing.data.trees.tree_rows import rows_of_packs
+from hf_packing.errors import PackingError
+from hf_packing.planning.forest import cut_large_trees
+from hf_packing.planning.lengths import Overflow, check_fitting, check_lengths, cut_to_pieces
+from hf_packing.planning.plan import PackingPlan
+from hf_packing.sampling.epoch_plan import RowSizes
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.tree_counts import TreeCounts
+
+_READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
+
+Row = dict[str, npt.NDArray[Any]]
+
+
+class TreesOfDocuments(torch.utils.data.Dataset[Row]):
+    """A map-style dataset with one row for each tree of documents that begin with the same tokens.
+
+    A document that shares no prefix is a tree, too. Rows are built when they are read, from the documents' own columns.
+
+    Args:
+        dataset: a Dataset of documents, without a transform.
+        plan: a plan in which each pack is a tree.
+        unread: names of columns that are not read.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, plan: PackingPlan, unread: Sequence[str] = ()) -> None:
+        self.dataset, self.plan, self._unread = dataset, plan, tuple(unread)
+        self._columns = _columns_of(dataset, unread)
+
+    @classmethod
+    def find(
+        cls, dataset: Any, max_tokens: int, fewest_shared: int, overflow: Overflow, unread: Sequence[str] = ()
+    ) -> "TreesOfDocuments":
+        """Find the trees of a dataset. Trees that are too large are cut where the fewest tokens are repeated.
+
+        Args:
+            dataset: the dataset.
+            max_tokens: the most tokens of a tree.
+            fewest_shared: the fewest tokens that documents share.
+            overflow: treatment of documents with more than max_tokens tokens.
+            unread: names of columns that are not read.
+
+        Raises:
+            PackingError: the dataset is no Dataset of documents, or a document is too long and overflow is "error".
+        """
+        if not isinstance(dataset, datasets.Dataset):
+            raise PackingError(
+                f"dataset: expected a Dataset of documents with share_prefixes, got {type(dataset).__name__}"
+            )
+        check_no_transform(dataset)
+        columns = _columns_of(dataset, unread)
+        lengths = check_lengths(columns[INPUT_IDS].length)
+        check_fitting(lengths, max_tokens, overflow)
+        pieces = cut_to_pieces(lengths, max_tokens, overflow)
+        forest = cut_large_trees(find_trees(columns, pieces, fewest_shared).forest, max_tokens)
+        segments = pieces.take(forest.order)
+        plan = PackingPlan(
+            document_length=lengths,
+            segment_document=segments.document,
+            segment_start=segments.start,
+            segment_length=segments.length,
+            pack_offsets=forest.offsets,
+            pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
+            segment_shared=forest.shared,
+        )
+        return cls(dataset, plan, unread)
+
+    @property
+    def sizes(self) -> RowSizes:
+        """The sizes of all trees: unique tokens, documents, and twice the pairs of tokens that attention computes."""
+        plan = self.plan
+        assert plan.segment_shared is not None
+        shared = plan.segment_shared.astype(np.int64)
+        own = plan.segment_length.astype(np.int64) - shared
+        tokens, work = (_sums(values, plan) for values in (own, own * (own + 2 * shared)))
+        used = np.unique(plan.segment_document)
+        return RowSizes(
+            tokens=tokens,
+            segments=np.diff(plan.pack_offsets),
+            squared_lengths=work,
+            packed=True,
+            sample=sizes_of(self.dataset).sample + plan.fingerprint.encode(),
+            trees=TreeCounts(
+                documents=plan.num_segments,
+                raw_tokens=int(plan.segment_length.sum(dtype=np.int64)),
+                unique_tokens=int(tokens.sum()),
+                left_out=plan.num_documents - len(used),
+                lost_tokens=int(plan.document_length.sum(dtype=np.int64) - plan.segment_length.sum(dtype=np.int64)),
+            ),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of trees; 0 if documents were added to or removed from the dataset in the meantime."""
+        return self.plan.num_packs if len(self.dataset) == self.plan.num_documents else 0
+
+    def __getitem__(self, number: int) -> Row:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Row]:
+        """Return rows of trees by their numbers, as dicts of NumPy arrays."""
+        table = rows_of_packs(self._columns, self.plan, np.array(numbers, dtype=np.int64)).table.combine_chunks()
+        columns = {name: _lists_in(table.column(name)) for name in table.column_names}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the dataset and the plan, since columns that are mapped from files would be pickled as copies."""
+        return type(self), (self.dataset, self.plan, self._unread)
+
+
+def _columns_of(dataset: datasets.Dataset, unread: Sequence[str]) -> Any:
+    table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
+    columns = find_token_columns(table, row_numbers(dataset))
+    return {name: column for name, column in columns.items() if name in _READ and name not in unread}
+
+
+def _sums(values: npt.NDArray[np.int64], plan: PackingPlan) -> npt.NDArray[np.int64]:
+    """Return the sum of a value of documents over each tree, int64 [trees]."""
+    total = np.concatenate([[0], np.cumsum(values)])
+    return np.diff(total[plan.pack_offsets])
+
+
+def _lists_in(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
+    """Return the lists of a column as arrays that share its memory."""
+    lists = column.combine_chunks()
+    values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
+    return [values[begin:end] for begin, end in pairwise(offsets.tolist())]

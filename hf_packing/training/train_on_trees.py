@@ -1,0 +1,111 @@
+"""Train on rows of trees: find the trees of a dataset's documents, and check that a model and a trainer take them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import Trainer
+
+from hf_packing.attention import has_local_weights, inner_model
+from hf_packing.columns import TOKEN_TYPE_IDS
+from hf_packing.errors import PackingError
+from hf_packing.sampling.epoch_plan import Batching, RowSizes
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.token_budget import TokenBudget
+from hf_packing.sampling.trees_of_documents import TreesOfDocuments
+from hf_packing.sampling.within_limits import Shapes
+from hf_packing.training.losses import Loss, loss_of_model, refuse_unknown_loss
+from hf_packing.training.next_tokens import check_predicts_next
+from hf_packing.training.trainer_loss import TrainerLoss
+
+
+def rows_to_train(dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None) -> Any:
+    """Return a training dataset, or the trees of its documents if the batching shares prefixes.
+
+    Args:
+        dataset: the training dataset. Rows of trees that `pack` has made stay as they are.
+        batching: the batching.
+        unread: names of columns that are not read.
+        model: the model that will run the batches; None stands for any model.
+    """
+    fewest = batching.fewest_shared if isinstance(batching, TokenBudget) else None
+    if fewest is None:
+        return dataset
+    assert isinstance(batching, TokenBudget)
+    has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
+    unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]
+    return TreesOfDocuments.find(dataset, batching.max_tokens, fewest, batching.overflow, unread)
+
+
+class _Found(NamedTuple):
+    """The rows that were found for a dataset."""
+
+    dataset: Any
+    rows: int | None
+    trees: Any
+
+
+class KnownTrees:
+    """Finds the trees of a dataset once, and again only if the dataset is another one, or has other rows."""
+
+    def __init__(self) -> None:
+        self._found: _Found | None = None
+
+    def of(self, dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None) -> Any:
+        """Return what `rows_to_train` returns."""
+        rows = len(dataset) if hasattr(dataset, "__len__") else None
+        if self._found is None or self._found.dataset is not dataset or self._found.rows != rows:
+            self._found = _Found(dataset, rows, rows_to_train(dataset, batching, unread, model))
+        return self._found.trees
+
+
+def measure_rows(dataset: Any) -> RowSizes:
+    """Return the sizes of a dataset's rows, or of the trees of its documents."""
+    return dataset.sizes if isinstance(dataset, TreesOfDocuments) else sizes_of(dataset)
+
+
+def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: Shapes) -> None:
+    """Check that a patched model can be trained on rows of trees with these settings.
+
+    Raises:
+        PackingError: the model sees the tokens that it predicts; its own loss is not the cross-entropy of its logits;
+            or batches have fixed shapes, or segments that are cut by a schedule.
+    """
+    check_predicts_next(model)
+    if loss_of_model(model) is None and has_local_weights(model):
+        refuse_unknown_loss(model, loss)
+    if shapes != (None, None):
+        raise PackingError(
+            f"tokens: expected None for documents that share prefixes, whose batches have no fixed shapes, got "
+            f"{shapes[0]}"
+        )
+    if getattr(batching, "length_schedule", None) is not None:
+        raise PackingError(
+            "length_schedule: expected None for documents that share prefixes, since extra borders would cut shared "
+            "prefixes"
+        )
+
+
+def settle_trees(trainer: Trainer, own: TrainerLoss, masks: Any) -> None:
+    """Check that attach can compute a trainer's loss on rows of trees, and let the trainer pass on the divisor.
+
+    Args:
+        trainer: the trainer, whose model is patched.
+        own: the way in which the trainer computed its loss before attach was called.
+        masks: the trainer's collator if it masks tokens, else None.
+
+    Raises:
+        PackingError: the trainer's own loss is another one than the cross-entropy, or its collator masks tokens.
+    """
+    if masks is not None:
+        raise PackingError(
+            f"data_collator: expected a collator that masks no tokens for documents that share prefixes, got "
+            f"{type(masks).__name__} with mlm=True"
+        )
+    if (own.is_its_own and not own.sums_log_probs) or trainer.args.use_liger_kernel:
+        raise PackingError(
+            "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach computes, "
+            f"but {own.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, loss_type or "
+            "use_liger_kernel of its own; pack the documents without share_prefixes"
+        )
+    trainer.model_accepts_loss_kwargs = True
