@@ -162,6 +162,15 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
     )
     add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
+    command.add_argument(
+        "--share-prefixes",
+        type=positive,
+        metavar="N",
+        nargs="?",
+        const=True,
+        default=False,
+        help="pack documents that begin with the same N tokens as trees (default of N: 16)",
+    )
     add_engine(
         command, None, "pack many files by processes of this machine or of a Ray cluster, as hf-packing fleet does"
     )

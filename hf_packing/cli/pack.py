@@ -21,6 +21,8 @@ from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, 
 from hf_packing.cli.screen import counting_documents, out, print_json, say, say_warning
 from hf_packing.data.corpus import Corpus, Seen
 from hf_packing.data.pack import pack_split
+from hf_packing.data.token_columns import find_token_columns
+from hf_packing.data.trees.write_trees import TreesPlan, check_share_prefixes, plan_trees
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
@@ -46,6 +48,7 @@ def run_pack(given: argparse.Namespace) -> int:
         The exit code, 0.
     """
     if given.engine:
+        _check_shares_nothing(given)
         from hf_packing.cli.fleet import pack_with_engine
 
         pack_with_engine(given)
@@ -53,10 +56,11 @@ def run_pack(given: argparse.Namespace) -> int:
     _check_no_engine(given)
     strategy = strategy_named(given.strategy, given.max_length)
     check_that_it_plans(strategy)
+    fewest_shared = _fewest_shared(given, strategy)
     _check_output(given.output, given.overwrite)
     corpus = corpus_of(given)
     with counting_documents("Tokenizing") as seen:
-        made = _make_packed_dataset(corpus, strategy, given.output, seen, given.overwrite)
+        made = _make_packed_dataset(corpus, strategy, given.output, seen, given.overwrite, fewest_shared)
     warn_without_end(corpus)
     if corpus.left_out:
         instead = "the Python function hf_packing.pack keeps columns with one number for each token"
@@ -76,6 +80,23 @@ def run_pack(given: argparse.Namespace) -> int:
     print_skipped(skipped)
     say(out, f"written: {given.output}, with the packing plan in {made.folder / _PLAN}")
     return 0
+
+
+def _check_shares_nothing(given: argparse.Namespace) -> None:
+    """Raise PackingError if --share-prefixes is given with an engine."""
+    if given.share_prefixes:
+        raise PackingError(
+            "--share-prefixes: expected no --share-prefixes with --engine, whose tasks know the lengths of documents, "
+            "and not what documents have in common"
+        )
+
+
+def _fewest_shared(given: argparse.Namespace, strategy: Strategy) -> int | None:
+    """Return the fewest tokens that documents share; None without --share-prefixes."""
+    try:
+        return check_share_prefixes(given.share_prefixes, strategy)
+    except PackingError as error:
+        raise PackingError(f"--share-prefixes: {error}") from None
 
 
 def _check_no_engine(given: argparse.Namespace) -> None:
@@ -115,7 +136,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
 
 
 def _make_packed_dataset(
-    corpus: Corpus, strategy: Strategy, output: Path, seen: Seen, overwrite: bool
+    corpus: Corpus, strategy: Strategy, output: Path, seen: Seen, overwrite: bool, fewest_shared: int | None
 ) -> _PackedDataset:
     """Tokenize documents, pack the tokens and save the result. Tokens of an interrupted run are reused.
 
@@ -125,6 +146,7 @@ def _make_packed_dataset(
         output: the folder to create, for `datasets.load_from_disk`.
         seen: a function to call with the number of documents that were processed since the last call.
         overwrite: whether to replace an existing dataset, once the new dataset is complete.
+        fewest_shared: the fewest tokens of a prefix that documents share; None to share no prefixes.
 
     Returns:
         The saved dataset's folder, plan and counts.
@@ -143,7 +165,7 @@ def _make_packed_dataset(
             if aside.exists() and not output.exists():  # a run was killed during `_replace`
                 aside.rename(output)
             _check_output(output, overwrite)  # another run may have made the output meanwhile
-            made = _make_while_locked(corpus, strategy, output, seen)
+            made = _make_while_locked(corpus, strategy, output, seen, fewest_shared)
             Path(lock.lock_file).unlink(missing_ok=True)
             return made
     except Timeout:
@@ -152,7 +174,9 @@ def _make_packed_dataset(
         ) from None
 
 
-def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: Seen) -> _PackedDataset:
+def _make_while_locked(
+    corpus: Corpus, strategy: Strategy, output: Path, seen: Seen, fewest_shared: int | None
+) -> _PackedDataset:
     partial = _partial_folder(output)
     job = _job_of(corpus)
     _begin(partial, job)
@@ -177,8 +201,15 @@ def _make_while_locked(corpus: Corpus, strategy: Strategy, output: Path, seen: S
         raise PackingError(f"DATA: expected documents with tokens, but all {len(lengths)} documents are empty")
     fresh = partial / "packed"
     shutil.rmtree(fresh, ignore_errors=True)
-    plan = plan_packing(lengths, strategy)
-    packed = pack_split(tokens, strategy, position_ids=True, load_from_cache_file=False, plan=plan)
+    made: PackingPlan | TreesPlan
+    if fewest_shared is None:
+        made = plan = plan_packing(lengths, strategy)
+    else:
+        made = plan_trees(find_token_columns(tokens.data.table), strategy, fewest_shared)
+        plan = made.plan
+    packed = pack_split(
+        tokens, strategy, position_ids=True, load_from_cache_file=False, plan=made, fewest_shared=fewest_shared
+    )
     packed.save_to_disk(fresh)
     rows = len(packed)
     plan.save(fresh / _PLAN)

@@ -15,7 +15,7 @@ from hf_packing.cli.screen import WIDE, counting_documents, out, print_json, say
 from hf_packing.fleet.manifest import MANIFEST, read_manifest
 from hf_packing.fleet.store import Store
 from hf_packing.report.report import PackingReport, packing_report
-from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, report_cells, setup_line
+from hf_packing.report.tables import REPORT_COLUMNS, headline, lengths_line, prefixes_line, report_cells, setup_line
 from hf_packing.strategies.compare import aligned
 
 
@@ -39,10 +39,18 @@ def run_report(given: argparse.Namespace) -> int:
 
         check_page(given.output)
     corpus = corpus_of(given)
+    first: list[list[int]] = []
     with counting_documents("Tokenizing") as seen:
-        lengths = corpus.lengths(seen)
+        lengths = corpus.lengths(seen, first)
     warn_without_end(corpus)
-    report = packing_report(lengths, given.max_length, strategies=strategies, ranks=given.ranks, source=str(given.data))
+    report = packing_report(
+        lengths,
+        given.max_length,
+        strategies=strategies,
+        ranks=given.ranks,
+        source=str(given.data),
+        documents=first,
+    )
     skipped = corpus.documents.skipped
     if not given.json:
         _print_report(report)
@@ -79,3 +87,5 @@ def _print_report(report: PackingReport) -> None:
         out.print(table)
     say(out, setup_line(report))
     say(out, f"take {report.recommendation}")
+    if said := prefixes_line(report):
+        say(out, said)

@@ -70,11 +70,12 @@ class Corpus:
         """
         return self.should_end and self.tokenizer is not None and self.tokenizer.end is not None
 
-    def lengths(self, seen: Seen) -> IntArray:
+    def lengths(self, seen: Seen, first: list[list[int]] | None = None) -> IntArray:
         """Return the number of tokens in every document, int64 [documents].
 
         Args:
             seen: called after every block with the number of documents in the block.
+            first: a list to which the tokens of the first block of documents are added; None to keep no tokens.
 
         Raises:
             PackingError: for the same reasons as `blocks`.
@@ -86,6 +87,8 @@ class Corpus:
             else:
                 assert self.tokenizer is not None
                 found.append(self.tokenizer.lengths(block, self.ends))
+            if first is not None and not first:
+                first += self.tokens_of(block)[0]
             seen(len(block))
         return np.concatenate(found)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.data.trees.measure import SharedPrefixes
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.report.work import Work, packed_work, padded_work, values_of_ranks
@@ -169,6 +170,8 @@ class Figures:
     recommendation: Recommendation
     source: str = ""
     """Where the documents come from."""
+    shared: SharedPrefixes | None = None
+    """How much smaller the documents become if they share prefixes; None if the documents are not known."""
 
     @property
     def taken(self) -> ReportRow:

@@ -17,6 +17,7 @@ from hf_packing.report.tables import (
     headline,
     html_table,
     lengths_line,
+    prefixes_line,
     report_cells,
     setup_line,
 )
@@ -105,6 +106,7 @@ def _page_of(report: Figures) -> str:
         shown=_shown_strategies(report),
         meanings=MEANING,
         setup_line=setup_line(report),
+        prefixes_line=prefixes_line(report),
         linear_cost=(
             "The speed-up assumes that linear layers take as long for one token as attention takes for "
             f"{setup.linear_cost:,.0f} pairs of tokens."

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_packing.data.trees.measure import measure_shared_prefixes
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.report.figures import Figures, Setup, longest_row, row_of_padding, row_of_strategy, summary_of_lengths
@@ -69,6 +70,7 @@ class PackingReport(Figures):
                 for row in self.rows
             ],
             "recommendation": dataclasses.asdict(self.recommendation),
+            "shared_prefixes": None if self.shared is None else dataclasses.asdict(self.shared),
         }
 
     def save(self, path: str | Path) -> list[Path]:
@@ -97,6 +99,7 @@ def packing_report(
     padded_rows: int = 16,
     linear_cost: float = LINEAR_COST,
     source: str = "",
+    documents: Any = None,
 ) -> PackingReport:
     """Compare packing strategies on documents of the given lengths, and recommend one of the strategies.
 
@@ -111,6 +114,9 @@ def packing_report(
         linear_cost: time that linear layers take for one token, in units of the time that attention takes for one pair
             of tokens; by default the value for a model of width 2048.
         source: path or name of the dataset, for the title of the report.
+        documents: a Dataset with input_ids, or a list with the tokens of each of the first documents, in which to look
+            for shared prefixes: the report then says how much smaller the data would become with share_prefixes=True.
+            Only the first 8 million tokens are read. None to look for none.
 
     Returns:
         PackingReport: the compared strategies, the recommendation, and a method to save an HTML page.
@@ -125,6 +131,7 @@ def packing_report(
         'BestFit(2048)'
     """
     lengths = read_lengths(lengths)
+    num_documents = len(lengths)
     if not lengths.any():
         raise PackingError(f"lengths: expected documents with tokens, but all {len(lengths)} documents are empty")
     row_lengths = _check_row_lengths(max_length)
@@ -143,13 +150,16 @@ def packing_report(
     ]
     bounded = with_best_bounds([(row.compared, workload) for row, workload in found])
     rows = tuple(dataclasses.replace(row, compared=compared) for (row, _), compared in zip(found, bounded, strict=True))
+    recommendation = recommend(summary, rows)
+    longest = next(row.max_length for row in rows if row.name == recommendation.strategy)
     return PackingReport(
         lengths=summary,
         setup=setup,
         padded=tuple(padded.values()),
         rows=rows,
-        recommendation=recommend(summary, rows),
+        recommendation=recommendation,
         source=source,
+        shared=None if documents is None else measure_shared_prefixes(documents, longest, num_documents),
     )
 
 

@@ -102,11 +102,17 @@ def lengths_line(report: Figures) -> str:
     )
 
 
+def prefixes_line(report: Figures) -> str:
+    """Return a line of text that says how much documents would shrink if they shared prefixes; or an empty string."""
+    return report.shared.sentence() if report.shared else ""
+
+
 def as_text(report: Figures) -> str:
     """Return the whole report as text."""
     title = [f"{report.source}: {headline(report)}" if report.source else headline(report), lengths_line(report)]
     table = aligned([REPORT_COLUMNS, *report_cells(report)])
-    return "\n".join([*title, "", table, "", setup_line(report), f"take {report.recommendation}"])
+    lines = [*title, "", table, "", setup_line(report), f"take {report.recommendation}"]
+    return "\n".join(lines + ([said] if (said := prefixes_line(report)) else []))
 
 
 def as_html(report: Figures) -> str:
@@ -117,6 +123,7 @@ def as_html(report: Figures) -> str:
         f"{html_table(REPORT_COLUMNS, report_cells(report), taken.strategy)}"
         f"<p>{escape(setup_line(report))}</p>"
         f"<p>Take <b>{escape(taken.strategy)}</b>: {escape(taken.reason)}.</p>"
+        + (f"<p>{escape(said)}</p>" if (said := prefixes_line(report)) else "")
     )
 
 

@@ -5,5 +5,6 @@ token_keys.py   the values by which documents are compared: tokens, and everythi
 tree_rows.py    build rows of trees according to a plan
 tree_paths.py   where the tokens of each document stand in a row of trees
 restore.py      restore documents from rows of trees
+measure.py      measure how much smaller documents would become
 write_trees.py  plan a dataset with a strategy, and write its rows of trees
 """
