@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TOY = {
     "attention.py": (["--rounds", "1", "--shrink", "16", "--no-memory"], "sdpa with mask"),
     "block_mask.py": (["--rounds", "1", "--shrink", "16"], "create_block_mask"),
+    "trees.py": (["--sets", "short", "--number", "2000", "--rounds", "1"], "short, 67 tokens each            2,000"),
     "loader.py": (
         ["--tokens", "20000", "--rows", "8", "--lengths", "512", "2048", "--rounds", "2"],
         "documents    2,048        2",

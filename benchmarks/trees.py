@@ -1,0 +1,92 @@
+"""Packing documents that share prefixes: packed rows beside rows of trees, and how fast trees are found and written.
+
+Documents have labels, so that rows say what each document trains on. Speeds are tokens of all documents in a second of
+processor time: to find shared prefixes, to plan (find, cut and pack trees), and to build rows. "fewer" is tokens of all
+documents / tokens of the rows. The texts are in the folder that HF_PACKING_DATA names; "short" needs none.
+
+python benchmarks/trees.py
+"""
+
+import argparse
+import statistics
+import time
+
+import datasets
+import numpy as np
+from measure import figure, in_turn, machine, recorded
+from tree_data import SETS, Documents, documents_of, short_documents
+
+import hf_packing as hfp
+from hf_packing.columns import INPUT_IDS
+from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.data.trees.find_trees import find_trees
+from hf_packing.data.trees.tree_rows import tree_rows
+from hf_packing.data.trees.write_trees import TreesPlan, plan_trees
+from hf_packing.planning.lengths import check_lengths, cut_to_pieces
+
+SHORT = "short, 67 tokens each"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sets", nargs="+", metavar="BEGINNING", help="sets whose names begin so (default: all)")
+    parser.add_argument("--number", type=int, help="chats, pairs, questions or short documents to read (default: all)")
+    parser.add_argument("--max-length", type=int, default=8192)
+    parser.add_argument("--share-prefixes", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    datasets.disable_progress_bars()
+    print(machine("hf-packing", "datasets", "pyarrow", "numpy"))
+    print(
+        f"\nrows of {arguments.max_length:,} tokens, prefixes of at least {arguments.share_prefixes} tokens, best fit"
+    )
+    columns = f"{'documents':>10}{'Mtokens':>9}{'packed rows':>12}{'tree rows':>10}{'fewer':>7}{'above bound':>12}"
+    print(f"{'':28}{columns}{'find Mtok/s':>12}{'plan':>6}{'rows':>6}")
+    for name in (*SETS, SHORT):
+        if not arguments.sets or name.startswith(tuple(arguments.sets)):
+            number = () if arguments.number is None else (arguments.number,)
+            documents = short_documents(*number) if name == SHORT else documents_of(name, *number)
+            measure(name, documents, arguments)
+
+
+def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> None:
+    strategy, least = hfp.BestFit(arguments.max_length), arguments.share_prefixes
+    columns = find_token_columns(documents.as_dataset().data.table)
+    lengths = check_lengths(columns[INPUT_IDS].length)
+    pieces = cut_to_pieces(lengths, arguments.max_length, "split")
+    found: list[TreesPlan] = []
+    sides = {
+        "find": lambda: find_trees(columns, pieces, least),
+        "plan": lambda: found.append(plan_trees(columns, strategy, least)),
+        "rows": lambda: build(columns, found[-1].plan),
+    }
+    seconds = in_turn(sides, arguments.rounds, time.process_time)
+    plan, packed = found[-1].plan, hfp.plan_packing(lengths, strategy)
+    metrics, tokens = plan.metrics(), int(lengths.sum())
+    speed = {side: tokens / statistics.median(times) / 1e6 for side, times in seconds.items()}
+    above = metrics.num_packs / metrics.lower_bound - 1
+    print(
+        f"{name:28}{len(lengths):>10,}{tokens / 1e6:>9.1f}{packed.num_packs:>12,}{metrics.num_packs:>10,}"
+        f"{metrics.shared_ratio:>7.2f}{above:>12.2%}{speed['find']:>12.0f}{speed['plan']:>6.0f}{speed['rows']:>6.0f}"
+    )
+    figure(
+        set=name,
+        documents=len(lengths),
+        tokens=tokens,
+        packed_rows=packed.num_packs,
+        tree_rows=metrics.num_packs,
+        lower_bound=metrics.lower_bound,
+        shared_ratio=metrics.shared_ratio,
+        processor_seconds=seconds,
+    )
+
+
+def build(columns: TokenColumns, plan: hfp.PackingPlan) -> None:
+    tokens = np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1], dtype=np.int64)
+    for first, end in blocks_of_rows(tokens, TOKENS_AT_ONCE):
+        tree_rows(columns, plan, first, end)
+
+
+if __name__ == "__main__":
+    with recorded(__file__):
+        main()
