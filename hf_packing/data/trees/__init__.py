@@ -1,6 +1,7 @@
 """Pack documents that begin with the same tokens as trees, in which each shared prefix stands once.
 
-find_trees.py   find the prefixes that documents share, by sorting documents
+find_trees.py   find the prefixes that documents share
+sort_pieces.py  sort documents by their content, and count the tokens that neighbors have in common
 token_keys.py   the values by which documents are compared: tokens, and everything that belongs to a token
 tree_rows.py    build rows of trees according to a plan
 tree_paths.py   where the tokens of each document stand in a row of trees

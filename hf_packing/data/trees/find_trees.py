@@ -7,23 +7,18 @@ no other document has are found by hashing, and are never sorted.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_packing.columns import INPUT_IDS
 from hf_packing.data.token_columns import TokenColumns, blocks_of_rows
-from hf_packing.data.trees.token_keys import TokenKeys, read_beginnings, read_keys
+from hf_packing.data.trees.sort_pieces import SORTED_AT_ONCE, sort_pieces
+from hf_packing.data.trees.token_keys import read_beginnings
 from hf_packing.planning.forest import Forest
 from hf_packing.planning.lengths import IntArray, Pieces
 
-_TOKENS_AT_ONCE = 1 << 21
-"""Documents that may share a prefix are sorted in blocks of about this many tokens."""
 _HASHED_AT_ONCE = 1 << 22
-_COMPARED_AT_ONCE = 1 << 20
-_LONG = 512
-"""Pairs of documents of at least this many tokens are compared one by one, and shorter ones many at a time."""
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
@@ -56,14 +51,9 @@ def find_trees(columns: TokenColumns, pieces: Pieces, min_shared: int) -> FoundT
     splits: dict[str, int] = {}
     order, shared = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for block in _blocks_of_candidates(columns, pieces, min_shared):
-        keys = read_keys(columns, pieces.take(block))
-        ends = np.cumsum(length[block])
-        by_content = _sort(keys.words, ends)
-        begin = (ends - length[block])[by_content]
-        common = _common_prefixes(keys.words, begin, length[block[by_content]])
-        _count_splits(keys, begin, length[block[by_content]], common, splits)
-        order.append(block[by_content])
-        shared.append(_move_up(common, min_shared))
+        by_content = sort_pieces(columns, pieces, block, splits)
+        order.append(by_content.order)
+        shared.append(_move_up(by_content.common, min_shared))
     return FoundTrees(_in_order(np.concatenate(order), np.concatenate(shared), length), splits)
 
 
@@ -91,7 +81,7 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     pieces_of_groups = long_enough[by_hash[members]]
     before = np.concatenate([[0], np.cumsum(pieces.length[pieces_of_groups], dtype=np.int64)])
     tokens = np.diff(before[offsets])
-    blocks = blocks_of_rows(tokens, _TOKENS_AT_ONCE)
+    blocks = blocks_of_rows(tokens, SORTED_AT_ONCE)
     return [pieces_of_groups[offsets[first] : offsets[end]] for first, end in blocks]
 
 
@@ -102,65 +92,6 @@ def _hash(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         hashes = (hashes ^ column) * _GAMMA
         hashes ^= hashes >> _HALF
     return hashes
-
-
-def _sort(words: npt.NDArray[np.int32], ends: IntArray) -> IntArray:
-    """Return the order in which pieces that begin with the same words are neighbors, int64 [pieces].
-
-    Args:
-        words: int32 [tokens, words].
-        ends: int64 [pieces]: index of each piece's last token, plus 1.
-    """
-    data = np.ascontiguousarray(words).tobytes()
-    borders = [0, *(ends * 4 * words.shape[1]).tolist()]
-    texts = [data[begin:end] for begin, end in pairwise(borders)]
-    return np.array(sorted(range(len(texts)), key=texts.__getitem__), dtype=np.int64)
-
-
-def _common_prefixes(words: npt.NDArray[np.int32], begin: IntArray, length: IntArray) -> IntArray:
-    """Return the number of tokens that each piece has in common with the one before it, int64 [pieces]; first 0.
-
-    Args:
-        words: int32 [tokens, words].
-        begin: int64 [pieces]: index of each piece's first token.
-        length: int64 [pieces]: number of tokens in each piece.
-    """
-    common = np.zeros(len(begin), dtype=np.int64)
-    most = np.minimum(length[:-1], length[1:])
-    for right in (np.flatnonzero(most >= _LONG) + 1).tolist():
-        a, b, n = begin[right - 1], begin[right], most[right - 1]
-        differ = words[a : a + n] != words[b : b + n]
-        differ = differ[:, 0] if differ.shape[1] == 1 else differ.any(axis=1)
-        first = int(differ.argmax())
-        common[right] = first if differ[first] else n
-    short = np.flatnonzero(most < _LONG)
-    for first, end in blocks_of_rows(most[short], _COMPARED_AT_ONCE):
-        left = short[first:end]
-        n = most[left]
-        offset = np.cumsum(n) - n
-        ramp = np.arange(int(n.sum()), dtype=np.int64)
-        to_left = np.repeat(begin[left] - offset, n)
-        to_left += ramp
-        differ = words[to_left]
-        to_left += np.repeat(begin[left + 1] - begin[left], n)
-        unequal = (differ != words[to_left]).any(axis=1)
-        places = np.append(np.flatnonzero(unequal), len(ramp))
-        common[left + 1] = np.minimum(places[np.searchsorted(places, offset)] - offset, n)
-    return common
-
-
-def _count_splits(keys: TokenKeys, begin: IntArray, length: IntArray, common: IntArray, splits: dict[str, int]) -> None:
-    """Add to `splits` the neighbors whose tokens are equal after their common prefix, while other values differ."""
-    if len(keys.columns) == 1 or len(begin) < 2:
-        return
-    place = common[1:]
-    both = np.flatnonzero(place < np.minimum(length[:-1], length[1:]))
-    unequal = keys.words[begin[:-1][both] + place[both]] != keys.words[begin[1:][both] + place[both]]
-    unequal = unequal[~unequal[:, 0]]
-    for name in dict.fromkeys(keys.columns[1:]):
-        mine = [number for number, of in enumerate(keys.columns) if of == name]
-        if number := int(unequal[:, mine].any(axis=1).sum()):
-            splits[name] = splits.get(name, 0) + number
 
 
 def _move_up(common: IntArray, min_shared: int) -> IntArray:

@@ -25,12 +25,14 @@ class TokenKeys(NamedTuple):
     """For each word, the name of its column."""
 
 
-def read_keys(columns: TokenColumns, pieces: Pieces) -> TokenKeys:
+def read_keys(columns: TokenColumns, pieces: Pieces, are_beginnings: bool = True) -> TokenKeys:
     """Return the values by which pieces are compared, piece by piece.
 
     Args:
         columns: the token columns of the documents.
-        pieces: the pieces of documents to read.
+        pieces: the pieces of documents to read; they may be empty.
+        are_beginnings: whether the first token of each piece is one that it would have in a row, so that it is not
+            trained on.
 
     Raises:
         PackingError: a loss mask has a value other than 0 and 1, or input_ids or labels do not fit in 32 bits.
@@ -41,7 +43,8 @@ def read_keys(columns: TokenColumns, pieces: Pieces) -> TokenKeys:
     labels = read_labels(columns, pieces)
     if labels is not None:
         labels[(labels == input_ids)] = IGNORED_LABEL
-        labels[np.cumsum(pieces.length, dtype=np.int64) - pieces.length] = IGNORED_LABEL  # which nobody trains on
+        if are_beginnings:
+            labels[np.cumsum(pieces.length, dtype=np.int64) - pieces.length] = IGNORED_LABEL
         if (labels != IGNORED_LABEL).any():
             words.append(labels[:, None])
             names.append(LABELS)
