@@ -101,8 +101,8 @@ def pack(
             their files must stay as they are.
         share_prefixes: True if documents that begin with the same tokens share these tokens in a row, so that a model
             computes them once; or the fewest tokens to share, 16 for True. The rows are trees, which only patched
-            models of causal language models can train on. For strategies that cut no document that fits in a pack; not
-            for streams, and neither with lazy nor with length_schedule.
+            causal language models can train on. For strategies that cut no document that fits in a pack; neither with
+            lazy nor with length_schedule. Documents of a stream share prefixes with those of the same window.
 
     Returns:
         A dataset of the same kind, memory-mapped if it is not a stream, with one row for each pack. The columns are
@@ -131,7 +131,7 @@ def pack(
     schedule = None if given == (None, None) else scheduled_rows(*given)
     fewest_shared = check_share_prefixes(share_prefixes, strategy)
     if fewest_shared is not None:
-        _check_can_share(dataset, lazy, schedule)
+        _check_can_share(lazy, schedule)
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
         from hf_packing.data.streams.pack_stream import pack_stream
 
@@ -144,6 +144,7 @@ def pack(
             streams=streams,
             position_ids=position_ids,
             schedule=schedule,
+            fewest_shared=fewest_shared,
         )
     if streams is not None:
         raise PackingError(
@@ -240,11 +241,9 @@ def _check_strategy(strategy: Any) -> None:
         raise PackingError(f"strategy: expected a strategy such as BestFit(2048), got {strategy!r}{hint}")
 
 
-def _check_can_share(dataset: Any, lazy: bool, schedule: ScheduledRows | None) -> None:
+def _check_can_share(lazy: bool, schedule: ScheduledRows | None) -> None:
     """Raise PackingError if prefixes cannot be shared because of another argument of `pack`."""
-    if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):
-        reason = "for a stream, whose documents are not all known"
-    elif lazy:
+    if lazy:
         reason = "with lazy=True, which reads whole documents"
     elif schedule is not None:
         reason = "with length_schedule, which cuts documents by borders of its own"

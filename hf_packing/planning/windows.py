@@ -44,9 +44,7 @@ def seed_of_window(seed: int | None, number: int) -> int | None:
 
 def tokens_of_packs(plan: PackingPlan) -> IntArray:
     """Return the number of tokens in each pack, int64 [packs]."""
-    if not plan.num_packs:
-        return np.zeros(0, dtype=np.int64)
-    return np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1], dtype=np.int64)
+    return plan.pack_tokens()
 
 
 def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: float = _FULL) -> npt.NDArray[np.bool_]:
@@ -86,7 +84,8 @@ def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple
 
     A document that has waited for MOST_WINDOWS windows goes out. It changes places with a younger segment of a pack
     that goes out: with the longest of the shorter ones, if the pack has room for the difference; else with the shortest
-    of the longer ones. If there is none, all segments of its own pack go out.
+    of the longer ones. If there is none, all segments of its own pack go out. If segments share tokens, none change
+    places, and all segments of its own pack go out.
 
     Args:
         window: the plan of the window.
@@ -122,6 +121,10 @@ def _send_old_documents(
     pack = plan.pack_of_segment()
     old = np.flatnonzero(waits[pack] & is_old)
     if not len(old):
+        return plan, waits
+    if plan.segment_shared is not None:
+        waits = waits.copy()
+        waits[pack[old]] = False
         return plan, waits
     young = np.flatnonzero(~waits[pack] & ~is_old)
     young = young[np.argsort(plan.segment_length[young], kind="stable")]
@@ -178,6 +181,7 @@ def select_packs(plan: PackingPlan, packs: IntArray) -> PackingPlan:
         segment_length=plan.segment_length[segments],
         pack_offsets=offsets,
         pack_capacity=plan.pack_capacity[packs],
+        segment_shared=None if plan.segment_shared is None else plan.segment_shared[segments],
     )
 
 

@@ -224,8 +224,6 @@ def test_a_strategy_of_ones_own_needs_limits():
 
 
 def test_what_cannot_be_combined():
-    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False for a stream"):
-        hfp.pack(on_trees().to_iterable_dataset(), hfp.BestFit(8), share_prefixes=2)
     with pytest.raises(hfp.PackingError, match="share_prefixes: expected False with lazy=True"):
         hfp.pack(on_trees(), hfp.BestFit(8), share_prefixes=2, lazy=True)
     schedule = hfp.LengthSchedule(2, 4)

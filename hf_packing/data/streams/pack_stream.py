@@ -12,6 +12,7 @@ from hf_packing.data.streams import upstream
 from hf_packing.data.streams.logical_streams import LogicalStreams
 from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.data.streams.sources import open_source
+from hf_packing.data.trees.tree_rows import check_tree_columns_are_free
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 
@@ -26,6 +27,11 @@ def pack_stream(stream: Any, strategy: Any, *, window_packs: int, streams: int |
         streams: number of logical streams; None for none.
         how: further fields of StreamPacking.
     """
+    if how["fewest_shared"] is not None and not hasattr(strategy, "with_seed_of_window"):
+        raise PackingError(
+            "strategy: expected a strategy with a method with_seed_of_window, such as BestFit(8192), with "
+            f"share_prefixes and a stream, got {strategy!r}"
+        )
     window_packs = check_whole_number("window_packs", window_packs)
     streams = None if streams is None else check_whole_number("streams", streams)
     pack_each: Any = partial(_pack_one, strategy=strategy, streams=streams, window_packs=window_packs, **how)
@@ -47,6 +53,8 @@ def _pack_one(stream: Any, strategy: Any, streams: int | None, **how: Any) -> An
             "define plan_window(lengths, number), or subclass hf_packing.strategies.base.Strategy"
         )
     source = open_source("dataset", stream)
+    if how["fewest_shared"] is not None:
+        check_tree_columns_are_free(source.names)
     if strategy.has_buckets:
         check_bucket_is_free(source.names)
     if source.left_out:

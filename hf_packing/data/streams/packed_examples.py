@@ -25,7 +25,9 @@ from hf_packing.data.streams.mixtures_in import begin_with, given_by_mixtures
 from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
-from hf_packing.data.token_columns import blocks_of_rows, find_token_columns
+from hf_packing.data.token_columns import TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.data.trees.tree_rows import tree_rows
+from hf_packing.data.trees.write_trees import plan_trees
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import IntArray, check_lengths
@@ -36,6 +38,7 @@ from hf_packing.planning.windows import (
     WindowSize,
     choose_waiting,
     order_by_cost,
+    packs_with_room,
     select_packs,
     tokens_of_packs,
 )
@@ -82,6 +85,8 @@ class StreamPacking:
     """The largest length of a segment in each row of the first epoch; None for no limit."""
     turns: int = 1
     """The number of streams or shards whose rows are taken in turn."""
+    fewest_shared: int | None = None
+    """The fewest tokens of a prefix that documents of a window share; None to share no prefixes."""
 
     @property
     def window_size(self) -> WindowSize:
@@ -92,22 +97,27 @@ class StreamPacking:
     def features(self) -> datasets.Features:
         """Names and types of the columns of packed rows."""
         columns = find_token_columns(self.schema.empty_table())
-        plan = self.strategy.plan_window(check_lengths([]), 0).plan
+        plan = self.plan(columns, check_lengths([]), 0).plan
         return datasets.Features.from_arrow_schema(self.rows(columns, plan, 0, 0).schema)
 
     def rows(self, columns: Any, plan: PackingPlan, first: int, end: int) -> pa.Table:
         """Return the packed rows of some packs of a plan."""
+        if self.fewest_shared is not None:
+            return tree_rows(columns, plan, first, end, self.strategy.has_buckets).table
         return pack_rows(
             columns, plan, first, end, position_ids=self.position_ids, bucket=self.strategy.has_buckets
         ).table
 
-    def plan(self, lengths: IntArray, number: int) -> WindowPlan:
-        """Return the plan of a window."""
+    def plan(self, columns: TokenColumns, lengths: IntArray, number: int) -> WindowPlan:
+        """Return the plan of a window, given the token columns and the lengths of its documents, and its number."""
         strategy: Any = self.strategy
         seed = getattr(strategy, "seed", None)
         if seed is not None and (self.epoch is not None or self.stream is not None):
             key = derive_key(seed, f"epoch {self.epoch}, logical stream {self.stream}")
             strategy = replace(strategy, seed=int(key >> np.uint64(1)))
+        if self.fewest_shared is not None:
+            plan = plan_trees(columns, strategy.with_seed_of_window(number), self.fewest_shared).plan
+            return WindowPlan(plan, packs_with_room(plan))
         window: WindowPlan = strategy.plan_window(lengths, number)
         return window
 
@@ -121,7 +131,10 @@ class StreamPacking:
         """
         if self.linear_cost is None or not len(packs):
             return packs
-        squares = np.add.reduceat(plan.segment_length.astype(np.float64) ** 2, plan.pack_offsets[:-1])
+        squares = plan.segment_length.astype(np.float64) ** 2
+        if plan.segment_shared is not None:
+            squares -= plan.segment_shared.astype(np.float64) ** 2
+        squares = np.add.reduceat(squares, plan.pack_offsets[:-1])
         cost = (self.linear_cost * tokens_of_packs(plan) + squares)[packs]
         seed = getattr(self.strategy, "seed", None) or 0
         key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
@@ -147,7 +160,8 @@ class StreamPacking:
         names = ", ".join(self.schema.names)
         by_cost = "" if self.linear_cost is None else f", in turns of equal cost with linear_cost={self.linear_cost:g}"
         scheduled = "" if self.schedule is None else f", with {self.schedule}"
-        windows = f"in windows of {self.window_packs} packs{by_cost}{scheduled}"
+        shared = "" if self.fewest_shared is None else f", with share_prefixes={self.fewest_shared}"
+        windows = f"in windows of {self.window_packs} packs{by_cost}{scheduled}{shared}"
         return f"{self.strategy!r} {windows}, from the columns {names}"
 
 
@@ -253,7 +267,7 @@ class PackedExamples(upstream.TypedExamples):
         try:
             columns = find_token_columns(pa.concat_tables([start.waiting, new]))
             lengths = check_lengths(columns[INPUT_IDS].length)
-            window = self.packing.plan(lengths, start.number)
+            window = self.packing.plan(columns, lengths, start.number)
         except PackingError as error:
             raise PackingError(
                 f"{error}. Numbers count the documents of a window of the stream: {documents} that have waited, then "
