@@ -83,4 +83,4 @@ def _as_words(values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     """Return the bits of numbers as int32 [values, words]; numbers of at most 32 bits have one word."""
     if values.dtype.itemsize < 4:
         values = values.view(f"i{values.dtype.itemsize}").astype(np.int32)
-    return values.view(np.int32).reshape(len(values), -1)
+    return values.view(np.int32).reshape(len(values), values.dtype.itemsize // 4)
