@@ -5,5 +5,6 @@ heads.py           compares the rows of padded batches with the same rows alone,
 pictures.py        does so for models that see pictures, in documents with and without pictures
 picture_models.py  builds tiny models that see pictures
 picture_inputs.py  makes documents with pictures, and batches of them
+trees.py           compares documents in rows of trees with the same documents run separately
 page.py            formats the results as docs/SUPPORTED_MODELS.md
 """

@@ -165,7 +165,7 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
             documents, (alone, gradients) = make_documents(0, _LONGER), _documents_alone(untouched, _LONGER)
         change, difference = _differences(model, documents, alone)
         gradient = _difference_of_gradients(model, documents, gradients)
-        explained = max(EXACT, _explained_by_rounding(untouched, documents, alone))
+        explained = max(EXACT, explained_by_rounding(untouched, documents, alone))
         if in_float64 := not gradient <= explained:
             gradient = _difference_in_float64(untouched, documents)
     except Exception as error:  # a model that raises is not exact
@@ -182,7 +182,7 @@ def _measure_model(kind: str, name: str, model: PreTrainedModel) -> Measured:
     )
 
 
-def _explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
+def explained_by_rounding(model: PreTrainedModel, documents: list[list[int]], alone: Tensor) -> float:
     """Return the largest difference of a logit that rounding alone can cause."""
     probe = Probe(model)
     probe.documents = documents
@@ -199,9 +199,9 @@ def _differences(model: PreTrainedModel, documents: list[list[int]], alone: Tens
     with torch.no_grad():
         for before, after in zip(feedings(documents, labels), feedings([*other, *documents[1:]], labels), strict=True):
             packed = logits_of(model, model(**before)).flatten(0, 1)
-            difference = max(difference, _largest(packed, alone))
+            difference = max(difference, largest(packed, alone))
             changed = logits_of(model, model(**after)).flatten(0, 1)
-            change = max(change, _largest(changed[first:], packed[first:]))
+            change = max(change, largest(changed[first:], packed[first:]))
     return change, difference
 
 
@@ -300,5 +300,5 @@ def _loss(logits: Tensor, documents: list[list[int]]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def _largest(one: Tensor, other: Tensor) -> float:
+def largest(one: Tensor, other: Tensor) -> float:
     return float((one - other)[comparable(one) & comparable(other)].abs().max())

@@ -1,7 +1,7 @@
 """Write the measurements of all architectures as a page of Markdown."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite, isnan
 from statistics import median
 
@@ -9,10 +9,13 @@ from tools.survey.heads import EXACT as EXACT_ROWS
 from tools.survey.heads import HEADS, MeasuredHead
 from tools.survey.measure import EXACT, Measured
 from tools.survey.pictures import MeasuredPictures
+from tools.survey.trees import MeasuredTrees
 
 COMMAND = "python -m tools.survey"
 
 PICTURES = "Texts and pictures"
+
+TREES = "Shared prefixes"
 
 TITLES = {"causal": "Causal language models", "masked": "Masked language models"}
 
@@ -27,27 +30,59 @@ def page(
     versions: str,
     heads: Sequence[MeasuredHead] = (),
     pictures: Sequence[MeasuredPictures] = (),
+    trees: Sequence[MeasuredTrees] = (),
 ) -> str:
     """Return the full text of docs/SUPPORTED_MODELS.md."""
     lines = ["# Supported models", "", *_summary(results, versions), *(_other_heads(heads) if heads else [])]
     lines += _pictures(pictures) if pictures else []
     for kind, title in TITLES.items():
         own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
-        lines += _table(title, _HEAD, [_cells(each) for each in own if each.route])
+        table = [_HEAD, *(_cells(each) for each in own if each.route)]
+        if kind == "causal":  # `with_trees` fills the new column
+            table = [[*cells[:-1], "" if number else "trees", cells[-1]] for number, cells in enumerate(table)]
+        lines += _table(title, table[0], table[1:])
         refused = [
             [each.name, each.stock, _one_line(each.reason, 400)] for each in own if each.built and not each.route
         ]
         lines += _table(f"Refused: {title.lower()}", ("architecture", "unpatched", "reason"), refused)
         absent = [[each.name, _one_line(each.reason, 160)] for each in own if not each.built]
         lines += _table(f"Not measured: {title.lower()}", ("architecture", "why no tiny model could be built"), absent)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return with_trees(text, trees) if trees else text
 
 
 def with_pictures(text: str, pictures: Sequence[MeasuredPictures]) -> str:
     """Return the text of a page with other measurements of pictures."""
-    before, _, after = text.partition(f"\n## {TITLES['causal']}\n")
-    before = before.partition(f"\n## {PICTURES}, ")[0]
-    return "\n".join([before.rstrip("\n"), *_pictures(pictures), "", f"## {TITLES['causal']}", after])
+    return _with_sections(text, PICTURES, _pictures(pictures), before=(TREES, *TITLES.values()))
+
+
+def with_trees(text: str, trees: Sequence[MeasuredTrees]) -> str:
+    """Return the text of a page with other measurements of trees, also in the table of causal models."""
+    text = _with_sections(text, TREES, _trees(trees), before=tuple(TITLES.values()))
+    before, title, after = text.partition(f"\n## {TITLES['causal']}\n")
+    table, border, others = after.partition("\n## ")
+    known = {each.name: each.status for each in trees if each.status != "not built"}
+    lines = table.split("\n")
+    for number, line in enumerate(lines):
+        if number > 2 and line:  # the first lines are an empty line, the head and the line below the head
+            name, *cells, _, last = line.removeprefix("| ").split(" | ")
+            lines[number] = f"| {' | '.join([name, *cells, known.get(name, ''), last])}"
+    return before + title + "\n".join(lines) + border + others
+
+
+def _with_sections(text: str, name: str, lines: Sequence[str], before: tuple[str, ...]) -> str:
+    """Return the text of a page whose sections with a name in their titles are replaced.
+
+    Args:
+        text: the page.
+        name: the name, such as "Shared prefixes".
+        lines: the lines of the new sections.
+        before: the new sections stand before the first section whose title begins with one of these.
+    """
+    sections = [each for each in text.split("\n## ") if name.lower() not in each.partition("\n")[0].lower()]
+    place = next((at for at, each in enumerate(sections) if each.startswith(before)), len(sections))
+    new = ("\n".join(lines) + "\n").removeprefix("\n## ")
+    return "\n## ".join([*sections[:place], new, *sections[place:]])
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -154,6 +189,52 @@ def _pictures(results: Sequence[MeasuredPictures]) -> list[str]:
     return lines + _table(f"Not measured: {PICTURES.lower()}", ("architecture", "why"), sorted(why))
 
 
+def _trees(results: Sequence[MeasuredTrees]) -> list[str]:
+    """Return the lines about rows of trees."""
+    own = sorted(results, key=lambda each: each.name)
+    counts = {status: sum(each.status == status for each in own) for status in ("exact", "refused", "WRONG")}
+    unstable = sum("not stable" in each.reason for each in own if each.status == "refused")
+    rows = [
+        [each.name, _result_of_trees(each), _figure(max(each.difference, each.change)), _figure(each.gradient)]
+        + [_numbers(each.modules), _one_line(each.reason, 160)]
+        for each in own
+        if each.status in ("exact", "WRONG")
+    ]
+    lines = [
+        "",
+        f"## {TREES}, in rows of trees",
+        "",
+        f"`{COMMAND} --trees` measures this section, and the column of trees below. In a row of trees, a prefix that",
+        "several documents share stands once, and a patched model computes it once. Here, float32 models get two trees,",
+        "of four and two levels, and a document alone. Exact means that the logits of every document differ by at most",
+        f"{EXACT:g} from those of the document alone on the unpatched model, that changing the tokens of a segment changes",
+        "no logit by more that is not below the segment, and that the gradients of two losses, by token and by document,",
+        f"differ by at most {EXACT:g} of the largest gradient. Larger differences count as exact if rounding alone causes",
+        "them, and larger differences of gradients are measured again in float64; the table then says so.",
+        f"Of {sum(counts.values())} causal models, {counts['exact']} are exact, {counts['refused']} are refused with the",
+        f"reason, and {counts['WRONG']} are wrong. {unstable} of those refused have prefixes that are not stable: even",
+        "without packing, their outputs for a prefix depend on what follows. The others take no packed rows either.",
+    ]
+    head = ("architecture", "result", "logits", "gradients", "run on each path", "problem")
+    lines += _table(TREES, head, rows)
+    refused = [[each.name, _one_line(each.reason, 300)] for each in own if each.status == "refused"]
+    lines += _table(f"Refused: {TREES.lower()}", ("architecture", "reason"), refused)
+    absent = [[each.name, _one_line(each.reason, 160)] for each in own if each.status == "not built"]
+    return lines + _table(f"Not measured: {TREES.lower()}", ("architecture", "why"), absent)
+
+
+def _result_of_trees(each: MeasuredTrees) -> str:
+    if each.status == "WRONG":
+        return each.status
+    figures = [each.difference, *([] if each.gradient_in_float64 else [each.gradient])]
+    notes = ["up to rounding"] if max(figures) > EXACT else []
+    return ", ".join(["exact", *notes, *(["gradients in float64"] if each.gradient_in_float64 else [])])
+
+
+def _numbers(modules: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {kind}" for kind, number in modules.items())
+
+
 _NOT_MEASURED = ("not built", "cannot run alone")
 
 _RESULTS = ("exact", "refused", "WRONG", "as unpatched", *_NOT_MEASURED)
@@ -185,10 +266,9 @@ def _retried(taken: Sequence[Measured]) -> str:
 
 
 def _cells(each: Measured) -> list[str]:
-    modules = ", ".join(f"{number} {kind}" for kind, number in each.modules.items())
     why = _one_line(each.reason, 160) if each.route != "varlen" else ""
     figures = [f"{each.packed_share:.0%}", f"{max(each.difference, each.change):.0e}", f"{each.gradient:.0e}"]
-    return [each.name, each.stock, each.route, modules, *figures, why]
+    return [each.name, each.stock, each.route, _numbers(each.modules), *figures, why]
 
 
 def _one_line(text: str, longest: int) -> str:
