@@ -144,7 +144,7 @@ def _measure_model(found: MeasuredTrees, untouched: PreTrainedModel) -> Measured
             gradient=_difference_of_gradients(model, forest, gradients),
             explained=max(EXACT, explained_by_rounding(untouched, _documents(forest), torch.cat(alone))),
         )
-        if not found.gradient <= found.explained:
+        if not found.gradient <= found.explained and found.difference <= found.explained:
             gradient = _difference_in_float64(untouched, forest)
             found = replace(found, gradient=gradient, gradient_in_float64=True)
     except Exception as error:  # a model that raises is not exact
