@@ -215,12 +215,15 @@ def _trees(results: Sequence[MeasuredTrees]) -> list[str]:
         "",
         f"Of {sum(counts.values())} causal models, {counts['exact']} are exact, {counts['refused']} are refused with",
         f"the reason, and {counts['WRONG']} are wrong. {unstable} of those refused have prefixes that are not stable:",
-        "even without packing, their outputs for a prefix depend on what follows. The others take no packed rows.",
+        "even without packing, their outputs for a prefix depend on what follows, by up to the figure in the table.",
+        "The others take no packed rows.",
     ]
     head = ("architecture", "result", "logits", "gradients", "run on each path", "problem")
     lines += _table(TREES, head, rows)
-    refused = [[each.name, _one_line(each.reason, 300)] for each in own if each.status == "refused"]
-    lines += _table(f"Refused: {TREES.lower()}", ("architecture", "reason"), refused)
+    refused = [
+        [each.name, _figure(each.prefix), _one_line(each.reason, 300)] for each in own if each.status == "refused"
+    ]
+    lines += _table(f"Refused: {TREES.lower()}", ("architecture", "logits of a prefix", "reason"), refused)
     absent = [[each.name, _one_line(each.reason, 160)] for each in own if each.status == "not built"]
     return lines + _table(f"Not measured: {TREES.lower()}", ("architecture", "why"), absent)
 

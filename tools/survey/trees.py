@@ -6,6 +6,7 @@ import inspect
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,9 @@ class MeasuredTrees:
     explained: float = EXACT
     """The largest difference that counts as exact for this model: EXACT, or the effect of rounding if larger."""
     reason: str = ""
+    prefix: float = float("nan")
+    """For a refused model, the largest difference of a logit of a prefix, without any packing, between two documents
+    that begin with the prefix."""
 
     @property
     def is_exact(self) -> bool:
@@ -126,7 +130,7 @@ def _measure_model(found: MeasuredTrees, untouched: PreTrainedModel) -> Measured
     try:
         patch_model(model, trees=True)
     except ModelNotSupportedError as error:
-        return replace(found, status="refused", reason=str(error))
+        return replace(found, status="refused", reason=str(error), prefix=_difference_of_prefixes(untouched))
     except Exception as error:  # patch_model should raise no other error
         return replace(found, status="WRONG", reason=f"patch_model failed, {type(error).__name__}: {error}")
     route = route_of(model)
@@ -225,15 +229,29 @@ def _documents(forest: Forest) -> list[list[int]]:
     return [[tokens[place] for place in forest.path(document)] for document in range(len(forest.ends))]
 
 
+def _difference_of_prefixes(model: PreTrainedModel) -> float:
+    """Return the value of `MeasuredTrees.prefix`; nan if the model cannot be called on documents alone."""
+    for forest in (FOREST, LONGER):
+        with suppress(Exception), torch.no_grad():  # a model may raise anything
+            alone = [_run_alone(copy.deepcopy(model), tokens) for tokens in _documents(forest)]
+            paths = [forest.path(document) for document in range(len(alone))]
+            pairs = [
+                (own[: len(shared)], other[: len(shared)])
+                for (path, own), (other_path, other) in combinations(zip(paths, alone, strict=True), 2)
+                if (shared := set(path) & set(other_path))
+            ]
+            return max(largest(own, other) for own, other in pairs)
+    return float("nan")
+
+
 def _alone(model: PreTrainedModel, forest: Forest) -> tuple[list[Tensor], Gradients]:
     """Return the logits of each document alone, and the sums of all documents' gradients."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     logits: list[Tensor] = []
     gradients: Gradients = {loss: {} for loss in LOSSES}
     for tokens in _documents(forest):
         for loss in LOSSES:
             own = copy.deepcopy(model)  # since some models keep positions from earlier calls
-            output = logits_of(own, own(torch.tensor([tokens]), **options))[0]
+            output = _run_alone(own, tokens)
             torch.autograd.backward(_loss(output, tokens, loss))
             for name, parameter in own.named_parameters():
                 if parameter.grad is not None and parameter.numel():
@@ -241,6 +259,11 @@ def _alone(model: PreTrainedModel, forest: Forest) -> tuple[list[Tensor], Gradie
                     gradients[loss][name] = known + parameter.grad
         logits.append(output.detach())
     return logits, gradients
+
+
+def _run_alone(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return logits_of(model, model(torch.tensor([tokens]), **options))[0]
 
 
 def _loss(logits: Tensor, tokens: list[int], loss: str) -> Tensor:
