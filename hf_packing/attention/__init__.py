@@ -64,6 +64,7 @@ from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import restored_modes
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
+from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.varlen import kernel_of
 
@@ -90,6 +91,8 @@ __all__ = [
     "restored_modes",
     "route_of",
     "sees_labels",
+    "share_prefixes",
+    "shares_prefixes",
     "small_copy_of",
     "takes_argument",
     "tiny_model",

@@ -263,7 +263,7 @@ class Patch:
     prove_unpadding: ClassVar[Callable[[PreTrainedModel], None]]
     """A function that proves that a model can run padded batches, and then calls `install_unpadding`."""
     prove_trees: ClassVar[Callable[[PreTrainedModel], Any]]
-    """A function that proves that a model can run rows of trees, and notes this in the route."""
+    """A function that proves that a model can run rows of trees."""
 
     def replace(self, forward: ReplacedForward) -> None:
         self.replaced.insert(0, forward)

@@ -231,6 +231,8 @@ class Route:
     """The way in which the model runs padded batches; None as long as this is not proven."""
     takes_trees: bool = False
     """True if it is proven that the model runs rows of trees, in which documents share their prefixes."""
+    fewest_shared: int | None = None
+    """The fewest tokens that rows of a padded batch share to be computed once; None to compute every row."""
     takes_packed_rows: bool = True
     """False if only the backbone takes packed rows. The model itself, such as a classifier of documents, then takes
     padded batches only."""

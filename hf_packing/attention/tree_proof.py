@@ -5,6 +5,7 @@ its outputs for a prefix do not depend on what follows. Otherwise, a prefix cann
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 from math import nan
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from hf_packing.attention.proof import (
     run_alone,
     run_alone_in_training,
 )
-from hf_packing.attention.route import PATCH
+from hf_packing.attention.route import PATCH, route_of
 from hf_packing.attention.tolerance import LARGEST_GRADIENT_LEAK, comparable, largest_difference, spread
 from hf_packing.columns import PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError
@@ -83,6 +84,35 @@ def prove_trees(model: PreTrainedModel) -> TreeProof:
             if isinstance(error, ModelNotSupportedError) or not isinstance(error, Exception):
                 raise
             raise ModelNotSupportedError(f"the model cannot be called on a row of trees: {error}") from error
+
+
+def share_prefixes(model: PreTrainedModel, fewest: int | None) -> None:
+    """Let a patched model compute the prefixes that rows of a padded batch share only once.
+
+    Args:
+        model: a patched model that returns outputs for each token.
+        fewest: the fewest tokens to share; None to compute every row.
+
+    Raises:
+        ModelNotSupportedError: it cannot be proven that the model runs trees, or its backbone takes no packed rows.
+    """
+    patch: Patch = getattr(model, PATCH)
+    if fewest is not None:
+        unpadding = patch.route.unpadding
+        if not patch.route.takes_packed_rows or (unpadding is not None and (unpadding.by_length or unpadding.readers)):
+            raise ModelNotSupportedError(
+                f"{type(model).__name__}: rows of a padded batch can share prefixes only if the model returns outputs "
+                "for each token, and nothing for whole rows"
+            )
+        if not patch.route.takes_trees:
+            prove_trees(model)
+    patch.route = replace(patch.route, fewest_shared=fewest)
+
+
+def shares_prefixes(model: PreTrainedModel) -> bool:
+    """Return whether a patched model computes the prefixes that rows of a padded batch share only once."""
+    route = route_of(model)
+    return route is not None and route.fewest_shared is not None
 
 
 Patch.prove_trees = staticmethod(prove_trees)  # a patched model calls it when it gets its first row of trees

@@ -30,6 +30,7 @@ from hf_packing.attention.padded_rows import (
 )
 from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, READ_ARGUMENTS, Route
 from hf_packing.attention.row_readers import RowReader, RowsInBackbone
+from hf_packing.attention.shared_rows import SharedRows
 from hf_packing.attention.snapshot import use_attention
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.errors import ModelNotSupportedError, PackingError
@@ -91,7 +92,16 @@ class UnpaddedForward(ReplacedForward, ABC):
             with self.patch.suspended(), use_rows(None):
                 return run_by_length(self.forward, self._taken(inputs), rows)
         with use_attention(self.patch.attention_during), use_rows(None):
-            return rows.put_back(self.run_packed(rows.lay_end_to_end(inputs), rows.row))
+            return rows.put_back(self._run_laid_end_to_end(rows.lay_end_to_end(inputs), rows.row))
+
+    def _run_laid_end_to_end(self, inputs: dict[str, Any], row: PackedRow) -> Any:
+        """Run the backbone on the rows of a padded batch, laid end to end. If the rows may share prefixes, these are
+        computed once."""
+        fewest = self.route.fewest_shared
+        shared = None if fewest is None else SharedRows.find(inputs, row.lengths, fewest)
+        if shared is None:
+            return self.run_packed(inputs, row)
+        return shared.give(self.run_packed(shared.take(inputs), shared.row))
 
     @abstractmethod
     def run_packed(self, inputs: dict[str, Any], row: PackedRow | None = None) -> Any:

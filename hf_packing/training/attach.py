@@ -13,6 +13,7 @@ from transformers import Trainer
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
+from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.epoch_summary import EpochSummary, summary_of
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
@@ -37,7 +38,9 @@ from hf_packing.training.whole_row_trainer import attach_whole_rows
 
 
 @overload
-def attach(trainer: Any, batching: None, *, prove: ProveInTraining = ...) -> UnpaddedModels: ...
+def attach(
+    trainer: Any, batching: None, *, prove: ProveInTraining = ..., share_prefixes: bool | int = ...
+) -> UnpaddedModels: ...
 @overload
 def attach(
     trainer: Any,
@@ -58,6 +61,7 @@ def attach(
     prove: ProveInTraining = "first batch",
     tokens: int | None = None,
     max_segments: int | None = None,
+    share_prefixes: bool | int = False,
 ) -> Any:
     """Make a Trainer or an SFTTrainer train, evaluate and predict on packed batches, or any trainer without padding.
 
@@ -92,6 +96,9 @@ def attach(
         tokens: number of tokens in every batch, for torch.compile; see `PackingCollator`. Evaluation batches are then
             filled with as many rows as fit. None for batches of any shape, or to use the trainer's PackingCollator.
         max_segments: number of segments in every batch. The batching gets max_documents=max_segments - 1.
+        share_prefixes: if `batching` is None, whether prefixes that rows of a batch share, such as the prompt of
+            several answers, are computed once. An integer is the fewest tokens to share; True means 16. For other
+            batchings, see TokenBudget.
 
     Returns:
         EpochSummary: numbers of steps, micro-batches, documents and tokens in the first epoch; `print` shows them. For
@@ -119,7 +126,13 @@ def attach(
     """
     if batching is None:
         unused = {"loss": loss, "match_documents_per_step": match_documents_per_step}
-        return unpad_models(trainer, prove, unused | {"tokens": tokens, "max_segments": max_segments})
+        unused |= {"tokens": tokens, "max_segments": max_segments}
+        return unpad_models(trainer, prove, unused, check_fewest_shared(share_prefixes))
+    if share_prefixes is not False:
+        raise PackingError(
+            f"share_prefixes: expected no such argument beside a batching, got {share_prefixes!r}; pass it to "
+            "TokenBudget"
+        )
     if keeps_rows_whole(trainer):
         unused = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
         return attach_whole_rows(trainer, batching, prove, match_documents_per_step, unused)

@@ -124,7 +124,7 @@ class PlannedRows:
             PackingError: the loss is not a mean of rows or labels.
             ModelNotSupportedError: it cannot be proven that a model takes padded batches.
         """
-        self.models = unpad_models(trainer, self.prove, {})
+        self.models = unpad_models(trainer, self.prove, {}, self.batching.fewest_shared)
         rows = read_rows(dataset, _rows_to_ask(self._sizes(trainer, dataset, collate)))
         alone = dict(collate_rows(collate, rows[:1]))
         self.masks_padding = False

@@ -16,6 +16,8 @@ from hf_packing.attention import (
     patch_for_training,
     prove_unpadding,
     route_of,
+    share_prefixes,
+    shares_prefixes,
     unpatched_on_error,
 )
 from hf_packing.errors import PackingError
@@ -45,7 +47,9 @@ class UnpaddedModels:
         return "\n".join(f"{name}: {text}" for name, text in self.models.items())
 
 
-def unpad_models(trainer: Any, prove: ProveInTraining, options: dict[str, Any]) -> UnpaddedModels:
+def unpad_models(
+    trainer: Any, prove: ProveInTraining, options: dict[str, Any], fewest_shared: int | None = None
+) -> UnpaddedModels:
     """Patch the models of a trainer, and prove that they take padded batches. The trainer's batches, its loss and its
     metrics stay as they are.
 
@@ -53,11 +57,13 @@ def unpad_models(trainer: Any, prove: ProveInTraining, options: dict[str, Any]) 
         trainer: a Trainer, or an instance of any subclass, such as a GRPOTrainer or a DPOTrainer of TRL.
         prove: as described in `patch_model`; "first batch" stands for "model" here.
         options: the other arguments of `attach`, by name, which only a batching can use.
+        fewest_shared: the fewest tokens that rows of a batch share to be computed once; None to compute every row.
 
     Raises:
         PackingError: the trainer has no model; an option is given; two models share a configuration; or the weights of
             a model are not in memory.
-        ModelNotSupportedError: it cannot be proven that a model takes padded batches. All models are left unpatched.
+        ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
+            rows can share prefixes. All models are left unpatched.
     """
     if given := [name for name, value in options.items() if value is not None]:
         raise PackingError(
@@ -70,20 +76,31 @@ def unpad_models(trainer: Any, prove: ProveInTraining, options: dict[str, Any]) 
     with ExitStack() as as_before:
         for model in found.values():
             as_before.enter_context(unpatched_on_error(model))
-        on_all_ranks(partial(_patch_and_prove, trainer, found, prove))
+        on_all_ranks(partial(_patch_and_prove, trainer, found, prove, fewest_shared))
     return UnpaddedModels({name: _describe(inner_model(model)) for name, model in found.items()})
 
 
 def _patch_and_prove(
-    trainer: Any, models: dict[str, nn.Module], prove: ProveInTraining, planned_from: PlannedFrom
+    trainer: Any,
+    models: dict[str, nn.Module],
+    prove: ProveInTraining,
+    fewest_shared: int | None,
+    planned_from: PlannedFrom,
 ) -> None:
-    planned_from.note_settings(batching=None, prove=prove, models=list(models))
+    planned_from.note_settings(batching=None, prove=prove, models=list(models), share_prefixes=fewest_shared)
     for name, model in models.items():
         with _named(f"trainer.{name}"):
             patch_for_training(model, trainer.accelerator, "small" if prove == "small" else "model")
             if has_local_weights(model):
                 with trainer.accelerator.autocast():
                     prove_unpadding(inner_model(model))
+                    if name == "model" or _is_language_model(inner_model(model)):
+                        share_prefixes(inner_model(model), fewest_shared)
+
+
+def _is_language_model(model: PreTrainedModel) -> bool:
+    """Return whether a model predicts tokens. Other models of a trainer, such as reward models, share no prefixes."""
+    return model.get_output_embeddings() is not None
 
 
 @contextmanager
@@ -112,4 +129,7 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
 def _describe(model: PreTrainedModel) -> str:
     route = route_of(model)
     unpadding = route.unpadding if route else None
-    return f"{type(model).__name__}, {unpadding.describe() if unpadding else 'not proven on padded batches yet'}"
+    shared = "; prefixes that rows share are computed once" if shares_prefixes(model) else ""
+    return (
+        f"{type(model).__name__}, {unpadding.describe() if unpadding else 'not proven on padded batches yet'}{shared}"
+    )

@@ -179,7 +179,7 @@ def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
             f"batching: expected a TokenBudget for {kind} with {model}, whose rows stay whole, got "
             f"{type(batching).__name__}; or None, to keep the trainer's batches and take out their padding"
         )
-    unused = {"length_schedule": batching.length_schedule, "share_prefixes": batching.fewest_shared, **unused}
+    unused = {"length_schedule": batching.length_schedule, **unused}
     if given := [name for name, value in unused.items() if value is not None]:
         raise PackingError(
             f"{given[0]}: expected None for {kind} with {model}, which computes its own loss of padded batches, got "

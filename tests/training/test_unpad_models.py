@@ -8,56 +8,15 @@ import peft
 import pytest
 import torch
 import trl
+from own_batches import COMMON, moved, pairs, policy, step, texts, tokenizer
 from tiers import fast_only
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched, route_of
 from hf_packing.attention.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
-
-WORDS = 128
-COMMON = {
-    "report_to": "none",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "per_device_train_batch_size": 6,
-}
-
-
-def tokenizer():
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(WORDS)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0", unk_token="w1")
-
-
-def texts(number, seed=0, **columns):
-    """A dataset of random words; each column has a mean length."""
-    rng = np.random.default_rng(seed)
-
-    def text(mean):
-        return " ".join(f"w{word}" for word in rng.integers(8, 120, rng.integers(1, 2 * mean)))
-
-    return datasets.Dataset.from_list([{name: text(mean) for name, mean in columns.items()} for _ in range(number)])
-
-
-def pairs(number=6):
-    rows = texts(number, prompt=9, chosen=12, rejected=5)
-    return rows.map(lambda row: {"chosen": " " + row["chosen"], "rejected": " " + row["rejected"]})
-
-
-def moved(model):
-    """A reference model that differs from the policy."""
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return other
 
 
 def dpo(folder, model, **changes):
@@ -87,19 +46,6 @@ def odds_ratio(folder, model):
     return orpo.ORPOTrainer(model, args=config, train_dataset=pairs(), processing_class=tokenizer())
 
 
-def step(trainer):
-    """The loss and the gradients of the first batch."""
-    torch.manual_seed(0)
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.model.train().zero_grad()
-    for module in trainer.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    return float(loss.detach()), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
-
-
 def check_step(trainer, names, close=1e-12):
     expected, gradients = step(trainer)
     unpadded = hfp.attach(trainer, None)
@@ -110,10 +56,6 @@ def check_step(trainer, names, close=1e-12):
     scale = max(float(each.abs().max()) for each in gradients.values())
     assert scale > 0
     assert max(float((found[name] - each).abs().max()) for name, each in gradients.items()) <= close * scale
-
-
-def policy(name="gpt2"):
-    return tiny_model(name, "causal", torch.float64).train()
 
 
 LOSSES = (["sigmoid"], ["ipo"], ["apo_zero"], ["sft"], ["aot"], ["sigmoid", "sft"])

@@ -1,0 +1,213 @@
+"""Padded batches whose rows share prefixes: the same outputs, losses and gradients, with each prefix computed once."""
+
+import copy
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import trl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from own_batches import COMMON, moved, policy, step, texts, tokenizer
+from padded_models import SEQUENCE
+from tiers import fast_only
+
+import hf_packing as hfp
+from hf_packing.attention import inner_model, share_prefixes
+from hf_packing.attention.shared_rows import SharedRows
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.data.trees.find_in_batch import find_in_batch
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+def computed_tokens(model):
+    """A list, to which every forward of the first layer's norm adds its number of tokens."""
+    seen = []
+    norm = next(each for each in inner_model(model).modules() if "Norm" in type(each).__name__)
+    norm.register_forward_hook(lambda _, args, __: seen.append(args[0].shape[:-1].numel()))
+    return seen
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+@given(DOCUMENTS, st.integers(1, 3))
+def test_laws_of_trees_in_a_batch(documents, fewest):
+    tokens = np.array([token for document in documents for token in document])
+    found = find_in_batch(tokens, {}, [*map(len, documents)], fewest)
+    assert (tokens[found.taken][found.given] == tokens).all()
+    begin = 0
+    for document in documents:
+        path = found.given[begin : begin + len(document)]
+        assert found.trees.position_ids[path].tolist() == [*range(len(document))]
+        assert found.trees.predecessors[path].tolist() == [-1, *path[:-1]]
+        begin += len(document)
+    if fewest == 1:
+        assert found.trees.tokens == len({tuple(each[: end + 1]) for each in documents for end in range(len(each))})
+
+
+def test_other_values_of_tokens_split_a_prefix():
+    tokens, types = np.array([5, 6, 7, 5, 6, 8]), np.array([0, 0, 0, 0, 1, 0])
+    assert find_in_batch(tokens, {}, [3, 3], 1).trees.tokens == 4
+    assert find_in_batch(tokens, {"token_type_ids": types}, [3, 3], 1).trees.tokens == 5
+
+
+def padded(documents, side):
+    longest = max(map(len, documents))
+    ids, mask = torch.zeros(len(documents), longest, dtype=torch.long), torch.zeros(len(documents), longest)
+    for number, document in enumerate(documents):
+        place = slice(0, len(document)) if side == "right" else slice(longest - len(document), longest)
+        ids[number, place], mask[number, place] = torch.tensor(document), 1
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", fast_only(["gpt2", "llama", "mamba"], "gpt2"))
+def test_rows_of_a_padded_batch(name, side):
+    stock = tiny_model(name, "causal", torch.float64)
+    model = hfp.patch_model(copy.deepcopy(stock))
+    rng = np.random.default_rng(0)
+    prompt, middle = (rng.integers(8, 100, n).tolist() for n in (20, 5))
+    ends = [rng.integers(8, 100, n).tolist() for n in (3, 9, 1, 6)]
+    documents = [prompt + ends[0], ends[1], prompt + middle + ends[1], prompt + ends[0], prompt + middle + ends[2]]
+    batch = padded(documents, side)
+    expected = model(**batch).logits
+    share_prefixes(model, 4)
+    seen = computed_tokens(model)
+    found = model(**batch).logits
+    assert seen == [20 + 3 + 3 + 9 + 5 + 9 + 1], "3 tokens are too few to share"
+    real = batch["attention_mask"].bool()
+    close = 1e-12 if name == "gpt2" else 1e-5
+    assert float((found - expected)[real].detach().abs().max()) <= close * float(expected[real].detach().std())
+    gradients = []
+    for logits in (expected, found):
+        model.zero_grad()
+        weights = torch.randn(logits[real].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        (logits[real] * weights).sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    largest = max(float(each.abs().max()) for each in gradients[0].values())
+    assert max(float((gradients[1][n] - each).abs().max()) for n, each in gradients[0].items()) <= 10 * close * largest
+    with hfp.unpatch_model(model):
+        pass
+    seen.clear()
+    model(**batch)
+    assert seen == [50], "the route keeps the setting"
+    share_prefixes(model, None)
+    model(**batch)
+    assert seen[-1] == sum(map(len, documents))
+
+
+def test_what_shares_nothing():
+    model = hfp.patch_model(tiny_model("llama", "causal"))
+    share_prefixes(model, 2)
+    documents = [[9, 10, 11, 12], [9, 10, 11, 13, 14]]
+    batch = padded(documents, "right")
+    model(**batch)  # the first padded batch is proven
+    seen = computed_tokens(model)
+    model(**batch)
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
+    model(**padded([[9, 10], [11, 12, 13]], "right"))
+    assert seen == [6, 9, 5]
+    assert SharedRows.find({"input_ids": torch.tensor([[5, 5]]), "labels": torch.tensor([[5, 5]])}, (1, 1), 1) is None
+
+
+@given(st.integers(0, 100))
+@settings(max_examples=5)
+def test_taken_and_given_are_inverse(seed):
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, 2, rng.integers(1, 6)).tolist() for _ in range(6)]
+    tokens = torch.tensor([[token for document in documents for token in document]])
+    inputs = {"input_ids": tokens, "position_ids": torch.cat([torch.arange(len(d)) for d in documents])[None]}
+    shared = SharedRows.find(inputs, tuple(map(len, documents)), 1)
+    if shared is not None:
+        taken = shared.take(inputs)
+        assert torch.equal(taken["position_ids"], shared.row.position_ids)
+        assert torch.equal(shared.give(taken["input_ids"]), tokens)
+
+
+def long_prompts():
+    rows = texts(6, prompt=20, chosen=6, rejected=5)
+    return rows.map(lambda row: {"chosen": " " + row["chosen"], "rejected": " " + row["rejected"]})
+
+
+def dpo(folder, model):
+    config = trl.DPOConfig(str(folder), max_length=None, **COMMON)
+    data, reference = long_prompts(), moved(model)
+    return trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=reference)
+
+
+@pytest.mark.parametrize("budget", [None, 512])
+def test_pairs_share_their_prompt(tmp_path, budget):
+    torch.manual_seed(0)
+    trainer = dpo(tmp_path, policy("llama"))
+    expected, gradients = step(trainer)
+    if budget is None:
+        shared = hfp.attach(trainer, None, share_prefixes=True)
+        assert all("prefixes that rows share are computed once" in line for line in str(shared).splitlines())
+        assert len(shared.models) == 2
+    else:
+        summary = hfp.attach(trainer, hfp.TokenBudget(budget, share_prefixes=2))
+        assert "prefixes that rows share are computed once" in str(summary)
+    seen = computed_tokens(trainer.model)
+    loss, found = step(trainer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert seen[0] < 0.8 * int(batch["attention_mask"].sum())
+    if budget is None:  # otherwise the batch is another one
+        assert loss == pytest.approx(expected, rel=1e-6)
+        scale = max(float(each.abs().max()) for each in gradients.values())
+        assert max(float((found[name] - each).abs().max()) for name, each in gradients.items()) <= 1e-6 * scale
+
+
+def test_samples_of_a_prompt_in_grpo(tmp_path):
+    """Prompts padded on the left, completions on the right."""
+    sizes = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
+    trainer = trl.GRPOTrainer(
+        policy("llama"),
+        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+        args=trl.GRPOConfig(str(tmp_path), **COMMON | sizes),
+        train_dataset=texts(4, prompt=9),
+        processing_class=tokenizer(),
+    )
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(8, 120, n).tolist() for n in (12, 5)]
+    ids, mask = torch.zeros(8, 21, dtype=torch.long), torch.zeros(8, 21, dtype=torch.long)
+    for number in range(8):
+        prompt, completion = prompts[number // 4], rng.integers(8, 120, 1 + number).tolist()
+        place = slice(12 - len(prompt), 12 + len(completion))
+        ids[number, place], mask[number, place] = torch.tensor(prompt + completion), 1
+    hfp.attach(trainer, None)
+    expected = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 9)[0]
+    share_prefixes(trainer.model, 4)
+    seen = computed_tokens(trainer.model)
+    found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 9)[0]
+    assert seen == [12 + 5 + sum(range(1, 9))]
+    real = mask[:, 12:] != 0
+    assert torch.allclose(found[real], expected[real], atol=1e-6)
+
+
+def test_what_is_refused(tmp_path):
+    trainer = dpo(tmp_path, policy("llama"))
+    with pytest.raises(hfp.PackingError, match="share_prefixes: expected False, True, or the fewest tokens"):
+        hfp.attach(trainer, None, share_prefixes=0)
+    with pytest.raises(hfp.PackingError, match="pass it to TokenBudget"):
+        hfp.attach(trainer, hfp.TokenBudget(512), share_prefixes=True)
+    model = hfp.patch_model(tiny_model("llama", SEQUENCE))
+    with pytest.raises(hfp.ModelNotSupportedError, match="only if the model returns outputs for each token"):
+        share_prefixes(model, 4)
+    unstable = hfp.patch_model(tiny_model("axk2", "causal"))
+    with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
+        share_prefixes(unstable, 4)
+
+
+def test_datasets_that_share_nothing_are_as_before(tmp_path):
+    data = datasets.Dataset.from_list([{"prompt": "w9", "chosen": " w10", "rejected": " w11 w12"}] * 2)
+    config = trl.DPOConfig(str(tmp_path), max_length=None, **COMMON)
+    model = policy("llama")
+    trainer = trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=moved(model))
+    hfp.attach(trainer, None, share_prefixes=True)
+    seen = computed_tokens(trainer.model)
+    step(trainer)
+    assert seen[0] >= 10, "prompts of fewer than 16 tokens are computed again"
