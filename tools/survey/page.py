@@ -37,10 +37,7 @@ def page(
     lines += _pictures(pictures) if pictures else []
     for kind, title in TITLES.items():
         own = sorted((each for each in results if each.kind == kind), key=lambda each: each.name)
-        table = [_HEAD, *(_cells(each) for each in own if each.route)]
-        if kind == "causal":  # `with_trees` fills the new column
-            table = [[*cells[:-1], "" if number else "trees", cells[-1]] for number, cells in enumerate(table)]
-        lines += _table(title, table[0], table[1:])
+        lines += _table(title, _HEAD, [_cells(each) for each in own if each.route])
         refused = [
             [each.name, each.stock, _one_line(each.reason, 400)] for each in own if each.built and not each.route
         ]
@@ -59,15 +56,18 @@ def with_pictures(text: str, pictures: Sequence[MeasuredPictures]) -> str:
 def with_trees(text: str, trees: Sequence[MeasuredTrees]) -> str:
     """Return the text of a page with other measurements of trees, also in the table of causal models."""
     text = _with_sections(text, TREES, _trees(trees), before=tuple(TITLES.values()))
-    before, title, after = text.partition(f"\n## {TITLES['causal']}\n")
-    table, border, others = after.partition("\n## ")
-    known = {each.name: each.status for each in trees if each.status != "not built"}
-    lines = table.split("\n")
-    for number, line in enumerate(lines):
-        if number > 2 and line:  # the first lines are an empty line, the head and the line below the head
-            name, *cells, _, last = line.removeprefix("| ").split(" | ")
-            lines[number] = f"| {' | '.join([name, *cells, known.get(name, ''), last])}"
-    return before + title + "\n".join(lines) + border + others
+    before, title, after = text.partition(f"\n## {TITLES['causal']}\n\n")
+    table, border, others = after.partition("\n\n")
+    return before + title + _with_column(table, "trees", trees) + border + others if title else text
+
+
+def _with_column(table: str, column: str, results: Sequence[MeasuredTrees]) -> str:
+    """Return a table with a column of results before the last column, instead of the column of this name, if any."""
+    known = {each.name: each.status for each in results if each.status != "not built"}
+    rows = [line.removeprefix("| ").split(" | ") for line in table.splitlines()]
+    kept = slice(-2 if column in rows[0] else -1)
+    new = [column, "---", *(known.get(name, "") for name, *_ in rows[2:])]
+    return "\n".join(f"| {' | '.join([*cells[kept], text, cells[-1]])}" for cells, text in zip(rows, new, strict=True))
 
 
 def _with_sections(text: str, name: str, lines: Sequence[str], before: tuple[str, ...]) -> str:
