@@ -157,6 +157,7 @@ def test_a_wrong_tree_is_shown():
         "one": (TABLES[2], ["too large"]),
     }
     assert read_column(text) == {"llama": "WRONG"}
+    assert text.endswith(" |\n")
     assert "Of 1 causal models, 0 are exact, 0 are refused with\nthe reason, and 1 are wrong. 0 of those" in text
 
 

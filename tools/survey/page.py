@@ -56,18 +56,24 @@ def with_pictures(text: str, pictures: Sequence[MeasuredPictures]) -> str:
 def with_trees(text: str, trees: Sequence[MeasuredTrees]) -> str:
     """Return the text of a page with other measurements of trees, also in the table of causal models."""
     text = _with_sections(text, TREES, _trees(trees), before=tuple(TITLES.values()))
-    before, title, after = text.partition(f"\n## {TITLES['causal']}\n\n")
-    table, border, others = after.partition("\n\n")
-    return before + title + _with_column(table, "trees", trees) + border + others if title else text
+    lines, title = text.split("\n"), f"## {TITLES['causal']}"
+    if title in lines:
+        begin = lines.index(title) + 2
+        end = lines.index("", begin)
+        lines[begin:end] = _with_column(lines[begin:end], "trees", trees)
+    return "\n".join(lines)
 
 
-def _with_column(table: str, column: str, results: Sequence[MeasuredTrees]) -> str:
-    """Return a table with a column of results before the last column, instead of the column of this name, if any."""
+def _with_column(table: Sequence[str], column: str, results: Sequence[MeasuredTrees]) -> list[str]:
+    """Return the lines of a table with a column of results before the last column.
+
+    If the table has a column of this name, it is replaced.
+    """
     known = {each.name: each.status for each in results if each.status != "not built"}
-    rows = [line.removeprefix("| ").split(" | ") for line in table.splitlines()]
+    rows = [line.removeprefix("| ").split(" | ") for line in table]
     kept = slice(-2 if column in rows[0] else -1)
     new = [column, "---", *(known.get(name, "") for name, *_ in rows[2:])]
-    return "\n".join(f"| {' | '.join([*cells[kept], text, cells[-1]])}" for cells, text in zip(rows, new, strict=True))
+    return [f"| {' | '.join([*cells[kept], text, cells[-1]])}" for cells, text in zip(rows, new, strict=True)]
 
 
 def _with_sections(text: str, name: str, lines: Sequence[str], before: tuple[str, ...]) -> str:
