@@ -9,7 +9,12 @@ The modules, with the input and the output of each module:
     pattern_table.py   Cuts and Patterns -> PatternTable   plan from counts alone, for any number of workers
     assign.py          PatternTable -> PackingPlan         assign documents to packs
     permutation.py     seed -> permutation                 compute random permutations, one element at a time
-    plan.py            arrays -> PackingPlan               store a plan, and check that the plan is valid
+    plan.py            arrays -> PackingPlan               store a plan
+    plan_laws.py       arrays -> errors                    check that a plan is valid
+    forest.py          Forest -> Forest                    cut trees of documents that share prefixes
+    sibling_order.py   tree -> tree                        put small branches of a tree first, for cheap cuts
+    spare_packs.py     Forest, PackingPlan -> Forest       cut trees to fill packs that would stay half empty
+    tree_plan.py       Forest -> PackingPlan               plan trees of documents with any strategy
     windows.py         PackingPlan -> packs that wait      plan a stream window by window
     length_schedule.py PackingPlan -> PackingPlan          cut segments to a length that grows during training
     storage.py         PackingPlan -> files                save a plan to disk, and load a saved plan

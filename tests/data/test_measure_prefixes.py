@@ -28,6 +28,7 @@ def test_the_ratio_is_that_of_packed_rows():
         assert (found.ratio, found.documents, found.is_sample) == (ratio, 20, False)
     assert measure_shared_prefixes(dataset.select(range(0, 20, 2)), 80).documents == 10
     assert measure_shared_prefixes([[1, 2], [3]], 80).ratio == 1
+    assert measure_shared_prefixes([[1, 2], [3]], 80).sentence() == ""
     assert measure_shared_prefixes([], 80).ratio == 1
 
 
