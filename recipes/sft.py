@@ -74,7 +74,14 @@ class Arguments:
         default=False,
         metadata={
             "help": "one document for each assistant turn of a chat, as the model sees it at inference, instead of one "
-            "for the whole chat; the text before a turn is computed again for each turn"
+            "for the whole chat"
+        },
+    )
+    share_prefixes: bool | None = field(
+        default=None,
+        metadata={
+            "help": "compute tokens with which several documents begin only once; on with --per_turn unless given, "
+            "off without it"
         },
     )
     match_documents_per_step: int | None = field(
@@ -98,16 +105,22 @@ class Arguments:
             )
         self.pack_length = self.pack_length or (self.max_tokens if self.strategy == "none" else 4096) or 4096
         self.max_tokens = self.max_tokens or self.pack_length
+        self.share_prefixes = self.per_turn if self.share_prefixes is None else self.share_prefixes
+        if self.share_prefixes and self.strategy == "bucket":
+            sys.exit(
+                "--share_prefixes: expected False with --strategy bucket, which cuts documents that share a prefix"
+            )
 
 
 def packed(
     documents: datasets.Dataset, arguments: Arguments, seed: int
 ) -> tuple[datasets.Dataset, hfp.TokenBudget | hfp.BucketBatches]:
     """The rows to train on, and how they share micro-batches."""
-    tokens = arguments.max_tokens
+    tokens, share = arguments.max_tokens, bool(arguments.share_prefixes)
     if arguments.strategy == "none":
-        return documents, hfp.TokenBudget(tokens, overflow="split", seed=seed)
-    rows = hfp.pack(documents, STRATEGIES[arguments.strategy](arguments.pack_length, seed=seed))
+        return documents, hfp.TokenBudget(tokens, overflow="split", share_prefixes=share, seed=seed)
+    strategy = STRATEGIES[arguments.strategy](arguments.pack_length, seed=seed)
+    rows = hfp.pack(documents, strategy, share_prefixes=share)
     return rows, (hfp.BucketBatches if arguments.strategy == "bucket" else hfp.TokenBudget)(tokens, seed=seed)
 
 
@@ -199,6 +212,7 @@ def prepare(
     same_flags = SameFlags(config)
     config.model_init_kwargs = None  # the model has them, and SFTTrainer would warn
     config.assistant_only_loss, config.completion_only_loss = False, None  # the labels are masked already
+    config.dataset_kwargs = {"skip_prepare_dataset": True}  # rows are ready, also those without input_ids
     trainer = SFTTrainer(
         model=model,
         args=config,
@@ -210,6 +224,11 @@ def prepare(
     summary = hfp.attach(
         trainer, batching, loss=arguments.loss, match_documents_per_step=arguments.match_documents_per_step
     )
+    if arguments.share_prefixes:
+        try:
+            hfp.patch_model(trainer.model, trees=True)  # while the weights are not sharded yet
+        except hfp.ModelNotSupportedError as error:
+            sys.exit(f"--share_prefixes: expected False with this model: {error}")
     if trainer.is_world_process_zero():
         print(summary)
     return trainer

@@ -98,10 +98,14 @@ BY_TRAINER = (
     ),
     Rule(
         "label_smoothing_factor",
-        "as in SFTTrainer; refused with `--loss sequence`",
+        "as in SFTTrainer; refused with `--loss sequence` and with `--share_prefixes`",
         "test_losses_of_trl",
     ),
-    Rule("loss_type", "as in SFTTrainer; `dft` is refused with `--loss sequence`", "test_losses_of_trl"),
+    Rule(
+        "loss_type",
+        "as in SFTTrainer; `dft` is refused with `--loss sequence` and with `--share_prefixes`",
+        "test_losses_of_trl",
+    ),
     Rule("router_aux_loss_coef", "as in SFTTrainer", "test_router_loss"),
     Rule("fp16 tf32", "as in Trainer", "need a GPU"),
     Rule(

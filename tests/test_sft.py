@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from sft_flags import BY_RECIPE, BY_TRAINER
 from transformers import PreTrainedTokenizerFast
 
 import hf_packing as hfp
+from hf_packing.attention.tiny_model import tiny_model as tiny_model_of
 from hf_packing.data.rendering import TrainOn
 from hf_packing.errors import PackingError
 
@@ -224,6 +226,41 @@ def test_per_turn(train, chat_data, tmp_path):
         assert "--per_turn: expected to train on the assistant's turns alone" in said
 
 
+def test_turns_share_the_text_before_them(train, chat_data, tmp_path):
+    """One step on all documents: the loss and gradient of the documents alone, on fewer tokens."""
+    found = {}
+    for strategy in ("none", "best_fit"):
+        for share, flags in ((True, ()), (False, ("--share_prefixes", "False"))):
+            size = ("--max_tokens", 4096) if strategy == "none" else ("--max_tokens", 4096, "--pack_length", 512)
+            flags = ("--per_turn", "True", "--strategy", strategy, *size, *flags)
+            trainer = train(*flags, data=chat_data, steps=1, output=tmp_path / f"{strategy}-{share}")
+            (batch,) = trainer.get_train_dataloader()
+            assert ("parents" in batch) == share
+            found[strategy, share] = trainer.state.log_history[0], batch["input_ids"].numel()
+    (expected, raw), (_, unique) = found["none", False], found["none", True]
+    assert [tokens for _, tokens in found.values()] == [unique, raw] * 2
+    assert unique < 0.9 * raw
+    for each, _ in found.values():
+        assert each["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert each["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_prefixes_are_shared_on_request(train, chat_data):
+    batch = next(iter(train("--share_prefixes", "True", data=chat_data, steps=1).get_train_dataloader()))
+    assert (batch["parents"] >= 0).any()
+
+
+def test_what_cannot_share_prefixes(train, chat_data, tmp_path, tmp_path_factory):
+    flags = ("--per_turn", "True", "--loss_type", "dft")
+    with pytest.raises(PackingError, match="expected the cross-entropy as the loss for documents that share prefixes"):
+        train(*flags, data=chat_data)
+    assert losses(train(*flags, "--share_prefixes", "False", data=chat_data, output=tmp_path / "alone"))
+    model = save_tiny_model(tmp_path_factory.mktemp("looks_ahead"))
+    tiny_model_of("axk2", "causal").save_pretrained(model)
+    said = exits(train, "--per_turn", "True", data=chat_data, model=model, output=tmp_path / "ahead")
+    assert said.startswith("--share_prefixes: expected False with this model: AXK2ForCausalLM: the outputs for a pre")
+
+
 def test_turns_of_prompts_and_completions(tiny_model):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
     tokenizer.chat_template = CHATML
@@ -270,6 +307,10 @@ def test_packs_have_the_seed(strategy):
     one, same, other = (sft.packed(documents, arguments, seed) for seed in (1, 1, 2))
     assert one[0]["input_ids"][:] == same[0]["input_ids"][:] != other[0]["input_ids"][:]
     assert (one[1].seed, other[1].seed) == (1, 2)
+    if strategy != "bucket":
+        rows, batching = sft.packed(documents, replace(arguments, share_prefixes=True), 1)
+        assert "parents" in rows.column_names
+        assert batching == one[1]
 
 
 def test_model_init_kwargs(train, tmp_path):

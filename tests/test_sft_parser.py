@@ -167,10 +167,13 @@ def test_flags_of_the_recipe_that_would_have_no_effect():
         ({"max_tokens": 0}, "--max_tokens: expected an integer from 1, got 0"),
         ({"pack_length": "many"}, "--pack_length: expected an integer from 1, got 'many'"),
         ({"pack_length": 64, "max_tokens": 128}, "--pack_length: expected none beside --max_tokens"),
+        ({"per_turn": True, "strategy": "bucket"}, "--share_prefixes: expected False with --strategy bucket"),
     ):
         assert said in exits(sft.Arguments, **known, **wrong)
     assert sft.Arguments(**known, strategy="best_fit", pack_length=64, max_tokens=128).max_tokens == 128
     assert sft.Arguments(**known, pack_length=64).max_tokens == 64
+    assert [sft.Arguments(**known, per_turn=each).share_prefixes for each in (False, True)] == [False, True]
+    assert not sft.Arguments(**known, per_turn=True, strategy="bucket", share_prefixes=False).share_prefixes
 
 
 def test_the_configuration_that_comes_along():
