@@ -36,19 +36,31 @@ def note(axes: Axes, x: float, y: float, text: str, **options) -> None:
     axes.text(x, y, text, **{"size": 11.5, "color": FAINT, "va": "center", "in_layout": False} | options)
 
 
-def draw_attention(axes: Axes, lengths: list[int], words: str, *, leaks: bool = False, causal: bool = True) -> None:
-    """Which tokens of a row each of its tokens attends to."""
+def draw_attention(
+    axes: Axes,
+    lengths: list[int],
+    words: str,
+    *,
+    leaks: bool = False,
+    causal: bool = True,
+    names: list[str] | None = None,
+    above: list[list[int]] | None = None,
+) -> None:
+    """Which tokens of a row each of its tokens attends to; above: the other segments that each segment attends to."""
     axes.axis("on")
     document = np.repeat(np.arange(len(lengths)), lengths)
     seen = np.tril(np.ones((len(document), len(document)), dtype=bool)) if causal else document >= 0
-    same = document[:, None] == document[None]
+    attended = np.eye(len(lengths), dtype=bool)
+    for segment, others in enumerate(above or []):
+        attended[segment, others] = True
+    same = attended[document[:, None], document[None]]
     shown = np.where(seen & same, 1, np.where(seen & leaks, 2, 0))
     axes.imshow(shown, cmap=ListedColormap(["#f1f3f6", ATTENDS, LEAKS]), vmin=0, vmax=2)
     for border in np.cumsum(lengths)[:-1]:
         axes.axhline(border - 0.5, color="white", linewidth=1.5)
         axes.axvline(border - 0.5, color="white", linewidth=1.5)
     middles = np.cumsum(lengths) - np.array(lengths) / 2 - 0.5
-    names = [f"doc {number + 1}" for number in range(len(lengths))]
+    names = names or [f"doc {number + 1}" for number in range(len(lengths))]
     axes.set_xticks(middles, names, size=10, color=FAINT)
     axes.set_yticks(middles, names, size=10, color=FAINT, rotation=90, va="center")
     axes.tick_params(length=0)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from canvas import COLORS, FAINT, HEIGHT, INK, draw_box, figure_of, title
+from draw_training import draw_attention, note
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -12,6 +13,8 @@ CHAT = [("user", 20), ("reply", 27), ("user", 24), ("call", 34), ("tool", 44), (
 THINKING = {1: 44, 3: 60, 5: 52, 7: 36}
 """Tokens of the thinking in each assistant turn. The dataset has none, so this is made up."""
 NOT_OWN, EARLIER, THOUGHT, TURN = "#dfe4ec", COLORS[0], COLORS[1], COLORS[2]
+PROMPT, ANSWERS = 8, [4, 3, 5]
+"""Tokens of a prompt and of three answers to it."""
 SHORT = 20
 """Tokens of the shortest box with a word in it."""
 
@@ -80,4 +83,34 @@ def chat_tree() -> Figure:
     kinds = {"question or tool result": NOT_OWN, "earlier turn": EARLIER, "thinking, trained on": THOUGHT}
     handles = [Patch(color=color, label=label) for label, color in (kinds | {"turn, trained on": TURN}).items()]
     axes[1].legend(handles=handles, loc="lower left", ncols=2, frameon=False, labelcolor=FAINT, fontsize=10.5)
+    return figure
+
+
+def shared_prefixes() -> Figure:
+    """Three answers to one prompt, as documents of a packed row and as a tree, and what attention sees."""
+    figure, axes = figure_of(3, (13, 3.9), width_ratios=[2.1, 1, 1])
+    lanes, packed, tree = axes
+    x = 0
+    for number, answer in enumerate(ANSWERS):
+        draw_box(lanes, x, 0, PROMPT, NOT_OWN, "prompt")
+        draw_box(lanes, x + PROMPT, 0, answer, COLORS[number], "ABC"[number])
+        x += PROMPT + answer
+    note(lanes, 0, 1.2, f"Packed: {x} tokens", color=INK)
+    draw_box(lanes, 0, -2, PROMPT, NOT_OWN, "prompt")
+    for number, answer in enumerate(ANSWERS):
+        draw_box(lanes, PROMPT, -2 - number, answer, COLORS[number], "ABC"[number])
+    lanes.plot([PROMPT] * 2, [HEIGHT - 2, -1 - len(ANSWERS)], color=INK, linewidth=1.6, zorder=3)
+    note(lanes, 0, -0.8, f"A tree: {PROMPT + sum(ANSWERS)} tokens", color=INK)
+    lanes.set(xlim=(-0.3, x + 0.3), ylim=(-4.2, 1.6))
+    title(lanes, "Three answers to one prompt")
+    both = [tokens for answer in ANSWERS for tokens in (PROMPT, answer)]
+    names = [name for answer in "ABC" for name in ("prompt", answer)]
+    draw_attention(packed, both, "What packed tokens\nattend to", names=names, above=[[], [0], [], [2], [], [4]])
+    draw_attention(
+        tree,
+        [PROMPT, *ANSWERS],
+        "The same attention,\nprompt once",
+        names=["prompt", *"ABC"],
+        above=[[], [0], [0], [0]],
+    )
     return figure
