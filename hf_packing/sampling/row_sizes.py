@@ -137,7 +137,8 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     _check_columns(table.column_names)
     if has_rows_of_trees(table.column_names):
         sampled = [_sample_of_column(TokenColumn(name, table.column(name), numbers)) for name in _OF_TREES]
-        return replace(sizes_of_tree_table(table, numbers), sample=b"".join(sampled))
+        bucket = _buckets_in_table(table, numbers)
+        return replace(sizes_of_tree_table(table, numbers), sample=b"".join(sampled), bucket=bucket)
     table = with_typed_empty_lists(table)
     columns = {
         name: open_column(dataset, name, table, numbers)
@@ -188,6 +189,7 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         _check_columns_like_first(row, first, number)
         if has_rows_of_trees(row):
             trees.append({name: row[name] for name in TREE_COLUMNS})
+            buckets.append(_bucket_of_row(row[BUCKET], number) if BUCKET in row else 0)
             continue
         if INPUT_IDS in row:
             _check_list(INPUT_IDS, row[INPUT_IDS], number)
@@ -196,7 +198,7 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
             buckets.append(_bucket_of_row(row[BUCKET], number) if BUCKET in row else 0)
         tokens.append(len(row[INPUT_IDS]) if INPUT_IDS in row else int(packs[-1].sum()))
     if has_rows_of_trees(first):
-        return sizes_of_tree_rows(trees)
+        return replace(sizes_of_tree_rows(trees), bucket=np.array(buckets) if BUCKET in first else None)
     sample = b""
     if isinstance(dataset, Sequence):
         sample = sample_of_rows([dataset[number] for number in rows_to_sample(len(tokens))])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import Trainer
 
-from hf_packing.attention import has_local_weights, inner_model
+from hf_packing.attention import has_local_weights, inner_model, patch_model
 from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
@@ -16,6 +16,7 @@ from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.sampling.within_limits import Shapes
 from hf_packing.training.losses import Loss, loss_of_model, refuse_unknown_loss
 from hf_packing.training.next_tokens import check_predicts_next
+from hf_packing.training.shared_randomness import warn_of_shared_randomness
 from hf_packing.training.trainer_loss import TrainerLoss
 
 
@@ -65,11 +66,14 @@ def measure_rows(dataset: Any) -> RowSizes:
 
 
 def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: Shapes) -> None:
-    """Check that a patched model can be trained on rows of trees with these settings.
+    """Prove that a patched model runs rows of trees, and check that it can be trained on them with these settings.
+
+    If weights are not in memory, trees must have been proven before. A warning names what is not exact in trees.
 
     Raises:
         PackingError: the model sees the tokens that it predicts; its own loss is not the cross-entropy of its logits;
             or batches have fixed shapes, or segments that are cut by a schedule.
+        ModelNotSupportedError: it cannot be proven that the model runs rows of trees.
     """
     check_predicts_next(model)
     if loss_of_model(model) is None and has_local_weights(model):
@@ -84,6 +88,9 @@ def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: 
             "length_schedule: expected None for documents that share prefixes, since extra borders would cut shared "
             "prefixes"
         )
+    if has_local_weights(model):
+        patch_model(model, trees=True)
+    warn_of_shared_randomness(model)
 
 
 def settle_trees(trainer: Trainer, own: TrainerLoss, masks: Any) -> None:
@@ -106,6 +113,6 @@ def settle_trees(trainer: Trainer, own: TrainerLoss, masks: Any) -> None:
         raise PackingError(
             "trainer: expected the cross-entropy as the loss for documents that share prefixes, which attach computes, "
             f"but {own.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, loss_type or "
-            "use_liger_kernel of its own; pack the documents without share_prefixes"
+            "use_liger_kernel of its own; train without share_prefixes"
         )
     trainer.model_accepts_loss_kwargs = True

@@ -22,6 +22,7 @@ from hf_packing.attention import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
+from hf_packing.training.shared_randomness import warn_of_shared_randomness
 
 _MODELS = ("model", "ref_model", "teacher_model", "reward_model", "reward_models", "reward_funcs", "value_model")
 """Names of attributes in which trainers store models, or lists of models and other functions."""
@@ -96,6 +97,8 @@ def _patch_and_prove(
                     prove_unpadding(inner_model(model))
                     if name == "model" or _is_language_model(inner_model(model)):
                         share_prefixes(inner_model(model), fewest_shared)
+                        if fewest_shared is not None:
+                            warn_of_shared_randomness(model)
 
 
 def _is_language_model(model: PreTrainedModel) -> bool:

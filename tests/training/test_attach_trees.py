@@ -1,5 +1,7 @@
 """Trainers and loops on documents that share prefixes: the gradients of the documents alone, at the price of trees."""
 
+import warnings
+
 import datasets
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.attention import is_patched
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.training.loader import rows_loader
@@ -186,9 +189,39 @@ def test_prefixes_that_are_not_stable_are_refused(tmp_path):
     from hf_packing.attention.tiny_model import tiny_model
 
     trainer = trainer_of(tmp_path, model=tiny_model("axk2", "causal"), data=DATA)
-    hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=2))
     with pytest.raises(hfp.ModelNotSupportedError, match="the outputs for a prefix are not stable"):
+        hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=2))
+    assert type(trainer) is Trainer
+    assert not is_patched(trainer.model)
+
+
+def test_what_is_not_exact_is_said_once(tmp_path):
+    model = build("Mixtral", output_router_logits=True)
+    model.config.attention_dropout = 0.1
+    trainer = trainer_of(tmp_path, model=model, data=DATA)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=2))
         trainer.train()
+    for start in ("dropout: documents that share a prefix", "output_router_logits: the balancing loss"):
+        assert sum(str(each.message).startswith(start) for each in said) == 1
+    assert trainer.state.log_history[0]["loss"] > 0
+
+
+def test_buckets_of_trees(tmp_path):
+    packed = hfp.pack(DATA, hfp.Bucket([32, 64, 128], padding_threshold=1), share_prefixes=2)
+    assert len(set(packed["bucket"])) > 1
+    trainer = trainer_of(tmp_path, data=packed)
+    summary = hfp.attach(trainer, hfp.BucketBatches(tokens_per_batch=128))
+    assert summary.documents == 36
+    trainer.train()
+
+
+def test_streams_of_trees_are_refused(tmp_path):
+    stream = hfp.pack(DATA.to_iterable_dataset(num_shards=2), hfp.BestFit(64), share_prefixes=2, streams=2)
+    trainer = trainer_of(tmp_path, data=stream)
+    with pytest.raises(hfp.PackingError, match="expected a stream of documents or of packed rows, got one of rows of"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 def test_resumed(tmp_path):

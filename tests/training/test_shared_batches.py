@@ -206,7 +206,9 @@ def test_datasets_that_share_nothing_are_as_before(tmp_path):
     data = datasets.Dataset.from_list([{"prompt": "w9", "chosen": " w10", "rejected": " w11 w12"}] * 2)
     config = trl.DPOConfig(str(tmp_path), max_length=None, **COMMON)
     model = policy("llama")
-    trainer = trl.DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=moved(model))
+    trainer = trl.DPOTrainer(
+        model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=moved(model)
+    )
     hfp.attach(trainer, None, share_prefixes=True)
     seen = computed_tokens(trainer.model)
     step(trainer)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_packing.attention import inner_model, refuse_copied_labels, sees_labels
 from hf_packing.collate import PackingCollator
-from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS
+from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.data.streams import upstream
 from hf_packing.data.streams.logical_streams import LogicalStreams
 from hf_packing.data.streams.mixed_examples import MixedExamples
@@ -118,6 +118,11 @@ def training_stream(
             "of the trainer or the loop instead, which saves how far the stream is, or open the stream again"
         )
     examples = upstream.examples_of(stream)
+    if TREE_INPUT_IDS in (stream.features or {}):
+        raise PackingError(
+            f"{name}: expected a stream of documents or of packed rows, got one of rows of trees; pack the stream "
+            "without share_prefixes, or pack a Dataset"
+        )
     if isinstance(examples, LogicalStreams):
         streams, capacity = examples, examples.packing.strategy.largest_capacity
         max_tokens = capacity if batching is None else batching.max_tokens
