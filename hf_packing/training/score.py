@@ -15,16 +15,16 @@ from accelerate.utils import gather_object
 from datasets.utils import tqdm
 from torch import Tensor, nn
 
-from hf_packing.attention import inner_model, input_device, patched, restored_modes, sees_labels
-from hf_packing.collate import PackingCollator
+from hf_packing.attention import inner_model, input_device, patch_model, patched, restored_modes, sees_labels
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.integer_columns import read_integers
 from hf_packing.planning.lengths import check_whole_number
-from hf_packing.strategies.base import plan_packing
-from hf_packing.strategies.greedy import BestFit
+from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.training.log_probs import log_probs_and_hidden
 from hf_packing.training.losses import predicts_next
+from hf_packing.training.next_tokens import NextTokens
+from hf_packing.training.rows_to_score import RowToScore, rows_to_score
 
 Pooling = Literal["mean", "last", "first"]
 """How the hidden states of a document's tokens become one vector: their mean, or the state of one token."""
@@ -70,6 +70,7 @@ def score(
     *,
     max_tokens: int = 16384,
     hidden: Pooling | None = None,
+    share_prefixes: bool | int = False,
     progress: bool = True,
 ) -> Scores:
     """Compute the log-likelihood of documents under a causal language model, or their embeddings, on packed rows.
@@ -78,13 +79,22 @@ def score(
     chunks of tokens. The results are in the order of the documents, and depend on `max_tokens` only up to rounding. In
     a run on several processes, each process scores a share of the documents, and all of them get all results.
 
+    With `share_prefixes`, tokens with which several documents begin run once, as in a row that
+    `pack(..., share_prefixes=True)` makes: the examples of a few-shot prompt, and the question before its options.
+    Results are the same up to rounding. Documents that are equal, or equal up to their last token if `hidden` is None,
+    run once in any case.
+
     Args:
         model: a model of transformers; a causal language model if `hidden` is None. If it is not patched, it is patched
-            for this call, which takes time: call `patch_model` before several calls.
+            for this call, which takes time: call `patch_model`, with `trees=True` for shared prefixes, before several
+            calls.
         documents: lists of token ids, or a Dataset with the column input_ids. With a column labels, only tokens whose
             label is not -100 are scored; otherwise, all tokens but the first one of each document.
-        max_tokens: number of tokens in a row. A longer document is a row of its own.
+        max_tokens: number of tokens in a row. A longer document has a row of its own; documents that share its prefix
+            add up to `max_tokens` tokens to this row.
         hidden: "mean", "last" or "first" to return the last hidden states, pooled over the tokens of each document.
+        share_prefixes: whether to compute prefixes that documents share once; an integer is the fewest tokens to share,
+            and True means 16.
         progress: whether to show a progress bar, on the first process.
 
     Returns:
@@ -94,7 +104,8 @@ def score(
         PackingError: an argument has a wrong value; a document is no list of integers; labels are not its own tokens;
             or `hidden` is None and the model has no likelihoods of documents, since it sees the tokens that it
             predicts.
-        ModelNotSupportedError: it cannot be proven that documents are isolated.
+        ModelNotSupportedError: it cannot be proven that documents are isolated; or, with `share_prefixes`, that the
+            model computes a prefix as it does without what follows, as encoders do not.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -106,26 +117,50 @@ def score(
     check_whole_number("max_tokens", max_tokens)
     if hidden is not None and hidden not in get_args(Pooling):
         raise PackingError(f"hidden: expected None or one of {', '.join(get_args(Pooling))}, got {hidden!r}")
-    rows = _read(documents)
-    with patched(model), restored_modes(model), torch.no_grad():
+    fewest = check_fewest_shared(share_prefixes)
+    documents = _read(documents)
+    with patched(model), restored_modes(model):
         model.eval()
         scores_tokens = _has_likelihoods(model, required=hidden is None)
+        if fewest is not None:
+            patch_model(model, trees=True)
+        # the last token predicts nothing, so it runs only for its state
+        sequences = _Sequences.of([each.tokens if hidden is not None else each.tokens[:-1] for each in documents])
         rank, world_size = _rank_and_world_size()
-        last = 0 if hidden is None else 1  # the last token predicts nothing, so it runs only for its state
-        packs = _packs([max(0, len(row.tokens) - 1 + last) for row in rows], max_tokens)
-        own = packs[rank::world_size]
-        own += packs[:1] * (-(-len(packs) // world_size) - len(own))  # as many forwards on every process
+        rows = rows_to_score(sequences.tokens, max_tokens, fewest)
+        own = rows[rank::world_size]
+        own += rows[:1] * (-(-len(rows) // world_size) - len(own))  # as many forwards on every process
         found: dict[int, _Found] = {}
-        for pack in tqdm(own, unit=" rows", disable=not progress or rank > 0):
-            found |= _score_pack(model, [rows[number] for number in pack], pack, hidden, scores_tokens)
+        with torch.no_grad():
+            for row in tqdm(own, unit=" rows", disable=not progress or rank > 0):
+                found |= _score_row(model, row, sequences, documents, hidden, scores_tokens)
     gathered = [found] if world_size == 1 else gather_object([found])
     known = {number: each for part in gathered for number, each in part.items()}
-    return _joined([known.get(number) for number in range(len(rows))], hidden, scores_tokens)
+    return _joined([known.get(number) for number in range(len(documents))], hidden, scores_tokens)
 
 
-class _Row(NamedTuple):
+class _Document(NamedTuple):
     tokens: _Integers
     labels: _Integers
+    """The token itself if it is scored, otherwise -100."""
+
+
+class _Sequences(NamedTuple):
+    """What the model runs for all documents; equal sequences run once."""
+
+    tokens: list[_Integers]
+    """The tokens of each sequence; none is empty."""
+    documents: list[list[int]]
+    """For each sequence, the numbers of its documents."""
+
+    @classmethod
+    def of(cls, given: Sequence[_Integers]) -> "_Sequences":
+        known: dict[bytes, list[int]] = {}
+        for number, tokens in enumerate(given):
+            if len(tokens):
+                known.setdefault(tokens.tobytes(), []).append(number)
+        numbers = list(known.values())
+        return cls([given[each[0]] for each in numbers], numbers)
 
 
 class _Found(NamedTuple):
@@ -137,11 +172,11 @@ class _Found(NamedTuple):
     hidden: npt.NDArray[np.float32] | None
 
 
-def _read(documents: Any) -> list[_Row]:
-    """Return the tokens and labels of all documents. The label of a token that is not scored is -100."""
+def _read(documents: Any) -> list[_Document]:
+    """Return the tokens and labels of all documents."""
     if isinstance(documents, (str, bytes)) or not hasattr(documents, "__iter__"):
         raise PackingError(f"documents: expected lists of token ids or a Dataset, got {type(documents).__name__}")
-    rows = []
+    found = []
     for number, each in enumerate(documents):
         row = each if hasattr(each, "keys") else {INPUT_IDS: each}
         tokens = read_integers(INPUT_IDS, row, number).astype(np.int64)
@@ -157,20 +192,8 @@ def _read(documents: Any) -> list[_Row]:
                 f"{labels[other[0]]} for token {other[0]} of document {number}, which is {tokens[other[0]]}"
             )
         labels[:1] = IGNORED_LABEL  # the first token follows nothing
-        rows.append(_Row(tokens, labels))
-    return rows
-
-
-def _packs(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the numbers of the documents in each row, the longest row first, without empty documents."""
-    short = [number for number, length in enumerate(lengths) if 0 < length <= max_tokens]
-    packs = [[number] for number, length in enumerate(lengths) if length > max_tokens]
-    if short:
-        plan = plan_packing([lengths[number] for number in short], BestFit(max_tokens))
-        borders = plan.pack_offsets.tolist()
-        of_segments = plan.segment_document.tolist()
-        packs += [[short[each] for each in of_segments[start:end]] for start, end in pairwise(borders)]
-    return sorted(packs, key=lambda pack: -sum(lengths[number] for number in pack))
+        found.append(_Document(tokens, labels))
+    return found
 
 
 def _has_likelihoods(model: nn.Module, required: bool) -> bool:
@@ -188,38 +211,62 @@ def _has_likelihoods(model: nn.Module, required: bool) -> bool:
     return not reason
 
 
-def _score_pack(
-    model: nn.Module, rows: Sequence[_Row], numbers: Sequence[int], pooling: Pooling | None, scores_tokens: bool
+def _score_row(
+    model: nn.Module,
+    row: RowToScore,
+    sequences: _Sequences,
+    documents: Sequence[_Document],
+    pooling: Pooling | None,
+    scores_tokens: bool,
 ) -> dict[int, _Found]:
-    """Run a model on documents packed in one row, and return the results by number of the document."""
-    given = [row.tokens if pooling is not None else row.tokens[:-1] for row in rows]
-    targets = [np.append(row.labels[1:], IGNORED_LABEL)[: len(each)] for row, each in zip(rows, given, strict=True)]
-    batch = PackingCollator()([{INPUT_IDS: each} for each in given])
+    """Run a model on a row, and return the results of its documents by their numbers."""
     device = input_device(inner_model(model))
-    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-    after = torch.from_numpy(np.concatenate(targets)[None]).to(device)
-    found_log_probs, found_greedy, states = log_probs_and_hidden(
-        model, inputs, after, scores_tokens, pooling is not None
+    inputs = row.inputs(sequences.tokens)
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    places = dict(zip(row.sequences.tolist(), row.places(), strict=True))
+    numbers = {number: sequence for sequence in places for number in sequences.documents[sequence]}
+    scored = {number: np.flatnonzero(documents[number].labels != IGNORED_LABEL) for number in numbers}
+    predictors = [places[sequence][scored[number] - 1] for number, sequence in numbers.items()]
+    labels = [documents[number].tokens[scored[number]] for number in numbers]
+    following, which = _next_tokens(np.concatenate(predictors), np.concatenate(labels), device)
+    log_probs, is_greedy, states = log_probs_and_hidden(
+        model, inputs, following if scores_tokens else None, pooling is not None
     )
-    log_probs, is_greedy = found_log_probs.cpu().numpy(), found_greedy.cpu().numpy()
-    borders = np.cumsum([0, *map(len, given)]).tolist()
+    found_log_probs, found_greedy = log_probs.cpu().numpy(), is_greedy.cpu().numpy()
+    borders = np.cumsum([0, *map(len, labels)]).tolist()
     found = {}
-    for number, row, (start, end) in zip(numbers, rows, pairwise(borders), strict=True):
-        scored = int((row.labels != IGNORED_LABEL).sum())
-        pooled = None if states is None or pooling is None else _pooled(states[start:end], pooling)
-        found[number] = _Found(
-            float(log_probs[start:end].sum()) if scores_tokens else np.nan,
-            scored if scores_tokens else 0,
-            bool(is_greedy[start:end].all()) if scores_tokens else False,
-            pooled,
-        )
+    for (number, sequence), (start, end) in zip(numbers.items(), pairwise(borders), strict=True):
+        pooled = None if states is None or pooling is None else _pooled(states, places[sequence], pooling)
+        if scores_tokens:
+            own = which[start:end]
+            found[number] = _Found(
+                float(found_log_probs[own].sum()), end - start, bool(found_greedy[own].all()), pooled
+            )
+        else:
+            found[number] = _Found(np.nan, 0, False, pooled)
     return found
 
 
-def _pooled(states: Tensor, pooling: Pooling) -> npt.NDArray[np.float32]:
-    states = states.float() if states.dtype != torch.float64 else states
-    vector = {"mean": lambda: states.mean(0), "first": lambda: states[0], "last": lambda: states[-1]}[pooling]()
-    pooled: npt.NDArray[np.float32] = vector.cpu().numpy().astype(np.float32)
+def _next_tokens(predictors: _Integers, labels: _Integers, device: torch.device) -> tuple[NextTokens, _Integers]:
+    """Return the tokens to score without duplicates, and for each of those given, its index among them.
+
+    Args:
+        predictors: the token of the row that predicts each token to score, int64 [labels].
+        labels: the tokens to score, int64 [labels]; none is negative.
+        device: the device of the result.
+    """
+    base = int(labels.max(initial=0)) + 1
+    different, which = np.unique(predictors * base + labels, return_inverse=True)
+    after, to_score = (torch.from_numpy(each).to(device) for each in np.divmod(different, base))
+    return NextTokens(after, after, to_score), which
+
+
+def _pooled(states: Tensor, places: _Integers, pooling: Pooling) -> npt.NDArray[np.float32]:
+    """Return the pooled hidden states of the tokens at some places in the row."""
+    places = {"mean": places, "first": places[:1], "last": places[-1:]}[pooling]
+    own = states[torch.from_numpy(places).to(states.device)]
+    own = own.float() if own.dtype != torch.float64 else own
+    pooled: npt.NDArray[np.float32] = own.mean(0).cpu().numpy().astype(np.float32)
     return pooled
 
 
