@@ -21,17 +21,26 @@ def documents():
     return [rng.integers(8, 120, length).tolist() for length in LENGTHS]
 
 
+def related_documents():
+    """Documents that share prefixes, in several rows of 50 tokens."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(8, 120, length).tolist() for length in (20, 33)]
+    return [prompts[number % 2] + rng.integers(8, 120, 3 + number).tolist() for number in range(8)]
+
+
 def main(folder):
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    scores = hfp.score(patched_tiny("llama", "causal", torch.float64), documents(), max_tokens=50, hidden="mean")
-    np.savez(
-        folder / f"scores-{accelerator.process_index}.npz",
-        log_likelihood=scores.log_likelihood,
-        num_tokens=scores.num_tokens,
-        greedy=scores.greedy,
-        hidden=scores.hidden,
-    )
+    for name, rows, share in (("packed", documents(), False), ("trees", related_documents(), True)):
+        model = patched_tiny("llama", "causal", torch.float64)
+        scores = hfp.score(model, rows, max_tokens=50, hidden="mean", share_prefixes=share)
+        np.savez(
+            folder / f"{name}-{accelerator.process_index}.npz",
+            log_likelihood=scores.log_likelihood,
+            num_tokens=scores.num_tokens,
+            greedy=scores.greedy,
+            hidden=scores.hidden,
+        )
     one = hfp.score(patched_tiny("llama", "causal", torch.float64), documents()[:1])  # fewer rows than processes
     assert one.num_tokens.tolist() == [LENGTHS[0] - 1]
     accelerator.end_training()

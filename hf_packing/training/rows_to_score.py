@@ -78,13 +78,19 @@ def rows_to_score(sequences: Sequence[Tokens], max_tokens: int, fewest_shared: i
 
 def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[IntArray, list[RowToScore]]:
     """Return the sequences that share nothing, and rows of the others. Packed rows are faster for those alone."""
-    sizes = np.diff(forest.offsets)
-    longest = np.maximum.reduceat(forest.length, forest.offsets[:-1])
+    sizes, longest = np.diff(forest.offsets), _longest(forest)
     rows: list[RowToScore] = []
-    for tree in np.flatnonzero((sizes > 1) & (longest > max_tokens)).tolist():
-        parts = cut_large_trees(_trees_of(forest, np.array([tree])), int(longest[tree]) + max_tokens)
-        rows += _rows(parts.order, parts.length, parts.shared, parts.offsets)
-    trees = _trees_of(forest, np.flatnonzero((sizes > 1) & (longest <= max_tokens)))
+    fitting = [_trees_of(forest, (sizes > 1) & (longest <= max_tokens))]
+    for tree in np.flatnonzero((sizes > 1) & (longest > max_tokens)):
+        chosen = _trees_of(forest, np.arange(len(sizes)) == tree)
+        parts = cut_large_trees(chosen, int(longest[tree]) + max_tokens)
+        fits = _longest(parts) <= max_tokens
+        long = _trees_of(parts, ~fits)
+        rows += _rows(long.order, long.length, long.shared, long.offsets)
+        fitting.append(_trees_of(parts, fits))
+    trees = Forest(
+        *(np.concatenate([getattr(each, name) for each in fitting]) for name in ("order", "length", "shared"))
+    )
     if len(trees.order):
         plan = plan_forest(trees, _whole(lengths), lengths, max_tokens, BestFit(max_tokens).plan_lengths)
         assert plan.segment_shared is not None
@@ -92,10 +98,14 @@ def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[
     return forest.order[np.repeat(sizes == 1, sizes)], rows
 
 
-def _trees_of(forest: Forest, trees: IntArray) -> Forest:
-    """Return some of the trees of a forest, by ascending indices."""
-    sizes = np.diff(forest.offsets)
-    chosen = np.repeat(np.isin(np.arange(len(sizes)), trees), sizes)
+def _longest(forest: Forest) -> IntArray:
+    """Return the length of the longest sequence of each tree, int64 [trees]."""
+    return np.maximum.reduceat(forest.length, forest.offsets[:-1])
+
+
+def _trees_of(forest: Forest, trees: npt.NDArray[np.bool_]) -> Forest:
+    """Return some of the trees of a forest; `trees` is bool [trees]."""
+    chosen = np.repeat(trees, np.diff(forest.offsets))
     return Forest(forest.order[chosen], forest.length[chosen], forest.shared[chosen])
 
 

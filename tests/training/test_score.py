@@ -4,9 +4,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from documents_alone import alone, check
 from patched_models import patched_tiny
 from processes import launch
-from score_process import LENGTHS, documents
+from score_process import LENGTHS, documents, related_documents
 from tiers import fast_only
 from tiny_models import build
 
@@ -17,29 +18,6 @@ from hf_packing.training import log_probs
 
 CLOSE = {"gpt2": 1e-12, "bloom": 1e-12}
 """Models without parts in float32."""
-
-
-def alone(model, rows, labels=None):
-    """Log-likelihood, number of scored tokens, whether they are greedy, and hidden states, by a loop over documents."""
-    found = []
-    for number, tokens in enumerate(rows):
-        states = []
-        handle = model.base_model.register_forward_hook(lambda _, __, output, to=states: to.append(output[0][0]))
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens or [8]]), use_cache=False).logits[0].double().log_softmax(-1)
-        handle.remove()
-        scored = [n for n in range(1, len(tokens)) if labels is None or labels[number][n] != -100]
-        likelihood = sum(float(logits[n - 1, tokens[n]]) for n in scored)
-        greedy = all(int(logits[n - 1].argmax()) == tokens[n] for n in scored)
-        found.append((likelihood, len(scored), greedy, states[0] if tokens else states[0][:0]))
-    return found
-
-
-def check(scores, expected, close=1e-6):
-    assert np.allclose(scores.log_likelihood, [each[0] for each in expected], rtol=close, atol=0)
-    assert scores.num_tokens.tolist() == [each[1] for each in expected]
-    assert scores.greedy.tolist() == [each[2] for each in expected]
-    assert scores.log_likelihood.dtype == np.float64
 
 
 @pytest.mark.parametrize("name", fast_only(["gpt2", "llama", "gemma2", "bloom", "mamba"], "gpt2", "gemma2"))
@@ -140,13 +118,15 @@ def test_the_model_is_as_before():
 
 def test_two_processes_share_the_documents(tmp_path):
     launch("score_process.py", tmp_path, ranks=2)
-    expected = hfp.score(patched_tiny("llama", "causal", torch.float64), documents(), hidden="mean", progress=False)
-    for rank in range(2):
-        found = np.load(tmp_path / f"scores-{rank}.npz")
-        assert np.allclose(found["log_likelihood"], expected.log_likelihood, rtol=1e-7)
-        assert found["num_tokens"].tolist() == expected.num_tokens.tolist()
-        assert found["greedy"].tolist() == expected.greedy.tolist()
-        assert np.allclose(found["hidden"], expected.hidden, atol=1e-6)
+    model = patched_tiny("llama", "causal", torch.float64)
+    for name, rows in (("packed", documents()), ("trees", related_documents())):
+        expected = hfp.score(model, rows, hidden="mean", progress=False)
+        for rank in range(2):
+            found = np.load(tmp_path / f"{name}-{rank}.npz")
+            assert np.allclose(found["log_likelihood"], expected.log_likelihood, rtol=1e-7)
+            assert found["num_tokens"].tolist() == expected.num_tokens.tolist()
+            assert found["greedy"].tolist() == expected.greedy.tolist()
+            assert np.allclose(found["hidden"], expected.hidden, atol=1e-6)
 
 
 def test_bad_arguments():
