@@ -2,18 +2,19 @@
 
     python recipes/evaluate_packed.py --model Qwen/Qwen3-0.6B --tasks arc_easy,hellaswag
     python recipes/evaluate_packed.py --model outputs/sft --tasks my_task --include_path tasks --limit 100
+    python recipes/evaluate_packed.py --model Qwen/Qwen3-0.6B --tasks hellaswag --num_fewshot 5 --share_prefixes
 
 Prompts, answers, metrics and tables are those of the harness; `lm_eval --model hf` prints the same numbers, up to
-rounding. Log-likelihoods are sums of float32 log-probabilities, also if the model is in bfloat16. Tasks that generate
-text run as in the harness.
+rounding. Log-likelihoods are sums of float32 log-probabilities, also if the model is in bfloat16. Requests that differ
+only in their last token, such as A, B, C and D after a question, run once. With --share_prefixes, so does everything
+with which requests begin alike: the examples of a few-shot prompt, and the question before its answers. Tasks that
+generate text run as in the harness.
 """
 
 import argparse
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from inspect import signature
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -47,15 +48,18 @@ class PackedHFLM(HFLM):
     Args:
         pretrained: as in HFLM.
         max_tokens: number of tokens in a row. A longer request is a row of its own.
+        share_prefixes: whether to compute prefixes that requests share once.
         options: as in HFLM; `batch_size` is only for generating text, and `softmax_dtype` has no effect.
     """
 
-    def __init__(self, pretrained: object, *, max_tokens: int = 16384, **options: object) -> None:
+    def __init__(
+        self, pretrained: object, *, max_tokens: int = 16384, share_prefixes: bool = False, **options: object
+    ) -> None:
         super().__init__(pretrained, **options)
         if self.backend != "causal":
             raise hfp.PackingError(f"backend: expected a causal language model, got {self.backend!r}")
-        self.max_tokens = max_tokens
-        hfp.patch_model(self.model)
+        self.max_tokens, self.share_prefixes = max_tokens, share_prefixes
+        hfp.patch_model(self.model, trees=share_prefixes)
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihoods of texts. The windows of all texts are packed together."""
@@ -72,11 +76,7 @@ class PackedHFLM(HFLM):
         override_bs: int | None = None,  # noqa: ARG002
     ) -> list[Answer]:
         documents = [self._document(context, continuation) for _, context, continuation in requests]
-        ends = defaultdict(set)
-        for tokens, scored in documents:
-            ends[tokens[:-1], scored].add(tokens[-1])
-        known = self._answers_that_share({start: sorted(last) for start, last in ends.items() if len(last) > 1})
-        known |= self._answers([each for each in dict.fromkeys(documents) if each not in known], disable_tqdm)
+        known = self._answers(list(dict.fromkeys(documents)), disable_tqdm)
         answers = [known[each] for each in documents]
         for (name, _, _), answer in zip(requests, answers, strict=True):
             if name is not None:  # a window of a longer text has no name
@@ -107,48 +107,15 @@ class PackedHFLM(HFLM):
         if not rows:
             return {}
         with self._autocast():
-            scores = hfp.score(self.model, rows, max_tokens=self.max_tokens, progress=not quiet)
+            scores = hfp.score(
+                self.model,
+                rows,
+                max_tokens=self.max_tokens,
+                share_prefixes=self.share_prefixes,
+                progress=not quiet,
+            )
         found = zip(scores.log_likelihood[begin:end].tolist(), scores.greedy[begin:end].tolist(), strict=True)
         return dict(zip(documents, found, strict=True))
-
-    def _answers_that_share(self, ends: Mapping[Document, list[int]]) -> dict[Document, Answer]:
-        """Return the answers of requests that differ only in the last token, such as A, B, C and D after a question.
-
-        What they share runs once for all of them.
-
-        Args:
-            ends: tokens without the last one, and the number of scored tokens with it -> last tokens.
-        """
-        starts, known = list(ends), {}
-        if not starts:
-            return known
-        lengths = [len(tokens) for tokens, _ in starts]
-        plan = hfp.plan_packing(lengths, hfp.BestFit(max(self.max_tokens, *lengths)))
-        for begin, end in pairwise(plan.pack_offsets.tolist()):
-            pack = [starts[number] for number in plan.segment_document[begin:end].tolist()]
-            for (tokens, scored), log_probs in zip(pack, self._log_probs(pack), strict=True):
-                shared = torch.tensor(tokens[len(tokens) - scored + 1 :], dtype=torch.long, device=log_probs.device)
-                best = log_probs.argmax(-1)
-                before = float(log_probs[:-1].gather(1, shared[:, None]).sum())
-                is_greedy = bool((best[:-1] == shared).all())
-                for last in ends[tokens, scored]:
-                    answer = before + float(log_probs[-1, last]), is_greedy and int(best[-1]) == last
-                    known[(*tokens, last), scored] = answer
-        return known
-
-    @torch.no_grad()
-    def _log_probs(self, starts: Sequence[Document]) -> Sequence[torch.Tensor]:
-        """Return the log-probabilities of all tokens at each scored place, float32 [scored, vocabulary] for each."""
-        batch = hfp.PackingCollator()([{"input_ids": list(tokens)} for tokens, _ in starts])
-        inputs = {name: each.to(self.device) if hasattr(each, "to") else each for name, each in batch.items()}
-        del inputs["labels"]
-        ends, scored = batch["cu_seq_lens_q"][1:].tolist(), [number for _, number in starts]
-        places = [torch.arange(end - number, end) for end, number in zip(ends, scored, strict=True)]
-        places = torch.cat(places).to(self.device)
-        keeps = "logits_to_keep" in signature(self.model.forward).parameters
-        with self._autocast():
-            logits = self.model(**inputs, **({"logits_to_keep": places} if keeps else {})).logits[0]
-        return (logits if keeps else logits[places]).float().log_softmax(-1).split(scored)
 
     def _autocast(self) -> torch.autocast:
         dtype = self.mixed_precision_dtype
@@ -160,6 +127,9 @@ def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="name or folder")
     parser.add_argument("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
     parser.add_argument("--max_tokens", type=positive, default=16384, help="tokens of a packed row")
+    parser.add_argument(
+        "--share_prefixes", action="store_true", help="compute examples, and questions before their answers, once"
+    )
     parser.add_argument("--max_length", type=positive, help="tokens of a request; default: as many as the model takes")
     parser.add_argument("--num_fewshot", type=int, help="examples in each prompt; default: as the task says")
     parser.add_argument("--limit", type=float, help="documents of each task, or their share if below 1; default: all")
@@ -180,7 +150,8 @@ def main(flags: Sequence[str] | None = None) -> dict | None:
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     if unknown := [name for name in names if not tasks.match_tasks([name])]:
         raise SystemExit(f"--tasks: expected names that `lm_eval ls tasks` shows, got {', '.join(unknown)}")
-    options = {name: getattr(arguments, name) for name in ("max_tokens", "max_length", "batch_size", "dtype", "device")}
+    names_of_options = ("max_tokens", "share_prefixes", "max_length", "batch_size", "dtype", "device")
+    options = {name: getattr(arguments, name) for name in names_of_options}
     further = simple_parse_args_string(arguments.model_args)
     if twice := [name for name in further if name in options]:
         raise SystemExit(f"--model_args: expected arguments without a flag of their own, got {', '.join(twice)}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from processes import launch
 from recipe_inputs import exits, save_tiny_model, write
+from tiers import fast_only
 
 import hf_packing as hfp
 
@@ -118,10 +119,13 @@ def numbers_of(results):
     }
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "Gemma2"])
-def test_metrics_and_answers_are_those_of_the_harness(folder, tasks, name):
+CASES = [(name, share) for name in ("Llama", "GPT2", "Gemma2") for share in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "share"), fast_only(CASES, *CASES[::2], ("Gemma2", True)))
+def test_metrics_and_answers_are_those_of_the_harness(folder, tasks, name, share):
     expected = evaluated(stock(folder / name), tasks)
-    found = evaluated(packed(folder / name, max_tokens=300), tasks)
+    found = evaluated(packed(folder / name, max_tokens=300, share_prefixes=share), tasks)
     assert numbers_of(found) == pytest.approx(numbers_of(expected), rel=1e-4, abs=1e-6)
     assert {task for task, _ in numbers_of(found)} == set(TASKS)
     for task in TASKS:
@@ -155,10 +159,14 @@ def requests_of(model):
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 128, 16384])
-def test_requests(folder, name, max_tokens):
+def test_requests(folder, name, max_tokens, share):
     """Without the harness's own sharing, which takes logits of a wrong place if equal tokens are cut differently."""
-    model, other = packed(folder / name, max_tokens=max_tokens), stock(folder / name, logits_cache=False)
+    model, other = (
+        packed(folder / name, max_tokens=max_tokens, share_prefixes=share),
+        stock(folder / name, logits_cache=False),
+    )
     requests, strings = requests_of(other)
     kept = {}
     model.cache_hook = SimpleNamespace(add_partial=lambda kind, key, answer: kept.update({(kind, key): answer}))
@@ -172,15 +180,18 @@ def test_requests(folder, name, max_tokens):
     assert model._loglikelihood_tokens([], disable_tqdm=True) == []
 
 
-def test_what_is_shared_runs_once(folder):
-    model = packed(folder / "Llama", max_tokens=64)
+@pytest.mark.parametrize(("share", "expected"), [(False, [8 * 22]), (True, [8 * 2 + 20])])
+def test_what_is_shared_runs_once(folder, share, expected):
+    """Requests that differ in the last token run once; with share_prefixes, so do the examples of all prompts."""
+    model = packed(folder / "Llama", max_tokens=512, share_prefixes=share)
+    model._loglikelihood_tokens([(None, [5], [6])], True)  # tests the output layer
     sizes = []
     model.model.register_forward_pre_hook(
         lambda _, __, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    prompts = [[5 + n, 6, 7, 8] for n in range(8)]
+    prompts = [[*range(40, 60), 5 + n, 8] for n in range(8)]
     model._loglikelihood_tokens([(("", ""), each, [last]) for each in prompts for last in (20, 21, 22)], True)
-    assert sizes == [32]
+    assert sizes == expected
 
 
 @pytest.mark.slow  # reads the names of all tasks of the harness
@@ -188,7 +199,17 @@ def test_the_command(folder, tasks, tmp_path, capsys):
     import evaluate_packed
 
     output = tmp_path / "out" / "results.json"
-    options = ["--model", folder / "Llama", "--include_path", tasks, "--device", "cpu", "--max_tokens", "512"]
+    options = [
+        "--model",
+        folder / "Llama",
+        "--include_path",
+        tasks,
+        "--device",
+        "cpu",
+        "--max_tokens",
+        "512",
+        "--share_prefixes",
+    ]
     options = [str(each) for each in [*options, "--limit", 5, "--output", output]]
     results = evaluate_packed.main([*options, "--dtype", "float32", "--tasks", "letters,texts"])
     assert json.loads(output.read_text())["letters"]["acc,none"] == results["results"]["letters"]["acc,none"]
