@@ -19,6 +19,14 @@ TOY = {
     "attention.py": (["--rounds", "1", "--shrink", "16", "--no-memory"], "sdpa with mask"),
     "block_mask.py": (["--rounds", "1", "--shrink", "16"], "create_block_mask"),
     "trees.py": (["--sets", "short", "--number", "2000", "--rounds", "1"], "short, 67 tokens each            2,000"),
+    "tree_training.py": (
+        ["--models", "llama", "--sets", "random pairs, prompt half", "--tokens", "1500", "--rounds", "1"],
+        "llama       random pairs, prompt half",
+    ),
+    "tree_pairs.py": (
+        ["--pairs", "2", "--answer", "5", "--prompts", "30", "--hidden", "32", "--layers", "1", "--rounds", "1"],
+        "times as fast",
+    ),
     "loader.py": (
         ["--tokens", "20000", "--rows", "8", "--lengths", "512", "2048", "--rounds", "2"],
         "documents    2,048        2",
