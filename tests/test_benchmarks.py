@@ -65,6 +65,10 @@ TOY = {
         "kept for the backward pass",
     ),
     "score.py": (["--documents", "12", "--max-tokens", "1024", "--rounds", "1"], "times as fast"),
+    "score_trees.py": (
+        ["--questions", "0", "--max-tokens", "512", "--hidden", "16", "--rounds", "1"],
+        "16 + 500 tokens",
+    ),
     "streams.py": (["--packs", "20", "--tokens", "200000", "--rounds", "1", "--documents", "30"], "64 logical"),
     "mixtures.py": (["--tokens", "200000", "--streams", "2", "--rounds", "1"], "2 logical streams, after 200,000"),
     "fleet_pack.py": (["--tokens", "400000", "--rounds", "1"], "groupby().map_groups(): the rows of pack"),

@@ -4,7 +4,7 @@ A token column is a column with one number for each token of a document, such as
 columns are packed, except `attention_mask` and those that the dataset's format hides.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -88,6 +88,12 @@ class TokenColumn:
             chunks = self._values
             slices = [chunks[c][a:b] for c, (a, b) in zip(self._chunk[row].tolist(), bounds, strict=True)]
         return np.concatenate(slices) if slices else np.zeros(0, dtype=self.type.value_type.to_pandas_dtype())
+
+
+def column_of_arrays(name: str, arrays: Sequence[npt.NDArray[Any]]) -> TokenColumn:
+    """Return a column with one array of numbers for each row; there is at least one."""
+    offsets = pa.array(np.cumsum([0, *map(len, arrays)]))
+    return TokenColumn(name, pa.chunked_array([pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(arrays)))]))
 
 
 TokenColumns = dict[str, TokenColumn]

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, PARENTS, SEGMENT_LENGTHS
-from hf_packing.data.token_columns import TokenColumn
+from hf_packing.data.token_columns import column_of_arrays
 from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.planning.forest import Forest, cut_large_trees
@@ -64,13 +63,13 @@ def rows_to_score(sequences: Sequence[Tokens], max_tokens: int, fewest_shared: i
     Args:
         sequences: the tokens of each sequence; none is empty, and no two are equal.
         max_tokens: number of tokens in a row. A longer sequence is in a row of its own, together with sequences that
-            share its prefix, which add at most as many tokens again.
+            share its prefix. Such a row has at most `max_tokens` tokens more than the longest sequence.
         fewest_shared: the fewest tokens that sequences share; None to share none.
     """
     lengths = np.array([len(each) for each in sequences], dtype=np.int64)
     alone, rows = np.arange(len(lengths)), list[RowToScore]()
     if fewest_shared is not None and len(lengths):
-        forest = find_trees({INPUT_IDS: _as_column(sequences, lengths)}, _whole(lengths), fewest_shared).forest
+        forest = find_trees({INPUT_IDS: column_of_arrays(INPUT_IDS, sequences)}, _whole(lengths), fewest_shared).forest
         alone, rows = _rows_of_trees(forest, lengths, max_tokens)
     rows += _packed_rows(np.sort(alone), lengths, max_tokens)
     return sorted(rows, key=lambda row: -row.tokens)
@@ -129,9 +128,3 @@ def _rows(sequences: IntArray, length: IntArray, shared: IntArray, offsets: IntA
 
 def _whole(lengths: IntArray) -> Pieces:
     return Pieces(np.arange(len(lengths)), np.zeros(len(lengths), np.int64), lengths)
-
-
-def _as_column(sequences: Sequence[Tokens], lengths: IntArray) -> TokenColumn:
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
-    lists = pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(sequences)))
-    return TokenColumn(INPUT_IDS, pa.chunked_array([lists]))
