@@ -93,7 +93,9 @@ class TokenColumn:
 def column_of_arrays(name: str, arrays: Sequence[npt.NDArray[Any]]) -> TokenColumn:
     """Return a column with one array of numbers for each row; there is at least one."""
     offsets = pa.array(np.cumsum([0, *map(len, arrays)]))
-    return TokenColumn(name, pa.chunked_array([pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(arrays)))]))
+    return TokenColumn(
+        name, pa.chunked_array([pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(arrays)))])
+    )
 
 
 TokenColumns = dict[str, TokenColumn]
