@@ -221,14 +221,14 @@ def prepare(
         processing_class=tokenizer,
         callbacks=[same_flags],
     )
-    summary = hfp.attach(
-        trainer, batching, loss=arguments.loss, match_documents_per_step=arguments.match_documents_per_step
-    )
-    if arguments.share_prefixes:
-        try:
-            hfp.patch_model(trainer.model, trees=True)  # while the weights are not sharded yet
-        except hfp.ModelNotSupportedError as error:
-            sys.exit(f"--share_prefixes: expected False with this model: {error}")
+    try:
+        summary = hfp.attach(
+            trainer, batching, loss=arguments.loss, match_documents_per_step=arguments.match_documents_per_step
+        )
+    except hfp.ModelNotSupportedError as error:
+        if not arguments.share_prefixes:
+            raise
+        sys.exit(f"--share_prefixes: expected False with this model: {error}")
     if trainer.is_world_process_zero():
         print(summary)
     return trainer

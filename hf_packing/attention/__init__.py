@@ -54,8 +54,6 @@ from hf_packing.attention.patch import (
     check_patched,
     patch_for_training,
     patch_model,
-    patched,
-    unpatch_model,
     unpatched_on_error,
 )
 from hf_packing.attention.probe import random_documents
@@ -66,6 +64,7 @@ from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
 from hf_packing.attention.unpadding_proof import prove_unpadding
+from hf_packing.attention.unpatch import patched, unpatch_model
 from hf_packing.attention.varlen import kernel_of
 
 __all__ = [

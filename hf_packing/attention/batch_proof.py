@@ -25,6 +25,7 @@ from hf_packing.attention.batch_runs import AloneRun, BatchRuns, Run
 from hf_packing.attention.inspect_model import has_local_weights, input_device
 from hf_packing.attention.locate_leak import Compared, locate_leak
 from hf_packing.attention.proof import STOCK_ATTENTIONS
+from hf_packing.attention.read_row import has_trees
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tolerance import (
     ALWAYS_ALLOWED,
@@ -35,7 +36,6 @@ from hf_packing.attention.tolerance import (
     spread,
 )
 from hf_packing.attention.tree_batch_runs import TreeBatchRuns
-from hf_packing.attention.tree_row import has_trees
 from hf_packing.attention.varlen import kernel_of
 
 _NOISE_FACTOR = 8

@@ -2,10 +2,10 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from contextlib import contextmanager
+from typing import Literal, TypeVar, get_args
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,8 +17,7 @@ from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
 from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.patched_forward import install, remove
-from hf_packing.attention.random_weights import random_where_zero
-from hf_packing.attention.route import Route, is_patched, known_routes, route_key, route_of
+from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,
     extend_route,
@@ -155,76 +154,50 @@ def _use_hub_kernels_of(model: PreTrainedModel) -> None:
             use_hub_kernel(attention)
 
 
-def unpatch_model(model: Model) -> AbstractContextManager[Model]:
-    """Remove the patch that `patch_model` has installed, and restore the model to its state before the patch.
+_SMALL = 0.1
+"""Standard deviation of the noise that `random_where_zero` adds to gates and biases that consist of zeros."""
 
-    Args:
-        model: a patched model.
+_SHARE_OF_KERNEL = 0.5
+"""Standard deviation of the noise that `random_where_zero` adds to a convolution kernel, as a share of the root mean
+square of the kernel."""
 
-    Returns:
-        A context manager, which may be ignored. If it is used in a `with` statement, the model is patched again at the
-        end of the block.
-
-    Raises:
-        PackingError: the model is not patched.
-
-    Example:
-        >>> import hf_packing as hfp, torch, transformers
-        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
-        >>> model = hfp.patch_model(model)
-        >>> with hfp.unpatch_model(model):
-        ...     model.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2).shape
-        torch.Size([1, 5])
-    """
-    inner = inner_model(model)
-    if not is_patched(inner):
-        raise PackingError(f"model: expected a model patched by patch_model, but {type(inner).__name__} is not patched")
-    return _Unpatched(model, remove(inner))
+_LONGEST_KERNEL = 16
+"""Largest kernel size, in tokens, of the convolutions to which `random_where_zero` adds noise. The kernel size is the
+size of the last axis of the convolution's weight."""
 
 
 @contextmanager
-def patched(model: Model) -> Iterator[Model]:
-    """Context manager: within the block, the model is patched by `patch_model`. After the block, the patch is removed,
-    unless the model was already patched before the block.
+def random_where_zero(model: nn.Module) -> Iterator[None]:
+    """Context manager: within the block, noise is added to weights that may hide a leak between documents.
 
-    Example:
-        >>> import hf_packing as hfp, transformers
-        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **sizes))
-        >>> with hfp.patched(model):
-        ...     hfp.check_isolation(model).isolated
-        True
+    In an untrained model, two kinds of weights may hide a leak. A projection or gate of zeros passes on no information,
+    and a convolution kernel that is the identity passes no information from one token to another. Noise is added to
+    every parameter that consists of zeros, and to every short convolution kernel. After the block, the original weights
+    are restored.
     """
-    inner = inner_model(model)
-    if is_patched(inner):
-        yield model
-        return
-    patch_model(model)
+    parameters = [p for p in model.parameters() if p.ndim and p.numel() and p.is_floating_point() and not p.is_meta]
+    zero = [parameter for parameter in parameters if not parameter.any()]
+    kernels = [
+        (p, p.detach().clone()) for p in parameters if p.ndim == 3 and p.shape[-1] <= _LONGEST_KERNEL and p.any()
+    ]
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(parameter: nn.Parameter, scale: float) -> torch.Tensor:
+        return (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
+
     try:
-        yield model
+        with torch.no_grad():
+            for parameter in zero:
+                parameter.copy_(noise(parameter, parameter[0].numel() ** -0.5 if parameter.ndim > 1 else _SMALL))
+            for parameter, _ in kernels:
+                parameter.add_(noise(parameter, _SHARE_OF_KERNEL * float(parameter.float().square().mean().sqrt())))
+        yield
     finally:
-        if is_patched(inner):
-            unpatch_model(model)
-
-
-class _Unpatched(AbstractContextManager[Any]):
-    """The context manager that `unpatch_model` returns. At the end of the block, the model is patched with the same
-    route as before. The route is not proven again."""
-
-    def __init__(self, model: nn.Module, route: Route) -> None:
-        self.model = model
-        self.route = route
-
-    def __enter__(self) -> nn.Module:
-        return self.model
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        inner = inner_model(self.model)
-        if not is_patched(inner):
-            install(inner, self.route, attention_of(inner))
+        with torch.no_grad():
+            for parameter in zero:
+                parameter.zero_()
+            for parameter, before in kernels:
+                parameter.copy_(before)
 
 
 ProveInTraining = Literal["first batch", "model", "small"]
@@ -302,7 +275,7 @@ def unpatched_on_error(model: nn.Module) -> Iterator[None]:
         yield
     except Exception:
         if not was_patched and is_patched(inner_model(model)):
-            unpatch_model(model)
+            remove(inner_model(model))
         raise
 
 

@@ -16,17 +16,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward
+from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers
 from hf_packing.attention.inspect_model import Signature, unwrapped
 from hf_packing.attention.keep_row import KeepRow, checkpointing_functions, keep_row_when_checkpointing
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
 from hf_packing.attention.packed_row import PackedRow, current_row, mark_changing_sizes
 from hf_packing.attention.padded_rows import current_rows
-from hf_packing.attention.read_row import read_row
+from hf_packing.attention.read_row import has_trees, read_row
 from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, InputFormat, Route, fold_into_rows, is_patched
 from hf_packing.attention.snapshot import Attention, attention_of, restore_attention, use_attention
-from hf_packing.attention.tree_row import TreeRow, has_trees, read_tree_row
-from hf_packing.attention.uneven_calls import refuse_uneven_gathers
+from hf_packing.attention.tree_row import TreeRow, read_tree_row
 from hf_packing.attention.unpadding import (
     PADDING_OR_CACHE,
     StockGenerate,

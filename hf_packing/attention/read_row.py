@@ -1,5 +1,6 @@
 """Read the borders between segments from a model's inputs."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.packed_row import PackedRow
-from hf_packing.columns import PADDING_SEGMENT
+from hf_packing.columns import PADDING_SEGMENT, PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import PackingError
 
 
@@ -186,3 +187,8 @@ def _check_mask_of_ones(mask: Any, shape: torch.Size) -> None:
         f"attention_mask: expected None or a mask of ones on a patched model, got {shown}, which may hide tokens; "
         "pass documents without padding, as PackingCollator does, or call unpatch_model first"
     )
+
+
+def has_trees(inputs: Mapping[str, Any]) -> bool:
+    """Return whether the arguments of a model's forward are a row of trees, which `read_tree_row` reads."""
+    return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None

@@ -1,5 +1,4 @@
-"""Find the modules of a model that have to run segment by segment. To find them, run every module on a packed row and
-on the row's segments, and compare the outputs.
+"""Find the modules of a model that have to run segment by segment: run each on a packed row and on its segments.
 
 A segment is one document, or a part of one document, in a packed row. A module is segment-local if its output for the
 row equals the joined outputs for the row's segments. Linear layers, norms and experts are segment-local, and so are
@@ -18,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ModulePlan, RunAfter, RunAhead, SegmentedForward
+from hf_packing.attention.by_segment import ModulePlan, SegmentedForward
 from hf_packing.attention.inspect_model import inputs_are_alike, kinds_of_modules
 from hf_packing.attention.module_checks import (
     CopyingDropout,
@@ -33,6 +32,7 @@ from hf_packing.attention.module_checks import (
     scalars_of,
 )
 from hf_packing.attention.packed_row import PackedRow
+from hf_packing.attention.projections import RunAfter, RunAhead
 from hf_packing.attention.snapshot import restored
 from hf_packing.attention.token_axes import Path, detached_copy, leaves, tensors_in
 

@@ -107,11 +107,6 @@ def _as_place(tokens: Places, device: torch.device) -> Place:
     return torch.from_numpy(tokens).to(device)
 
 
-def has_trees(inputs: Mapping[str, Any]) -> bool:
-    """Return whether the arguments of a model's forward are a row of trees."""
-    return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
-
-
 _NOT_READ = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS)
 """Arguments of a row of trees that the model itself does not get."""
 

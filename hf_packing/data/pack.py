@@ -129,7 +129,7 @@ def pack(
     _check_strategy(strategy)
     given = (length_schedule, rows_per_step)
     schedule = None if given == (None, None) else scheduled_rows(*given)
-    fewest_shared = check_share_prefixes(share_prefixes, strategy)
+    fewest_shared = None if share_prefixes is False else check_share_prefixes(share_prefixes, strategy)
     if fewest_shared is not None:
         _check_can_share(lazy, schedule)
     if isinstance(dataset, (datasets.IterableDataset, datasets.IterableDatasetDict)):

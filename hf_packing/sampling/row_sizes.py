@@ -37,7 +37,6 @@ from hf_packing.planning.lengths import IntArray, check_whole_numbers
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.tree_sizes import (
     check_tree_columns,
-    has_rows_of_trees,
     sizes_of_tree_rows,
     sizes_of_tree_table,
 )
@@ -135,7 +134,7 @@ def _sample_of_column(column: TokenColumn | LazyColumn) -> bytes:
 def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     table, numbers = dataset.data.table.select(visible_columns(dataset)), row_numbers(dataset)
     _check_columns(table.column_names)
-    if has_rows_of_trees(table.column_names):
+    if TREE_INPUT_IDS in table.column_names:
         sampled = [_sample_of_column(TokenColumn(name, table.column(name), numbers)) for name in _OF_TREES]
         bucket = _buckets_in_table(table, numbers)
         return replace(sizes_of_tree_table(table, numbers), sample=b"".join(sampled), bucket=bucket)
@@ -187,7 +186,7 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
         _check_columns(row)
         first = first or row
         _check_columns_like_first(row, first, number)
-        if has_rows_of_trees(row):
+        if TREE_INPUT_IDS in row:
             trees.append({name: row[name] for name in TREE_COLUMNS})
             buckets.append(_bucket_of_row(row[BUCKET], number) if BUCKET in row else 0)
             continue
@@ -197,7 +196,7 @@ def _sizes_by_reading(dataset: Any) -> RowSizes:
             packs.append(_seq_lengths_of_row(row, number))
             buckets.append(_bucket_of_row(row[BUCKET], number) if BUCKET in row else 0)
         tokens.append(len(row[INPUT_IDS]) if INPUT_IDS in row else int(packs[-1].sum()))
-    if has_rows_of_trees(first):
+    if TREE_INPUT_IDS in first:
         return replace(sizes_of_tree_rows(trees), bucket=np.array(buckets) if BUCKET in first else None)
     sample = b""
     if isinstance(dataset, Sequence):
@@ -226,7 +225,7 @@ def _bucket_of_row(bucket: Any, number: int) -> int:
 
 
 def _check_columns(names: Any) -> None:
-    if has_rows_of_trees(names):
+    if TREE_INPUT_IDS in names:
         check_tree_columns(names)
         return
     if SEQ_LENGTHS in names:

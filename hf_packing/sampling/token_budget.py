@@ -135,7 +135,7 @@ class TokenBudget(Batching):
     @property
     def fewest_shared(self) -> int | None:
         """The fewest tokens that documents share; None if they share no prefixes."""
-        return check_fewest_shared(self.share_prefixes)
+        return None if self.share_prefixes is False else check_fewest_shared(self.share_prefixes)
 
     def fit(self, sizes: RowSizes) -> FittedRows:
         if self.max_patches is not None and sizes.patches is None:

@@ -14,11 +14,6 @@ from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.tree_counts import TreeCounts
 
 
-def has_rows_of_trees(names: Any) -> bool:
-    """Return whether these are the names of the columns of rows of trees."""
-    return TREE_INPUT_IDS in names
-
-
 def check_tree_columns(names: Any) -> None:
     """Raise PackingError if rows of trees lack a column."""
     if missing := [name for name in TREE_COLUMNS if name not in names]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_packing.attention import snapshot
-from hf_packing.attention.random_weights import random_where_zero
+from hf_packing.attention.patch import random_where_zero
 from hf_packing.attention.snapshot import restored
 
 
