@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS])
-    parser.add_argument("--tokens", type=int, default=24_000, help="tokens of the documents of a set, for Llama")
+    parser.add_argument("--tokens", type=int, default=12_000, help="tokens of the documents of a set, for Llama")
     parser.add_argument("--max-length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
