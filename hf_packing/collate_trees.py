@@ -94,7 +94,7 @@ _Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
 
 
 class _Sizes(NamedTuple):
-    """How many segments and documents each row has, int64 [rows], and how many the rows before it have."""
+    """Numbers of segments and documents in each row, int64 [rows], and in the rows before it have."""
 
     segments: _Integers
     first_segment: _Integers

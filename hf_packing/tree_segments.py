@@ -97,7 +97,7 @@ class TreeSegments:
 
     @cached_property
     def ends_below(self) -> tuple[int, ...]:
-        """For each segment, the index of the last segment below it, plus 1."""
+        """Index of the last segment below each segment, plus 1."""
         ends = list(range(1, len(self.lengths) + 1))
         for segment in reversed(range(len(self.lengths))):
             if (parent := self.parents[segment]) >= 0:

@@ -41,7 +41,7 @@ class TreeBatchRuns(BatchRuns):
 
     @cached_property
     def _is_replaced(self) -> list[bool]:
-        """For each segment, whether it is replaced, or below a replaced one. At most half of all tokens are."""
+        """Flags of the segments that are replaced, or below a replaced one, with at most half of all tokens."""
         trees, segments = self._trees, len(self._trees.lengths)
         replaced = [False] * segments
         left = trees.tokens // 2

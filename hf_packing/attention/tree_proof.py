@@ -42,7 +42,7 @@ TREES = TreeSegments(_LENGTHS, _PARENTS)
 
 
 class TreeProof(NamedTuple):
-    """What the proof of trees has measured."""
+    """Measurements of the proof of trees."""
 
     max_leak: float
     """The largest change of a logit that is not below a replaced segment."""

@@ -123,7 +123,7 @@ class _Document(NamedTuple):
 
 
 class _Conversation(NamedTuple):
-    """What is made of a conversation."""
+    """Documents made of a conversation."""
 
     documents: list[_Document]
     opens: bool = False

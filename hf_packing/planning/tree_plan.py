@@ -38,7 +38,7 @@ def check_fewest_shared(share_prefixes: Any) -> int | None:
 
 
 class TreeLimits(NamedTuple):
-    """What a strategy says about the trees that it can pack."""
+    """Limits of a strategy for the trees that it can pack."""
 
     capacity: int
     """The most tokens that a tree may have, which is the largest capacity of a pack."""

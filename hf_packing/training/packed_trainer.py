@@ -138,7 +138,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's, which computes a loss only of batches with labels."""
+        """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
         if is_tree_batch(inputs):
             inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
         return super().prediction_step(model, inputs, *args, **kwargs)

@@ -146,7 +146,7 @@ class _Document(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """What the model runs for all documents; equal sequences run once."""
+    """Sequences that the model runs for all documents; equal sequences run once."""
 
     tokens: list[_Integers]
     """The tokens of each sequence; none is empty."""

@@ -24,7 +24,7 @@ _WORTH_SAYING = 1.05
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """How many times smaller documents become if they share their prefixes."""
+    """Factor by which documents become smaller if they share their prefixes."""
 
     ratio: float
     """Tokens of the documents / tokens of rows of trees; 1 if no prefixes are shared."""

@@ -18,7 +18,7 @@ Step = TypeVar("Step")
 
 
 class Answer(IntEnum):
-    """What a rank has for a step. The ranks act on the largest answer of all."""
+    """Answer of a rank for a step. The ranks act on the largest answer of all."""
 
     ENDED = 0
     """No row, and all logical streams of the rank have ended."""
