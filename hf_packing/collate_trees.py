@@ -94,7 +94,7 @@ _Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
 
 
 class _Sizes(NamedTuple):
-    """Numbers of segments and documents in each row, int64 [rows], and in the rows before it have."""
+    """Numbers of segments and documents in each row, int64 [rows], and in the rows before it."""
 
     segments: _Integers
     first_segment: _Integers
