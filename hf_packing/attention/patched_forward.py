@@ -52,6 +52,12 @@ _locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
 """Locks that a thread holds while a patched model runs, since other calls switch parts of the patch off for a while."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _lock_of(model: nn.Module) -> RLock:
+    """Return the model's lock. Not compiled: torch.compile would go through all of `_locks` while models leave it."""
+    return _locks.setdefault(model, RLock())
+
+
 class PatchedForward(UnpaddedForward):
     """A replacement for the forward of a patched model. A call reads the borders between documents from the arguments,
     stores them in `current_row` while the forward runs, and runs the model's own forward with the inputs of the route.
@@ -91,7 +97,7 @@ class PatchedForward(UnpaddedForward):
             if rows is not None and self.is_backbone:
                 return self.run_unusual(self._by_name(args, kwargs), rows)
             return self.run_inside(args, kwargs) if rows is None else self.forward(*args, **kwargs)
-        with _locks.setdefault(self.model, RLock()):
+        with _lock_of(self.model):
             if not self.installed:
                 return self.forward(*args, **kwargs)
             inputs = self._by_name(args, kwargs)
@@ -276,7 +282,7 @@ class Patch:
     def suspended(self) -> Iterator[None]:
         """Context manager: within the block, the model runs as without the patch, and other threads wait."""
         model = next(each.model for each in self.replaced if isinstance(each, PatchedForward))
-        with _locks.setdefault(model, RLock()), use_attention(self.attention_before):
+        with _lock_of(model), use_attention(self.attention_before):
             installed = [forward for forward in self.replaced if forward.installed]
             try:
                 for forward in installed:

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
-from hf_packing.attention import choose_kernel, kernels, varlen
+from hf_packing.attention import choose_kernel, kernels, patched_forward, varlen
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
@@ -169,6 +169,23 @@ def test_an_inner_model_alone_reads_the_borders_itself():
         assert torch.allclose(inner(**batch)[0], model.model(**batch)[0], atol=1e-4)
         with pytest.raises(hfp.PackingError, match="cu_seq_lens_k: expected the same segment borders"):
             inner(**{**batch, "cu_seq_lens_k": torch.tensor([0, 29], dtype=torch.int32)})
+
+
+def test_the_lock_of_a_model_is_taken_in_uncompiled_code(monkeypatch):
+    """Tracing it would go through the locks of all models, which ends in an error if one of them leaves meanwhile."""
+    model, batch = patched_tiny("llama", "causal"), batch_of(DOCUMENTS)
+    model(**batch)
+    is_compiling = []
+
+    class Locks(dict):
+        def setdefault(self, key, lock):
+            is_compiling.append(torch.compiler.is_compiling())
+            return super().setdefault(key, lock)
+
+    monkeypatch.setattr(patched_forward, "_locks", Locks())
+    torch.compile(model, backend="eager")(**batch)
+    assert is_compiling
+    assert not any(is_compiling)
 
 
 def test_the_mark_for_changing_sizes_exists():
