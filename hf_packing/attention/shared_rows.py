@@ -1,5 +1,6 @@
 """Compute the prefixes that the rows of a padded batch share only once, such as the prompt of a pair of answers."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,24 +31,27 @@ class SharedRows:
     def find(cls, inputs: Mapping[str, Any], lengths: tuple[int, ...], min_shared: int) -> "SharedRows | None":
         """Return the trees of a batch; None if its rows share no prefix.
 
-        Rows also share none if the model gets labels, or anything for each token but integers, such as embeddings.
+        Rows also share none if the model gets labels, or anything for each token but integers, such as embeddings. A
+        warning then says so.
 
         Args:
             inputs: the arguments of a backbone, with tokens laid end to end.
             lengths: number of tokens in each row that has tokens.
             min_shared: the fewest tokens that rows share.
         """
-        tokens = inputs.get("input_ids")
-        if not isinstance(tokens, Tensor) or inputs.get("labels") is not None:
+        raw = sum(lengths)
+        values = {name: each for name, each in inputs.items() if isinstance(each, Tensor) and raw in each.shape}
+        if kept := _not_shared(values, raw):
+            warnings.warn(  # Python shows the same warning once
+                f"share_prefixes: expected input_ids and other integers of the same shape, got {kept}; the prefixes of "
+                "such a batch are computed for each row",
+                stacklevel=2,
+            )
             return None
-        others: dict[str, Any] = {}
-        for name, value in inputs.items():
-            if isinstance(value, Tensor) and tokens.shape[1] in value.shape and name != "input_ids":
-                if value.shape != tokens.shape or value.is_floating_point():
-                    return None
-                others[name] = value[0].cpu().numpy()
-        found = find_in_batch(tokens[0].cpu().numpy(), others, lengths, min_shared)
-        if not found.trees.has_branches and found.trees.tokens == tokens.shape[1]:
+        others = {name: each[0].cpu().numpy() for name, each in values.items()}
+        tokens = values["input_ids"]
+        found = find_in_batch(others.pop("input_ids"), others, lengths, min_shared)
+        if not found.trees.has_branches and found.trees.tokens == raw:
             return None
         taken, given = (torch.from_numpy(each).to(tokens.device) for each in (found.taken, found.given))
         return cls(TreeRow.of(found.trees, tokens.device), taken, given)
@@ -73,3 +77,18 @@ class SharedRows:
             return leaf[self.given] if path[:1] == ("router_logits",) and len(leaf) == self.row.tokens else leaf
 
         return map_leaves(outputs, give)
+
+
+def _not_shared(values: Mapping[str, Tensor], tokens: int) -> str:
+    """Return what keeps the rows of a batch from sharing their prefixes; an empty string if nothing does.
+
+    Args:
+        values: the arguments of a backbone that have a value for each token.
+        tokens: number of tokens in all rows.
+    """
+    if "input_ids" not in values:
+        return "inputs_embeds"
+    if "labels" in values:
+        return "labels, with which the model computes a loss by itself"
+    other = next((n for n, each in values.items() if each.shape != (1, tokens) or each.is_floating_point()), None)
+    return "" if other is None else f"{values[other].dtype} {other} of shape {list(values[other].shape)}"

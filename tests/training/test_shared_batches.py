@@ -108,10 +108,19 @@ def test_what_shares_nothing():
     seen = computed_tokens(model)
     model(**batch)
     embedded = model.get_input_embeddings()(batch["input_ids"])
-    model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
+    with pytest.warns(UserWarning, match="share_prefixes: expected input_ids .* got inputs_embeds; the prefixes of"):
+        model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])
     model(**padded([[9, 10], [11, 12, 13]], "right"))
     assert seen == [6, 9, 5]
-    assert SharedRows.find({"input_ids": torch.tensor([[5, 5]]), "labels": torch.tensor([[5, 5]])}, (1, 1), 1) is None
+    ids = torch.tensor([[5, 5]])
+    for name, value, message in [
+        ("labels", ids, "got labels, with which the model computes a loss by itself"),
+        ("weights", ids.float(), r"got torch.float32 weights of shape \[1, 2\]"),
+        ("position_ids", ids.expand(3, 1, 2), r"got torch.int64 position_ids of shape \[3, 1, 2\]"),
+    ]:
+        with pytest.warns(UserWarning, match=message):
+            assert SharedRows.find({"input_ids": ids, name: value}, (1, 1), 1) is None
+    assert SharedRows.find({"input_ids": ids, "types": ids}, (1, 1), 1).row.tokens == 1
 
 
 @given(st.integers(0, 100))
