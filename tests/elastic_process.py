@@ -17,6 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_packing as hfp
+from hf_packing.tree_segments import TreeSegments
 
 SETTINGS = {
     "how": "trainer",
@@ -24,6 +25,7 @@ SETTINGS = {
     "accumulation": 1,
     "streams": 8,
     "packs": False,
+    "shared": None,
     "rows": 1,
     "workers": 0,
     "dispatch": None,
@@ -33,7 +35,8 @@ SETTINGS = {
     "evaluate": False,
     "unreadable": None,
 }
-"""The steps to train, and the defaults of all settings. If `packs`, TokenBudget packs the documents. The first rank
+"""The steps to train, and the defaults of all settings. If `packs`, TokenBudget packs the documents. Documents share
+prefixes of at least `shared` tokens; None for none. The first rank
 kills itself after `kill` steps. A checkpoint is saved every `save` steps. The second rank, or with
 `dispatch` the first, reads only so many documents (`unreadable`)."""
 
@@ -52,7 +55,12 @@ class Notes:
 
 
 def documents_of(batch):
-    """The documents of a batch that have labels."""
+    """The documents of a batch that are trained on, or have a single token."""
+    if "parents" in batch:
+        trees = TreeSegments.from_arrays(batch["segment_lengths"], batch["parents"])
+        tokens, trained = batch["input_ids"][0], set(batch["trained"][:, 0].tolist())
+        paths = [tokens[trees.path_of(end)].tolist() for end in batch["ends"].tolist()]
+        return [path for number, path in enumerate(paths) if number in trained or len(path) == 1]
     borders, tokens = batch["cu_seq_lens_q"].tolist(), batch["input_ids"][0].tolist()
     labels = batch["labels"] if "labels" in batch else batch["targets"]
     return [tokens[a:b] for a, b in pairwise(borders) if b > a and (b - a == 1 or (labels[0, a:b] != -100).any())]
@@ -68,7 +76,14 @@ def open_stream(folder, settings, notes):
     if settings["packs"]:
         return stream.cast(features)
     strategy = hfp.BestFit(CAPACITY, overflow="split")
-    return hfp.pack(stream.cast(features), strategy, streams=settings["streams"], window_packs=3)
+    shared = settings["shared"] or False
+    return hfp.pack(stream.cast(features), strategy, streams=settings["streams"], window_packs=3, share_prefixes=shared)
+
+
+def whole_stream(folder, settings, notes):
+    """The stream to evaluate on, in larger rows."""
+    documents = open_stream(folder, settings | {"packs": True}, notes)
+    return hfp.pack(documents, hfp.BestFit(64), streams=8, share_prefixes=settings["shared"] or False)
 
 
 def count_documents(row, file, unreadable):
@@ -80,7 +95,10 @@ def count_documents(row, file, unreadable):
 
 
 def batching_of(settings):
-    return hfp.TokenBudget(CAPACITY * settings["rows"], overflow="split" if settings["packs"] else "error")
+    if not settings["packs"]:
+        return hfp.TokenBudget(CAPACITY * settings["rows"])
+    shared = settings["shared"] or False
+    return hfp.TokenBudget(CAPACITY * settings["rows"], overflow="split", share_prefixes=shared)
 
 
 def kill_at(step, rank, settings):
@@ -124,8 +142,7 @@ def train_with_trainer(folder, settings):
         if "loss" in line:
             notes.add("losses", step=line["step"], loss=line["loss"], epoch=line["epoch"])
     if settings["evaluate"]:
-        whole = hfp.pack(open_stream(folder, settings | {"packs": True}, notes), hfp.BestFit(64), streams=8)
-        notes.add("evaluated", loss=trainer.evaluate(whole)["eval_loss"])
+        notes.add("evaluated", loss=trainer.evaluate(whole_stream(folder, settings, notes))["eval_loss"])
     return trainer.accelerator
 
 
@@ -167,7 +184,7 @@ def train_in_a_loop(folder, settings):
                 if step == settings["steps"]:
                     break
     if settings["evaluate"]:
-        whole = hfp.pack(open_stream(folder, settings | {"packs": True}, notes), hfp.BestFit(64), streams=8)
+        whole = whole_stream(folder, settings, notes)
         notes.add("evaluated", loss=hfp.evaluation_loss(accelerator, model, whole, rows_per_batch=2))
     return accelerator
 

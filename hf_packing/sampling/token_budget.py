@@ -77,7 +77,8 @@ class TokenBudget(Batching):
             documents also "split" or "truncate".
         share_prefixes: True for documents that begin with the same tokens, such as several answers to one prompt: a
             shared prefix is computed once, in trees of at most max_tokens tokens. An integer is the fewest tokens to
-            share; True means 16. Documents of a tree are in one micro-batch. Packed rows of trees need no flag.
+            share; True means 16. Documents of a tree are in one micro-batch. In a stream, documents of a window share
+            prefixes. Packed rows of trees need no flag.
         seed: seed that decides, together with the epoch, the order of rows and which rows share a micro-batch.
 
     Raises:

@@ -172,7 +172,6 @@ def test_batchings_and_datasets_that_share_no_prefixes(tmp_path):
         (DATA.with_transform(lambda rows: rows), "expected a dataset without a transform"),
         (hfp.pack(DATA, hfp.BestFit(128)), "expected documents that are not packed yet"),
         (packed, "expected documents that are not packed yet"),
-        (DATA.to_iterable_dataset(), "share_prefixes: expected False for a stream"),
     ):
         trainer = trainer_of(tmp_path, data=data)
         with pytest.raises(hfp.PackingError, match=message):
@@ -215,13 +214,6 @@ def test_buckets_of_trees(tmp_path):
     summary = hfp.attach(trainer, hfp.BucketBatches(tokens_per_batch=128))
     assert summary.documents == 36
     trainer.train()
-
-
-def test_streams_of_trees_are_refused(tmp_path):
-    stream = hfp.pack(DATA.to_iterable_dataset(num_shards=2), hfp.BestFit(64), share_prefixes=2, streams=2)
-    trainer = trainer_of(tmp_path, data=stream)
-    with pytest.raises(hfp.PackingError, match="expected a stream of documents or of packed rows, got one of rows of"):
-        hfp.attach(trainer, hfp.TokenBudget(64))
 
 
 def test_resumed(tmp_path):

@@ -17,10 +17,16 @@ FILES = {
 }
 
 
-def write(folder, sizes):
-    """Write files with different documents of at most 30 tokens; return all documents."""
-    drawn = make_documents(sum(sizes))
-    documents = [[*divmod(number, 90), *(token % 90 for token in each[1:29])] for number, each in enumerate(drawn)]
+def write(folder, sizes, samples=1):
+    """Write files with different documents of at most 30 tokens; return all documents.
+
+    So many documents, one after the other, begin with the same tokens.
+    """
+    drawn = [[token % 90 for token in each[1:29]] for each in make_documents(sum(sizes))]
+    documents = [[*divmod(number, 90), *each] for number, each in enumerate(drawn)]
+    if samples > 1:
+        begins = [documents[number - number % samples][:20] for number in range(len(documents))]
+        documents = [[*begin, *each[:10]] for begin, each in zip(begins, documents, strict=True)]
     borders = [0, *accumulate(sizes)]
     write_parquet(folder / "data", [documents[begin:end] for begin, end in pairwise(borders)])
     return [tuple(each) for each in documents]
@@ -46,15 +52,20 @@ def documents_read(folder, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "files", "streams"),
-    [*(("trainer", files, streams) for files, streams in zip(FILES, (8, 4, 16, 12), strict=True)), ("loop", "even", 8)],
+    ("how", "files", "streams", "shared"),
+    [
+        *(("trainer", files, streams, None) for files, streams in zip(FILES, (8, 4, 16, 12), strict=True)),
+        ("loop", "even", 8, None),
+        ("trainer", "even", 8, 3),
+        ("loop", "empty files", 4, 3),
+    ],
 )
-def test_steps_do_not_depend_on_ranks(tmp_path, files, how, streams):
-    documents = write(tmp_path, FILES[files])
+def test_steps_do_not_depend_on_ranks(tmp_path, files, how, streams, shared):
+    documents = write(tmp_path, FILES[files], samples=shared or 1)
     found = {}
     for ranks in (1, 2, 4):
         folder = tmp_path / f"{ranks} ranks"
-        run(folder, ranks, how=how, steps=42, accumulation=4 // ranks, streams=streams, evaluate=True)
+        run(folder, ranks, how=how, steps=42, accumulation=4 // ranks, streams=streams, shared=shared, evaluate=True)
         found[ranks] = steps_of(folder, ranks), losses(folder), read(folder, "evaluated", 0)[0]["loss"]
     steps, alone, evaluated = found[1]
     counts = sum(steps.values(), Counter())
@@ -67,10 +78,13 @@ def test_steps_do_not_depend_on_ranks(tmp_path, files, how, streams):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "packs"), [("trainer", False), ("trainer", True), ("loop", False)])
-def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, how, packs):
-    documents = write(tmp_path, FILES["one file 100 times another"])
-    settings = {"how": how, "steps": 40, "packs": packs}
+@pytest.mark.parametrize(
+    ("how", "packs", "shared"),
+    [("trainer", False, None), ("trainer", True, None), ("loop", False, None), ("trainer", True, 3)],
+)
+def test_killed_on_2_ranks_and_resumed_on_4_and_on_1(tmp_path, how, packs, shared):
+    documents = write(tmp_path, FILES["one file 100 times another"], samples=shared or 1)
+    settings = {"how": how, "steps": 40, "packs": packs, "shared": shared}
     run(tmp_path / "whole", 1, accumulation=4, **settings)
     steps, expected = steps_of(tmp_path / "whole", 1), losses(tmp_path / "whole")
     resumed = settings | {"save": 5, "resume": True}

@@ -116,8 +116,8 @@ class StreamPacking:
             key = derive_key(seed, f"epoch {self.epoch}, logical stream {self.stream}")
             strategy = replace(strategy, seed=int(key >> np.uint64(1)))
         if self.fewest_shared is not None:
-            plan = plan_trees(columns, strategy.with_seed_of_window(number), self.fewest_shared).plan
-            return WindowPlan(plan, packs_with_room(plan))
+            found = plan_trees(columns, strategy.with_seed_of_window(number), self.fewest_shared)
+            return WindowPlan(found.plan, packs_with_room(found.plan), splits=sum(found.splits.values()))
         window: WindowPlan = strategy.plan_window(lengths, number)
         return window
 
@@ -286,6 +286,7 @@ class PackedExamples(upstream.TypedExamples):
             empty_documents=int((new_lengths == 0).sum()),
             dropped_tokens=int(lengths.sum(dtype=np.int64)) - packed,
             packs=int((~waits).sum()),
+            splits=window.splits,
         )
         following = WindowStart(
             place=reader.place,
@@ -301,7 +302,7 @@ class PackedExamples(upstream.TypedExamples):
 
 
 def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:
-    """Warn of tokens that were dropped and of empty documents, when a stream has ended."""
+    """Warn of dropped tokens, empty documents and prefixes that ended early, when a stream has ended."""
     if counts.dropped_tokens:
         warnings.warn(
             f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, as configured by "
@@ -310,6 +311,12 @@ def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:
         )
     if counts.empty_documents:
         warnings.warn(f"pack skips {counts.empty_documents:,} documents without a token", stacklevel=2)
+    if counts.splits:
+        warnings.warn(
+            f"pack shares fewer tokens at about {counts.splits:,} places of a stream, where tokens agree but other "
+            "columns differ",
+            stacklevel=2,
+        )
 
 
 def _tokens(documents: pa.Table) -> int:

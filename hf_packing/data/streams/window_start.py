@@ -25,6 +25,9 @@ class Counts:
     empty_documents: int = 0
     dropped_tokens: int = 0
     packs: int = 0
+    splits: int = 0
+    """How many shared prefixes ended early, since values of tokens other than input_ids differ; counted in each window
+    anew, so documents that wait for the next window may count again."""
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the sums of the counts."""
@@ -32,7 +35,7 @@ class Counts:
 
     def as_tuple(self) -> tuple[int, ...]:
         """Return the counts in the order of the fields."""
-        return self.documents, self.tokens, self.empty_documents, self.dropped_tokens, self.packs
+        return self.documents, self.tokens, self.empty_documents, self.dropped_tokens, self.packs, self.splits
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,22 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from hf_packing.columns import INPUT_IDS, LABELS, SEGMENT_COLUMNS, SEQ_LENGTHS, TOKEN_TYPE_IDS
+from hf_packing.columns import (
+    ENDS,
+    INPUT_IDS,
+    LABELS,
+    PARENTS,
+    SEGMENT_COLUMNS,
+    SEGMENT_LENGTHS,
+    SEQ_LENGTHS,
+    TOKEN_TYPE_IDS,
+    TREE_COLUMNS,
+)
 from hf_packing.data.streams.logical_streams import LogicalStreams, Position, Turn
 from hf_packing.data.streams.mixed_examples import MixedExamples
 from hf_packing.data.streams.mixture import SOURCE, SOURCE_EPOCH
 from hf_packing.planning.lengths import IntArray
+from hf_packing.tree_segments import TreeSegments
 
 Row = dict[str, Any]
 Collate = Callable[[list[Row]], dict[str, Any]]
@@ -100,7 +111,7 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
         self.owned = streams.owned[rank::world_size]
         self._streams, self._state, self._first = streams, state, first
         self._rows_per_batch, self._collate = rows_per_batch, collate
-        names = [INPUT_IDS, LABELS, *([TOKEN_TYPE_IDS] if token_types else []), *SEGMENT_COLUMNS]
+        names = [INPUT_IDS, LABELS, *([TOKEN_TYPE_IDS] if token_types else []), *SEGMENT_COLUMNS, *TREE_COLUMNS]
         names += [SOURCE, SOURCE_EPOCH] if isinstance(streams.ex_iterable, MixedExamples) else []
         self._names = [name for name in names if name in streams.features]
 
@@ -139,10 +150,16 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
 
 def _documents(row: Row, stream: int) -> IntArray:
     """Return what `MicroBatch.documents` says of a row, and remove the columns of sources, which no model takes."""
-    lengths = row[SEQ_LENGTHS].astype(np.int64)
-    first = np.cumsum(lengths) - lengths
-    source, epoch = (row.pop(name, np.zeros_like(row[INPUT_IDS]))[first] for name in (SOURCE, SOURCE_EPOCH))
-    return np.stack([source, lengths, epoch, np.full_like(lengths, stream)])
+    if PARENTS in row:
+        trees = TreeSegments.from_arrays(row[SEGMENT_LENGTHS], row[PARENTS])
+        first = trees.begins[row[ENDS]]
+        lengths = (trees.depths + np.array(trees.lengths))[row[ENDS]].astype(np.int64)
+    else:
+        lengths = row[SEQ_LENGTHS].astype(np.int64)
+        first = np.cumsum(lengths) - lengths
+    source = row.pop(SOURCE)
+    epoch = row.pop(SOURCE_EPOCH, np.zeros_like(source))
+    return np.stack([source[first], lengths, epoch[first], np.full_like(lengths, stream)])
 
 
 def _without_end(turns: Iterator[Turn], owned: Sequence[int]) -> Iterator[Turn]:

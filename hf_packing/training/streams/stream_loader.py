@@ -12,7 +12,17 @@ from accelerate.state import GradientState
 from accelerate.utils import gather_object, send_to_device
 
 from hf_packing.collate import PackingCollator
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.columns import (
+    ENDS,
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    PARENTS,
+    SEGMENT_LENGTHS,
+    TRAINED,
+    TREE_INPUT_IDS,
+    TREE_LABELS,
+)
 from hf_packing.data.streams.logical_streams import Position
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
@@ -165,7 +175,9 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         return batches
 
     def _batch(self, micro_batch: MicroBatch) -> Batch:
-        return _masked(self._collate) if micro_batch.batch is None else micro_batch.batch
+        if micro_batch.batch is not None:
+            return micro_batch.batch
+        return _masked(self._collate, self.stream.shares_prefixes)
 
     def _move(self, step: list[MicroBatch]) -> None:
         """Note that a step was run, or passed over."""
@@ -269,10 +281,14 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.counts.load(state.get("sources"))  # a state of an older version has no counts
 
 
-def _masked(collate: Callable[..., Batch]) -> Batch:
+def _masked(collate: Callable[..., Batch], as_tree: bool) -> Batch:
     """Return a batch without labels, for a rank that has no row while other ranks have one.
 
     It is always the same batch, since a model draws as much dropout for a batch as the batch has tokens.
     """
     tokens = np.zeros(_MASKED_TOKENS, dtype=np.int64)
-    return collate([{INPUT_IDS: tokens, LABELS: np.full_like(tokens, IGNORED_LABEL)}])
+    labels = np.full_like(tokens, IGNORED_LABEL)
+    if not as_tree:
+        return collate([{INPUT_IDS: tokens, LABELS: labels}])
+    segments = {SEGMENT_LENGTHS: [_MASKED_TOKENS], PARENTS: [-1], ENDS: [0], TRAINED: []}
+    return collate([{TREE_INPUT_IDS: tokens, TREE_LABELS: labels, **segments}])

@@ -37,9 +37,11 @@ from hf_packing.training.streams.stream_loader import Batch, StreamLoader
 from hf_packing.training.streams.training_stream import (
     TrainingStream,
     check_labels_of_stream,
+    shares_prefixes,
     training_stream,
     with_rows_joined,
 )
+from hf_packing.training.train_on_trees import check_takes_trees
 
 
 class StreamLoopLoader(StreamLoader):
@@ -111,7 +113,7 @@ def prepare_stream_loader(
     stream = on_all_ranks(partial(_open, accelerator, dataset, batching, loss, model, shapes))
     if model is not None:
         with unpatched_on_error(model):
-            on_all_ranks(partial(_isolate_and_check, accelerator, dataset, loss, model, prove, shapes))
+            on_all_ranks(partial(_isolate_and_check, accelerator, dataset, batching, loss, model, prove, shapes))
     pinned = {"pin_memory": accelerator.device.type == "cuda"} | options
     loader = StreamLoopLoader(
         stream,
@@ -138,7 +140,8 @@ def evaluation_loader(accelerator: Accelerator, model: nn.Module, dataset: Any, 
         check_patched(model)
         stream = training_stream("dataset", dataset, None, data_rank(accelerator).world_size)
         planned_from.note_settings(rows_per_batch=rows_per_batch, dataset=stream)
-        check_labels_of_stream(dataset, model)
+        if not shares_prefixes(dataset, None):
+            check_labels_of_stream(dataset, model)
         return with_rows_joined(stream, rows_per_batch)
 
     has_token_types = bool(getattr(inner_model(model).config, "type_vocab_size", 0))
@@ -174,6 +177,7 @@ def _open(
 def _isolate_and_check(
     accelerator: Accelerator,
     dataset: Any,
+    batching: Batching,
     loss: Loss,
     model: nn.Module,
     prove: ProveInTraining,
@@ -183,6 +187,9 @@ def _isolate_and_check(
     patch_for_training(model, accelerator, prove)
     if shapes != (None, None):
         refuse_padding_in_router_loss(model)
+    if shares_prefixes(dataset, batching):
+        check_takes_trees(model, loss, batching, shapes)
+        return
     if loss_of_model(model) is None and has_local_weights(model):
         refuse_unknown_loss(model, loss)
     check_labels_of_stream(dataset, model)

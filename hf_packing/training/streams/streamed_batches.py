@@ -24,10 +24,13 @@ from hf_packing.training.streams.training_stream import (
     check_labels_of_stream,
     is_packed_stream,
     is_stream,
+    shares_prefixes,
     training_stream,
     with_rows_joined,
 )
 from hf_packing.training.token_losses import TokenLosses
+from hf_packing.training.train_on_trees import check_takes_trees, settle_trees
+from hf_packing.training.tree_batch import is_tree_batch
 
 
 class StreamedBatches(PlannedBatches):
@@ -44,11 +47,14 @@ class StreamedBatches(PlannedBatches):
     """What the training that runs, or has run last, logs of the sources of a mixture."""
 
     def add_sources(self, batches: Sequence[dict[str, Any]], device: torch.device) -> None:
-        """Add the source of each token to the micro-batches of an optimizer step, for `losses_of_sources`."""
+        """Add the source of each token to the micro-batches of an optimizer step, for `losses_of_sources`.
+
+        Rows of trees get none: what a token of a tree adds to the loss may belong to several documents.
+        """
         if self.loader is None or (self.settled.by_trainer and not self.decided.trainer_loss.sums_log_probs):
             return
         for batch, documents in zip(batches, self.loader.documents, strict=True):
-            if documents is not None:
+            if documents is not None and not is_tree_batch(batch):
                 batch[SOURCE] = source_of_tokens(documents, batch[LABELS].shape[1]).to(device)
 
     @contextmanager
@@ -181,6 +187,9 @@ class StreamedBatches(PlannedBatches):
     def check_labels(self, trainer: Trainer, dataset: Any) -> None:
         if not is_stream(dataset):
             super().check_labels(trainer, dataset)
+        elif shares_prefixes(dataset, self.decided.batching):
+            check_takes_trees(trainer.model, self.decided.loss, self.decided.batching, self.decided.shapes)
+            settle_trees(trainer, self.decided.trainer_loss, self._masks)
         else:
             check_labels_of_stream(dataset, trainer.model)
 

@@ -18,6 +18,7 @@ from hf_packing.data.streams.mixed_examples import MixedExamples
 from hf_packing.data.streams.packed_examples import PackedExamples, StreamPacking
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.sources import open_source
+from hf_packing.data.trees.tree_rows import check_tree_columns_are_free
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.fill import LINEAR_COST
@@ -51,6 +52,11 @@ class TrainingStream:
         return self.streams if not epoch else self.streams.shuffle_data_sources(np.random.default_rng(epoch))
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether the rows are rows of trees."""
+        return self.streams.packing.fewest_shared is not None
+
+    @property
     def sources(self) -> list[str]:
         """The names of the sources of a mixture; empty without a mixture."""
         examples = self.streams.ex_iterable
@@ -70,6 +76,13 @@ def is_stream(dataset: Any) -> bool:
 def is_packed_stream(dataset: Any) -> bool:
     """Return whether `pack` has packed a stream as logical streams."""
     return is_stream(dataset) and isinstance(upstream.examples_of(dataset), LogicalStreams)
+
+
+def shares_prefixes(stream: datasets.IterableDataset, batching: Batching | None) -> bool:
+    """Return whether a training on a stream with this batching reads rows of trees."""
+    if is_packed_stream(stream):
+        return TREE_INPUT_IDS in (stream.features or {})
+    return isinstance(batching, TokenBudget) and batching.fewest_shared is not None
 
 
 def training_stream(
@@ -102,11 +115,6 @@ def training_stream(
             "match_documents_per_step: expected None for a stream, whose number of documents is unknown, got "
             f"{batching.match_documents_per_step}"
         )
-    if batching is not None and batching.fewest_shared is not None:
-        raise PackingError(
-            f"share_prefixes: expected False for a stream, whose documents are not known in advance, got "
-            f"{batching.share_prefixes}"
-        )
     if getattr(stream, "_distributed", None) is not None:
         raise PackingError(
             f"{name}: expected a stream that every rank reads whole, got a stream that split_dataset_by_node has "
@@ -118,11 +126,6 @@ def training_stream(
             "of the trainer or the loop instead, which saves how far the stream is, or open the stream again"
         )
     examples = upstream.examples_of(stream)
-    if TREE_INPUT_IDS in (stream.features or {}):
-        raise PackingError(
-            f"{name}: expected a stream of documents or of packed rows, got one of rows of trees; pack the stream "
-            "without share_prefixes, or pack a Dataset"
-        )
     if isinstance(examples, LogicalStreams):
         streams, capacity = examples, examples.packing.strategy.largest_capacity
         max_tokens = capacity if batching is None else batching.max_tokens
@@ -134,6 +137,7 @@ def training_stream(
             )
         if batching is not None:
             _check_documents(streams.packing.strategy, rows, batching.max_documents)
+            _check_sharing(name, streams.packing, batching)
     else:
         streams, rows = _pack_documents(name, stream, examples, batching, unread), 1
         max_tokens = streams.packing.strategy.largest_capacity
@@ -164,6 +168,21 @@ def _check_documents(strategy: Any, rows: int, max_documents: int | None) -> Non
         )
 
 
+def _check_sharing(name: str, packing: StreamPacking, batching: TokenBudget) -> None:
+    """Refuse settings of a batching that rows packed before cannot follow, since it is decided what they share."""
+    if batching.fewest_shared is not None and batching.fewest_shared != packing.fewest_shared:
+        raise PackingError(
+            f"share_prefixes: expected False for rows that are packed already, got {batching.share_prefixes}; call "
+            f"pack(stream, strategy, share_prefixes={batching.share_prefixes}, streams=64), or pass a stream of "
+            "documents"
+        )
+    if packing.fewest_shared is not None and batching.length_schedule is not None:
+        raise PackingError(
+            f"length_schedule: expected None for {name}, whose documents share prefixes, since extra borders would cut "
+            f"shared prefixes, got {batching.length_schedule}"
+        )
+
+
 def _pack_documents(
     name: str,
     stream: datasets.IterableDataset,
@@ -176,7 +195,7 @@ def _pack_documents(
             f"{name}: expected a stream with logical streams, which ranks can share, got a stream of pack without; "
             "pass streams=64 to pack"
         )
-    if SEQ_LENGTHS in (upstream.with_known_features(name, stream).features or {}):
+    if {SEQ_LENGTHS, TREE_INPUT_IDS} & set(upstream.with_known_features(name, stream).features or {}):
         raise PackingError(
             f"{name}: expected a stream of documents, or the stream that pack(stream, strategy, streams=64) returned, "
             "got a packed stream that was changed afterwards, or was packed by map; use map, filter and shuffle before "
@@ -190,6 +209,8 @@ def _pack_documents(
     if batching.max_patches is not None:
         raise PackingError(f"max_patches: expected None for a stream of text, got {batching.max_patches}")
     source = open_source(name, stream, unread)
+    if batching.fewest_shared is not None:
+        check_tree_columns_are_free(source.names)
     strategy = BestFit(
         batching.max_tokens, overflow=batching.overflow, max_documents=batching.max_documents, seed=batching.seed
     )
@@ -200,6 +221,7 @@ def _pack_documents(
         False,
         source.schema,
         linear_cost=linear_cost if batching.balance == "attention" else None,
+        fewest_shared=batching.fewest_shared,
     )
     shards = int(source.examples.num_shards)
     streams = 1
