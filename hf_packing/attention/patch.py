@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
-from hf_packing.attention.attention_masks import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
@@ -26,6 +25,7 @@ from hf_packing.attention.small_copy import (
 )
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tree_proof import prove_trees
+from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_packing.attention.attention_masks import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.attention.by_segment import ModulePlan
 from hf_packing.attention.inspect_model import Signature, configurations
 from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.padded_rows import Unpadding
 from hf_packing.attention.token_axes import map_leaves
+from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed
 from hf_packing.columns import IGNORED_LABEL, PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 

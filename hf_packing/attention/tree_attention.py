@@ -3,6 +3,8 @@
 Keys and values are gathered along the path of each segment (arXiv 2511.00413 computes the same with masks).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +12,37 @@ from torch import Tensor
 from hf_packing.attention.cut_and_join import Place
 from hf_packing.attention.exact_attention import attend_with_scores
 from hf_packing.attention.tree_row import TreeRow
+from hf_packing.errors import PackingError
+
+ALONG_PATHS = "exact attention, path by path"
+"""What `kernel_of` returns for attention in a row of trees."""
+
+
+def attend_in_trees(
+    query: Tensor, key: Tensor, value: Tensor, row: TreeRow, where: str, *, is_causal: bool, **options: Any
+) -> tuple[Tensor, str]:
+    """Compute attention in a row of trees; return the output and what computed it, as `kernel_of` reports it.
+
+    Args:
+        query, key, value, row: arguments of `attend_along_paths`.
+        where: the class of the attention layer, for error messages.
+        is_causal: whether a token attends only to itself and to earlier tokens, as trees require.
+        options: keyword arguments of `attend_along_paths`.
+
+    Raises:
+        PackingError: attention is not causal, or the tokens are not those of the row.
+    """
+    if not is_causal:
+        raise PackingError(
+            f"model: expected causal attention on a row of trees, but {where} attends to later tokens, so a shared "
+            "prefix would depend on the documents that continue it"
+        )
+    if (query.shape[0], query.shape[2]) != (1, row.tokens):
+        raise PackingError(
+            f"{where}: expected the {row.tokens} tokens of the row of trees that the model currently processes, got "
+            f"{query.shape[0]} rows of {query.shape[2]} tokens"
+        )
+    return attend_along_paths(query, key, value, row, **options), ALONG_PATHS
 
 
 def attend_along_paths(

@@ -1,8 +1,14 @@
-"""The attention function `packed_varlen`, which transformers calls in the attention layers of a patched model.
+"""The attention function `packed_varlen`, which transformers calls in the attention layers of a patched model, and its
+mask functions.
 
 The function computes attention within each segment of a packed row. A segment is a document, or a part of a document.
+Borders between segments replace the mask, so the mask functions return None, or describe a window or chunks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,23 +17,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
 
-from hf_packing.attention.attention_masks import (
-    NAME,
-    NAME_WITH_LOCAL_MASKS,
-    LocalMask,
-    observer,
-    packed_varlen_local_mask,
-    packed_varlen_mask,
-)
 from hf_packing.attention.choose_kernel import Kernel, choose_kernel
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.local_masks import LocalMask, describe_local_mask
 from hf_packing.attention.packed_row import current_row
 from hf_packing.attention.read_row import borders_from_positions, check_borders
-from hf_packing.attention.tree_attention import attend_along_paths
+from hf_packing.attention.tree_attention import attend_in_trees
 from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError
+
+NAME = "packed_varlen"
+
+NAME_WITH_LOCAL_MASKS = "packed_varlen_local"
+"""Second name under which `packed_varlen` is registered, for models that express a sliding window or chunks only in the
+attention mask. Under this name, `packed_varlen` gets a `LocalMask` as its attention_mask."""
 
 _HARMLESS = frozenset(
     ["cache_position", "deterministic", "ignore_index", "labels", "margin", "num_items_in_batch", "output_attentions"]
@@ -36,12 +42,8 @@ _HARMLESS = frozenset(
 )
 """Names of arguments that some models pass to their attention function, although attention does not depend on them."""
 
-
 EXACT_ATTENTION = "exact attention, segment by segment"
 """What `kernel_of` returns for attention that runs without a kernel."""
-
-ALONG_PATHS = "exact attention, path by path"
-"""What `kernel_of` returns for attention in a row of trees."""
 
 _latest_kernels: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 """The kernel on which the latest call of each attention layer ran. Compiled layers do not enter their kernels here."""
@@ -56,6 +58,39 @@ def kernel_of(model: torch.nn.Module) -> str:
     """
     names = {_latest_kernels[module] for module in model.modules() if module in _latest_kernels}
     return " and ".join(sorted(names))
+
+
+@dataclass
+class Observed:
+    """A record of the calls of `packed_varlen`, with the windows and local masks that a model requested."""
+
+    calls: int = 0
+    windows: set[int] = field(default_factory=set)
+    """Values of `sliding_window` that layers passed to `packed_varlen`."""
+    local_masks: set[LocalMask] = field(default_factory=set)
+    """Masks with a window or chunks that the model requested from its mask function."""
+
+
+_observed: ContextVar[Observed | None] = ContextVar("_observed", default=None)
+
+
+@contextmanager
+def observe() -> Iterator[Observed]:
+    """Context manager: yield an `Observed`, which records the calls of `packed_varlen` within the block."""
+    observed = Observed()
+    token = _observed.set(observed)
+    try:
+        yield observed
+    finally:
+        _observed.reset(token)
+
+
+def _observer() -> Observed | None:
+    """Return the `Observed` of the current `observe` block, or None outside such a block.
+
+    While torch.compile traces, also return None, since reading a context variable would break the graph in every layer.
+    """
+    return None if torch.compiler.is_compiling() else _observed.get()
 
 
 def packed_varlen(
@@ -102,27 +137,13 @@ def packed_varlen(
     _check_arguments(module, query, key, attention_mask, others)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    if (observed := observer()) is not None:
+    if (observed := _observer()) is not None:
         observed.calls += 1
         observed.windows |= {sliding_window} if sliding_window is not None else set()
     chunk = None
     if isinstance(attention_mask, LocalMask):
         sliding_window, chunk = attention_mask.window, attention_mask.chunk
-    if (trees := _tree_row()) is not None:
-        return _attend_in_trees(
-            trees,
-            *(module, query, key, value, is_causal, scaling),
-            window=sliding_window,
-            chunk=chunk,
-            softcap=softcap,
-            sinks=s_aux,
-            dropout=dropout,
-        )
-    borders, lengths = _borders_and_lengths(module, rows, tokens, cu_seq_lens_q, position_ids)
-    if chunk is not None:
-        borders, lengths, max_length_q = _cut_into_chunks(borders, chunk, rows * tokens), None, chunk
     query, key, value = _to_one_dtype(query, key, value)
-    q, k, v = (_merge_rows(tensor) for tensor in (query, key, value))
     options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "is_causal": is_causal,
@@ -130,56 +151,30 @@ def packed_varlen(
         "softcap": softcap,
         "dropout": dropout,
     }
-    if (kernel := _kernel_for(q, k, v, sinks=s_aux, **options)) is not None:
-        known = max(lengths) if lengths and max_length_q is None else max_length_q
-        longest = None if known is None else int(known)
-        attended = kernel.attend(q, k, v, borders.to(q.device, torch.int32), longest, sinks=s_aux, **options)
-    elif torch.compiler.is_compiling():
-        attended = attend_by_segment_compiled(q, k, v, borders, s_aux, **options)
+    row = None if torch.compiler.is_compiling() else current_row.get()
+    if isinstance(row, TreeRow):
+        where = type(module).__name__
+        attended, name = attend_in_trees(query, key, value, row, where, chunk=chunk, sinks=s_aux, **options)
     else:
-        if not lengths:
-            lengths = [b - a for a, b in pairwise(check_borders(borders, rows, tokens))]
-        attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **options)
-    name = EXACT_ATTENTION if kernel is None else kernel.name
+        borders, lengths = _borders_and_lengths(module, rows, tokens, cu_seq_lens_q, position_ids)
+        if chunk is not None:
+            borders, lengths, max_length_q = _cut_into_chunks(borders, chunk, rows * tokens), None, chunk
+        q, k, v = (_merge_rows(tensor) for tensor in (query, key, value))
+        kernel = _kernel_for(q, k, v, sinks=s_aux, **options)
+        name = EXACT_ATTENTION if kernel is None else kernel.name
+        if kernel is not None:
+            known = max(lengths) if lengths and max_length_q is None else max_length_q
+            longest = None if known is None else int(known)
+            attended = kernel.attend(q, k, v, borders.to(q.device, torch.int32), longest, sinks=s_aux, **options)
+        elif torch.compiler.is_compiling():
+            attended = attend_by_segment_compiled(q, k, v, borders, s_aux, **options)
+        else:
+            if not lengths:
+                lengths = [b - a for a, b in pairwise(check_borders(borders, rows, tokens))]
+            attended = attend_by_segment(q, k, v, lengths, sinks=s_aux, **options)
     if not torch.compiler.is_compiling() and _latest_kernels.get(module) is not name:
         _latest_kernels[module] = name
     return attended[0].transpose(0, 1).reshape(rows, tokens, heads, -1).contiguous(), None
-
-
-def _tree_row() -> TreeRow | None:
-    """Return the row of trees that the model currently processes, or None for another row. Models run without
-    torch.compile on rows of trees."""
-    row = None if torch.compiler.is_compiling() else current_row.get()
-    return row if isinstance(row, TreeRow) else None
-
-
-def _attend_in_trees(
-    row: TreeRow,
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool,
-    scaling: float | None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention in a row of trees; the arguments and the result are those of `packed_varlen`."""
-    if not is_causal:
-        raise PackingError(
-            f"model: expected causal attention on a row of trees, but {type(module).__name__} attends to later tokens, "
-            "so a shared prefix would depend on the documents that continue it"
-        )
-    if (query.shape[0], query.shape[2]) != (1, row.tokens):
-        raise PackingError(
-            f"{type(module).__name__}: expected the {row.tokens} tokens of the row of trees that the model currently "
-            f"processes, got {query.shape[0]} rows of {query.shape[2]} tokens"
-        )
-    query, key, value = _to_one_dtype(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attended = attend_along_paths(query, key, value, row, scale=scale, **options)
-    if _latest_kernels.get(module) is not ALONG_PATHS:
-        _latest_kernels[module] = ALONG_PATHS
-    return attended.transpose(1, 2).contiguous(), None
 
 
 def _check_arguments(
@@ -288,6 +283,41 @@ def _merge_rows(tensor: Tensor) -> Tensor:
     if tensor.shape[0] == 1:
         return tensor
     return tensor.transpose(0, 1).flatten(1, 2)[None]
+
+
+def packed_varlen_mask(
+    *args: Any, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any
+) -> Tensor | None:
+    """Return the attention mask that transformers passes to `packed_varlen`.
+
+    The mask is None if the batch has no padding, since the borders of segments then replace the mask. If the batch has
+    padding, the mask is a tensor, for which `packed_varlen` raises an error.
+
+    Raises:
+        PackingError: the model adds mask functions of its own, which the borders of segments cannot replace.
+    """
+    if use_vmap or getattr(kwargs.get("mask_function"), "__name__", "") == "or_mask":
+        raise PackingError(f"attention_mask: {NAME} does not support a mask made of custom functions")
+    if (observed := _observer()) is not None and local_size is not None:
+        observed.local_masks.add(_local_mask(kwargs["mask_function"], local_size))
+    padding: Tensor | None = flash_attention_mask(*args, **kwargs)
+    return padding
+
+
+def packed_varlen_local_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | LocalMask | None:
+    """Return a `LocalMask` if the mask has a window or chunks and the batch has no padding; otherwise, return the
+    result of `packed_varlen_mask`."""
+    padding = packed_varlen_mask(*args, **kwargs)
+    return padding if padding is not None or local_size is None else _local_mask(kwargs["mask_function"], local_size)
+
+
+def _local_mask(mask_function: Any, local_size: int) -> LocalMask:
+    if (local_mask := describe_local_mask(mask_function, local_size)) is None:
+        raise PackingError(
+            f"attention_mask: {NAME} supports sliding windows and chunks, got another kind of local mask, with a size "
+            f"of {local_size} tokens"
+        )
+    return local_mask
 
 
 def register() -> None:

@@ -12,9 +12,9 @@ from tiny_models import SIZES, build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_packing as hfp
-from hf_packing.attention.attention_masks import NAME
 from hf_packing.attention.snapshot import attention_of
 from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.varlen import NAME
 
 
 class TestUndone:

@@ -10,9 +10,9 @@ from transformers.masking_utils import causal_mask_function, or_masks
 
 import hf_packing as hfp
 from hf_packing.attention import varlen
-from hf_packing.attention.attention_masks import LocalMask, packed_varlen_mask
 from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.varlen import packed_varlen
+from hf_packing.attention.local_masks import LocalMask
+from hf_packing.attention.varlen import packed_varlen, packed_varlen_mask
 
 
 class Attention(torch.nn.Module):
