@@ -13,13 +13,21 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from hf_packing.attention.cut_and_join import Fill, cut_inputs, join_outputs, split_outputs
 from hf_packing.attention.inspect_model import GATHERED, is_fsdp
 from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing, current_row, use_row
 from hf_packing.attention.padded_rows import current_rows
 from hf_packing.attention.projections import RunAfter, RunAhead
 from hf_packing.attention.snapshot import restored
-from hf_packing.attention.token_axes import Path, TokenAxes, leaves, map_leaves
+from hf_packing.attention.token_axes import (
+    Fill,
+    Path,
+    TokenAxes,
+    cut_inputs,
+    join_outputs,
+    leaves,
+    map_leaves,
+    split_outputs,
+)
 from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError
 

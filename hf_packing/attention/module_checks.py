@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_packing.attention.by_segment import SegmentedForward
-from hf_packing.attention.cut_and_join import Fill
 from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing
-from hf_packing.attention.token_axes import LARGEST_FINITE, Path, TokenAxes, detached_copy, leaves, map_leaves
+from hf_packing.attention.token_axes import Fill, Path, TokenAxes, detached_copy, leaves, map_leaves
+from hf_packing.attention.token_pairs import LARGEST_FINITE
 from hf_packing.errors import PackingError
 
 _TOLERANCE = 1e-4

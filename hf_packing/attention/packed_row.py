@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hf_packing.attention.cut_and_join import Place, length_of
 from hf_packing.attention.group_lengths import group_equal_lengths, group_similar_lengths
+from hf_packing.attention.token_axes import Place, length_of
 from hf_packing.columns import CU_SEQ_LENS
 
 Sharing = Literal["ragged", "equal", "none"]

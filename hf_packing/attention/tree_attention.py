@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_packing.attention.cut_and_join import Place
 from hf_packing.attention.exact_attention import attend_with_scores
+from hf_packing.attention.token_axes import Place
 from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError
 

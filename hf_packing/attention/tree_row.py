@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packing.attention.cut_and_join import Place
 from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing
+from hf_packing.attention.token_axes import Place
 from hf_packing.columns import CU_SEQ_LENS, ENDS, LABELS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
 from hf_packing.tree_segments import Places, TreeSegments

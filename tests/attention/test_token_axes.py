@@ -7,8 +7,17 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_packing.attention.cut_and_join import cut_inputs, join_outputs, split_outputs
-from hf_packing.attention.token_axes import TokenAxes, counts_along, detached_copy, leaves, map_leaves, tensors_in
+from hf_packing.attention.token_axes import (
+    TokenAxes,
+    counts_along,
+    cut_inputs,
+    detached_copy,
+    join_outputs,
+    leaves,
+    map_leaves,
+    split_outputs,
+    tensors_in,
+)
 from hf_packing.errors import PackingError
 
 TOKENS = 7
