@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.masking_utils import find_packed_sequence_indices
 
 import hf_packing as hfp
-from hf_packing.attention.read_row import read_row
+from hf_packing.attention.packed_row import read_row
 from hf_packing.errors import PackingError
 
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6)

@@ -1,26 +1,28 @@
 """Keep packed documents apart inside a model, and verify by running the model that no document affects another one.
 
 The rest of the package imports only from this file, never from the other files in this folder. The list below explains
-the twelve ideas behind the code. The names in parentheses are the files that implement the idea.
+the thirteen ideas behind the code. The names in parentheses are the files that implement the idea.
 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
-   and its modules can look up the borders while the model's forward runs (packed_row).
+   and its modules can look up the borders while the model's forward runs (packed_row). An attention mask must not hide
+   tokens (mask_check).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch. A table contains the kernels; a call runs on the first
-   kernel that takes it and passes a trial (varlen, choose_kernel, kernels, flex, exact_attention,
+   kernel that takes it and passes a trial (varlen, local_masks, choose_kernel, kernels, flex, exact_attention,
    compiled_exact_attention).
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
-   token_axes, group_lengths).
+   projections, token_axes, token_pairs, group_lengths). A sharded model in which processes would then wait for each
+   other is refused (uneven_gathers).
 4. A search finds the modules that are not segment-local. The search watches one forward of the model, and compares
    every module's output for the whole row with the module's outputs for the segments (search, module_checks).
 5. A route is a way to isolate documents in one model: an attention function, a format for the model's inputs, and a
-   list of modules that run segment by segment (route).
+   list of modules that run segment by segment (route). Some models get several rows laid end to end (end_to_end).
 6. A patch installs a route in a model, and replaces the model's forward with a forward that reads the packed row
-   (patched_forward). torch.compile compiles this forward once for batches of fixed shapes, and a few times for
-   batches of any shape.
+   (patched_forward). Checkpointed layers run again in the backward pass, on the same row (keep_row). torch.compile
+   compiles this forward once for batches of fixed shapes, and a few times for batches of any shape.
 7. A probe runs a model on random documents, either packed or each document alone, and then restores the model (probe,
    snapshot). Two results count as equal if rounding can explain their difference (tolerance).
 8. The proof shows that replacing one document does not change the results of other documents, and that every document
@@ -40,6 +42,10 @@ the twelve ideas behind the code. The names in parentheses are the files that im
 12. Some models, such as masked language models, see the input token at the position where they predict a label. In
     training, a patched model of this kind refuses labels that only repeat the input tokens, since it would only learn
     to copy them (label_check).
+13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
+    attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (tree_row,
+    tree_attention). A proof of its own runs before the first such row (tree_proof, tree_batch_runs). The rows of a
+    padded batch can share their prefixes in the same way (shared_rows).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the
 place where the model's weights are stored.

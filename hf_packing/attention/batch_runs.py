@@ -20,8 +20,7 @@ from hf_packing.attention.inspect_model import (
     is_compiled,
     without_ddp,
 )
-from hf_packing.attention.packed_row import PackedRow
-from hf_packing.attention.read_row import read_row
+from hf_packing.attention.packed_row import PackedRow, read_row
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
     WeightSnapshot,

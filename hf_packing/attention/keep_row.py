@@ -1,16 +1,11 @@
 """Keep the packed row of a forward for the backward pass, which runs checkpointed layers a second time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_packing.attention.packed_row import PackedRow, current_row, use_row
-
-_CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
-first attribute, and FSDP's checkpoint wrapper has the second attribute."""
 
 
 class KeepRow:
@@ -43,17 +38,3 @@ class _OnRow:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with use_row(self.row):
             return self.function(*args, **kwargs)
-
-
-def keep_row_when_checkpointing(model: nn.Module, gives_borders: bool) -> None:
-    """Wrap each activation-checkpointing function of a model in `KeepRow`, if the function is not wrapped yet."""
-    for module, name, checkpoint in checkpointing_functions(model):
-        if not isinstance(checkpoint, KeepRow):
-            setattr(module, name, KeepRow(checkpoint, gives_borders))
-
-
-def checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    for module in model.modules():
-        for name in _CHECKPOINTING:
-            if (checkpoint := vars(module).get(name)) is not None:
-                yield module, name, checkpoint

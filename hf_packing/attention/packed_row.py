@@ -1,6 +1,6 @@
 """Describe the packed rows that a patched model processes, and read the borders between segments from model inputs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -9,11 +9,14 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_packing.attention.group_lengths import group_equal_lengths, group_similar_lengths
+from hf_packing.attention.mask_check import refuse_hiding_mask
 from hf_packing.attention.token_axes import Place, length_of
-from hf_packing.columns import CU_SEQ_LENS
+from hf_packing.columns import PADDING_SEGMENT, PARENTS, SEGMENT_LENGTHS
+from hf_packing.errors import PackingError
 
 Sharing = Literal["ragged", "equal", "none"]
 """The rule for running several segments in one call of a module. "ragged": a call may contain segments of similar
@@ -175,10 +178,170 @@ def use_row(row: PackedRow | None) -> Iterator[None]:
         current_row.reset(token)
 
 
-def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
-    """Tell torch.compile that the numbers of tokens and segments change from batch to batch. Otherwise it would compile
-    the model for the first batch alone, and once more for the second one."""
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and tokens > 1:  # a size of 1 is always compiled by itself
-            changing = [axis for axis, size in enumerate(value.shape) if size == tokens or name in CU_SEQ_LENS]
-            torch._dynamo.maybe_mark_dynamic(value, changing)
+def has_trees(inputs: Mapping[str, Any]) -> bool:
+    """Return whether the arguments of a model's forward are a row of trees, which `read_tree_row` reads."""
+    return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
+
+
+def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, Any], PackedRow]:
+    """Read the segment borders of one or more packed rows from a model's inputs.
+
+    The borders are read from cu_seq_lens_q, position_ids or seq_idx.
+
+    Args:
+        inputs: keyword arguments of a model's forward, with input_ids or inputs_embeds.
+        training: whether the model is in training mode. In training mode, borders are required. In evaluation mode, a
+            row without borders counts as a single document.
+
+    Returns:
+        The inputs without attention_mask, and a PackedRow with the borders of all rows.
+
+    Raises:
+        PackingError: input_ids and inputs_embeds are both missing; attention_mask is not all ones; past_key_values is
+            not empty; encoder_hidden_states are given; or borders are missing in training mode, contradict each other,
+            or do not fit the tokens.
+    """
+    tensor = inputs.get("input_ids")
+    tensor = inputs.get("inputs_embeds") if tensor is None else tensor
+    if tensor is None:
+        raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
+    if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
+        raise PackingError(
+            f"past_key_values: expected no cache on a patched model, got a cache of {cache.get_seq_length()} tokens. "
+            "To generate text, use model.generate, or pass the cache without borders between documents"
+        )
+    if inputs.get("attention_mask") is not None:
+        refuse_hiding_mask(inputs["attention_mask"], tensor.shape[:2])
+        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    if inputs.get("encoder_hidden_states") is not None:
+        raise PackingError(
+            "encoder_hidden_states: expected None on a patched model, got encoder states; all documents in a packed "
+            "row would attend to the same encoder states"
+        )
+    rows, tokens = tensor.shape[:2]
+    borders = _find_borders(tensor.shape[:2], inputs)
+    if borders is None:
+        if training:
+            raise PackingError(
+                "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training mode, got none of them, so "
+                "the borders between packed documents are not known. PackingCollator and SFTConfig(padding_free=True) "
+                "add position_ids to every batch"
+            )
+        return inputs, PackedRow.from_lengths([tokens] * rows, tensor.device, rows)
+    lengths = tuple(b - a for a, b in pairwise(check_borders(borders, rows, tokens)))
+    bound = inputs.get("max_length_q")
+    bound = bound if isinstance(bound, int) and bound > max(lengths) else None
+    padding = _padding(tensor.shape[:2], inputs)
+    if padding not in (0, *lengths[1:][-1:]):
+        raise PackingError(f"seq_idx: expected {PADDING_SEGMENT} only in the last segment, got {padding} such tokens")
+    return inputs, PackedRow(borders.to(tensor.device), lengths, rows, bound, padding)
+
+
+def check_borders(borders: Tensor, rows: int, tokens: int) -> list[int]:
+    """Check the segment borders of a batch, and return them as a list of integers, without empty segments at the end.
+
+    Args:
+        borders: cumulative segment lengths, integers [segments + 1]. Several rows are counted as one long row.
+            The last border may be repeated, as PackingCollator does for fixed shapes.
+        rows: number of rows in the batch.
+        tokens: number of tokens in each row.
+
+    Raises:
+        PackingError: the borders do not rise from 0 to `rows * tokens`, or the end of a row is not a border.
+    """
+    known: list[int] = borders.tolist()
+    while borders.ndim == 1 and len(known) > 2 and known[-1] == known[-2]:
+        known.pop()
+    rising = borders.ndim == 1 and all(a < b for a, b in pairwise(known))
+    if not rising or len(known) < 2 or known[0] != 0 or known[-1] != rows * tokens:
+        raise PackingError(
+            f"cu_seq_lens_q: expected cumulative lengths that rise from 0 to {rows * tokens} tokens, got "
+            f"{borders.tolist()}"
+        )
+    if rows > 1 and (crossed := set(range(tokens, rows * tokens, tokens)) - set(known)):
+        raise PackingError(
+            f"cu_seq_lens_q: expected a segment border at the end of every row of {tokens} tokens, got no border at "
+            f"{sorted(crossed)}"
+        )
+    return known
+
+
+def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
+    """Find the segment borders from position_ids or, with a step of 0, from seq_idx. A new segment starts at the first
+    token of every row, and at every token whose value is not the value of the previous token plus `step`.
+
+    Args:
+        position_ids: positions of the tokens, or indices of their segments, integers [rows, tokens].
+
+    Returns:
+        Cumulative segment lengths, int32 [segments + 1]. Several rows are counted as one long row.
+    """
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + step
+    end = torch.tensor([starts.numel()], device=starts.device)
+    return torch.cat([starts.flatten().nonzero()[:, 0], end]).to(torch.int32)
+
+
+def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
+    """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, position_ids and seq_idx.
+
+    Args:
+        shape: numbers of rows and tokens in the batch, (rows, tokens).
+        inputs: keyword arguments of a model's forward.
+
+    Returns:
+        Cumulative segment lengths, int32 [segments + 1]; None if `inputs` contains none of these arguments.
+
+    Raises:
+        PackingError: an argument has a wrong type or shape, or two arguments have different borders.
+    """
+    rows = shape[0]
+    given: dict[str, Tensor] = {}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if (borders := inputs.get(name)) is not None:
+            if not isinstance(borders, Tensor):
+                raise PackingError(f"{name}: expected an int32 tensor, got {type(borders).__name__}")
+            given[name] = borders.to(torch.int32, copy=True)
+    position_ids, seq_idx = inputs.get("position_ids"), inputs.get("seq_idx")
+    if position_ids is not None and position_ids.ndim == 2:
+        given["position_ids"] = borders_from_positions(position_ids.expand(rows, -1))
+        if padding := _padding(shape, inputs):
+            of_documents = borders_from_positions(position_ids[:, : shape[1] - padding])
+            given["position_ids"] = F.pad(of_documents, (0, 1), value=shape[1])
+    elif position_ids is not None and not given:
+        raise PackingError(
+            f"position_ids: expected shape [rows, tokens], got shape {list(position_ids.shape)}; if the model needs "
+            "position_ids of the latter shape, also pass cu_seq_lens_q"
+        )
+    if seq_idx is not None:
+        given["seq_idx"] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
+    if not given:
+        return None
+    first, *others = given
+    for other in others:
+        if not _same_segments(given[first], given[other].to(given[first].device)):
+            raise PackingError(
+                f"{other}: expected the same segment borders as in {first}, {given[first].tolist()}, got "
+                f"{given[other].tolist()}; position_ids, if given, must restart in every segment"
+            )
+    return given[first]
+
+
+def _padding(shape: torch.Size, inputs: dict[str, Any]) -> int:
+    """Return the number of tokens at the end that only fill a batch of fixed shapes, as PackingCollator marks them.
+
+    A batch of fixed shapes has a single row, and a max_length_q that is not less than its number of tokens.
+    """
+    seq_idx, max_length = inputs.get("seq_idx"), inputs.get("max_length_q")
+    if shape[0] > 1 or not isinstance(seq_idx, Tensor) or (isinstance(max_length, int) and max_length < shape[1]):
+        return 0
+    return int((seq_idx == PADDING_SEGMENT).sum())
+
+
+def _same_segments(borders: Tensor, others: Tensor) -> bool:
+    """Return whether two tensors of borders have the same segments, apart from empty segments at the end."""
+    if borders.shape == others.shape or borders.ndim != 1 or others.ndim != 1:
+        return torch.equal(borders, others)
+    shorter, longer = sorted((borders, others), key=len)
+    common = len(shorter)
+    return common > 0 and torch.equal(longer[:common], shorter) and bool((longer[common:] == shorter[-1]).all())

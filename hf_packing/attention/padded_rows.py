@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hf_packing.attention.packed_row import PackedRow, Sharing
-from hf_packing.attention.read_row import borders_from_positions
+from hf_packing.attention.packed_row import PackedRow, Sharing, borders_from_positions
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX
 from hf_packing.errors import ModelNotSupportedError, PackingError

@@ -16,16 +16,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, refuse_uneven_gathers
-from hf_packing.attention.inspect_model import Signature, unwrapped
-from hf_packing.attention.keep_row import KeepRow, checkpointing_functions, keep_row_when_checkpointing
+from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
+from hf_packing.attention.end_to_end import fold_into_rows
+from hf_packing.attention.inspect_model import Signature
+from hf_packing.attention.keep_row import KeepRow
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
-from hf_packing.attention.packed_row import PackedRow, current_row, mark_changing_sizes
+from hf_packing.attention.packed_row import PackedRow, current_row, has_trees, read_row
 from hf_packing.attention.padded_rows import current_rows
-from hf_packing.attention.read_row import has_trees, read_row
-from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, InputFormat, Route, fold_into_rows, is_patched
+from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, is_patched, mark_changing_sizes
 from hf_packing.attention.snapshot import Attention, attention_of, restore_attention, use_attention
 from hf_packing.attention.tree_row import TreeRow, read_tree_row
+from hf_packing.attention.uneven_gathers import refuse_uneven_gathers
 from hf_packing.attention.unpadding import (
     PADDING_OR_CACHE,
     StockGenerate,
@@ -47,6 +48,9 @@ _ROUTER_SETTING = "output_router_logits"
 """The setting of a configuration that decides whether routers get a loss for load balancing. The model computes this
 loss outside of its inner model, from all tokens with a 1 in attention_mask."""
 
+_CHECKPOINTING = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Names of attributes in which modules store an activation-checkpointing function. Modules of transformers have the
+first attribute, and FSDP's checkpoint wrapper has the second attribute."""
 
 _locks: "WeakKeyDictionary[nn.Module, RLock]" = WeakKeyDictionary()
 """Locks that a thread holds while a patched model runs, since other calls switch parts of the patch off for a while."""
@@ -161,19 +165,18 @@ class PatchedForward(UnpaddedForward):
         self.check_patch()
         training = self.module.training
         if training:
-            keep_row_when_checkpointing(self.model, self.route.method.inputs.borders and not self.route.by_segment)
+            gives_borders = self.route.method.inputs.borders and not self.route.by_segment
+            for module, name, checkpoint in _checkpointing_functions(self.model):
+                if not isinstance(checkpoint, KeepRow):
+                    setattr(module, name, KeepRow(checkpoint, gives_borders))
         is_unpadded = row is not None
         if row is None:
             inputs, row = self._read_trees(inputs) if has_trees(inputs) else read_row(inputs, training)
-        refused, ids = self.route.refused_token, inputs.get("input_ids")
-        if refused is not None and ids is not None and bool((ids == refused).any()):
-            raise PackingError(
-                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
-                "even inside a document; remove the pad tokens from the documents before packing"
-            )
+        ids = inputs.get("input_ids")
+        self.route.check_tokens(ids)
         if training and self.route.sees_labels and not is_unpadded:
             refuse_copied_labels(self.model, ids, inputs.get("labels"), row.cu_seq_lens)
-        inputs = self._format_for(row).build(self.signature, inputs, row)
+        inputs = self.route.method.inputs.build(self.signature, inputs, row)
         if is_unpadded and self.route.takes_packed_rows:  # the route was proven with the arguments that the model takes
             takes = self.patch.signature.takes
             inputs = {name: each for name, each in inputs.items() if name not in _PLACES or takes(name)}
@@ -192,11 +195,6 @@ class PatchedForward(UnpaddedForward):
         if isinstance(row, TreeRow) and not self.route.takes_trees:
             type(self.patch).prove_trees(self.model)
         return inputs, row
-
-    def _format_for(self, row: PackedRow) -> InputFormat:
-        """Return the format of the inputs. For trees, the model gets no borders, since segments are no documents."""
-        inputs = self.route.method.inputs
-        return replace(inputs, borders=False, one_row=True) if isinstance(row, TreeRow) else inputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _finish(self, output: Any, row: PackedRow) -> Any:
@@ -224,14 +222,9 @@ class PatchedForward(UnpaddedForward):
                     "attention function"
                 )
         for forward in self.segmented:
-            found = unwrapped(self.model.get_submodule(forward.plan.name))
-            if found is not forward.module:
-                raise PackingError(
-                    f"{forward.plan.name}: expected the same {forward.plan.kind} as when the model was patched, got "
-                    f"another module ({type(found).__name__}); call unpatch_model before you replace a module, and "
-                    "patch_model afterwards"
-                )
-        refuse_uneven_gathers(self.model, self.route.by_segment)
+            forward.check_module(self.model)
+        if self.route.by_segment:
+            refuse_uneven_gathers(self.model, self.route.by_segment)
         if self.route.unpadding is not None:
             check_readers(self.model, self.route.unpadding)
 
@@ -282,15 +275,8 @@ class Patch:
     def suspended(self) -> Iterator[None]:
         """Context manager: within the block, the model runs as without the patch, and other threads wait."""
         model = next(each.model for each in self.replaced if isinstance(each, PatchedForward))
-        with _lock_of(model), use_attention(self.attention_before):
-            installed = [forward for forward in self.replaced if forward.installed]
-            try:
-                for forward in installed:
-                    forward.installed = False
-                yield
-            finally:
-                for forward in installed:
-                    forward.installed = True
+        with _lock_of(model), use_attention(self.attention_before), switched_off(self.replaced):
+            yield
 
 
 def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
@@ -327,7 +313,7 @@ def remove(model: PreTrainedModel) -> Route:
         del model.generate
         if generate.before is not None:
             model.generate = generate.before
-    for module, name, checkpoint in checkpointing_functions(model):
+    for module, name, checkpoint in _checkpointing_functions(model):
         if isinstance(checkpoint, KeepRow):
             setattr(module, name, checkpoint.checkpoint)
     restore_attention(patch.attention_before)
@@ -353,3 +339,11 @@ def _entry_modules(model: PreTrainedModel) -> list[nn.Module]:
     is_model = isinstance(decoder, nn.Module) and decoder is not model.get_output_embeddings()  # as in ModernBERT
     modules = [model, model.base_model, *([decoder] if is_model else [])]
     return list({id(module): module for module in modules}.values())
+
+
+def _checkpointing_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield each activation-checkpointing function of a model: its module, the name of the attribute, the function."""
+    for module in model.modules():
+        for name in _CHECKPOINTING:
+            if (checkpoint := vars(module).get(name)) is not None:
+                yield module, name, checkpoint

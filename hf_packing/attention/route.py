@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ModulePlan
+from hf_packing.attention.end_to_end import lay_end_to_end
 from hf_packing.attention.inspect_model import Signature, configurations
 from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.padded_rows import Unpadding
-from hf_packing.attention.token_axes import map_leaves
+from hf_packing.attention.tree_row import TreeRow
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed
-from hf_packing.columns import IGNORED_LABEL, PARENTS, SEGMENT_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEGMENT_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 PATCH = "_hf_packing_patch"
@@ -55,13 +56,15 @@ class InputFormat:
         Args:
             signature: signature of the forward.
             inputs: arguments that the caller has passed, without an attention_mask.
-            row: the borders of the packed rows, as `read_row` has read them from the inputs.
+            row: the borders of the packed rows, as `read_row` has read them from the inputs. A row of trees is given to
+                the model as one row without borders, since its segments are not documents.
 
         Raises:
             PackingError: this format does not support the caller's position_ids, cache, labels or logits_to_keep.
         """
         inputs = {name: value for name, value in inputs.items() if name not in BORDER_ARGUMENTS}
-        if self.one_row:
+        is_tree = isinstance(row, TreeRow)
+        if self.one_row or is_tree:
             _refuse_caches(inputs)
             inputs["use_cache"] = False
         else:
@@ -79,7 +82,7 @@ class InputFormat:
             inputs["token_type_ids"] = torch.zeros_like(row.position_ids)
         if self.mask_of_ones:
             inputs["attention_mask"] = torch.ones(row.rows, row.tokens, dtype=torch.long, device=row.cu_seq_lens.device)
-        if self.borders:
+        if self.borders and not is_tree:
             inputs |= {"cu_seq_lens_q": row.cu_seq_lens, "cu_seq_lens_k": row.cu_seq_lens}
             inputs |= {"max_length_q": row.max_length, "max_length_k": row.max_length, "seq_idx": row.seq_idx}
         if self.one_row and row.rows > 1 and not row.is_one_segment_per_row:
@@ -88,7 +91,7 @@ class InputFormat:
                     "logits_to_keep: expected None or 0 for several packed rows, since this model gets the rows as a "
                     f"single row; got {keep}"
                 )
-            inputs = {name: _lay_end_to_end(name, value, row) for name, value in inputs.items()}
+            inputs = {name: lay_end_to_end(name, value, row) for name, value in inputs.items()}
         return {name: value for name, value in inputs.items() if name not in READ_ARGUMENTS or signature.takes(name)}
 
 
@@ -110,38 +113,13 @@ def _refuse_caches(inputs: dict[str, Any]) -> None:
             )
 
 
-def _lay_end_to_end(name: str, value: Any, row: PackedRow) -> Any:
-    """Return a tensor of shape [rows, tokens, ...] reshaped to [1, rows * tokens, ...], and any other value unchanged.
-
-    Args:
-        name: name of the argument.
-        value: value of the argument.
-        row: the borders of the packed rows.
-
-    Raises:
-        PackingError: `value` contains labels, and the first token of any row after the first row has a label. A causal
-            model would predict this token from the end of the previous row.
-    """
-    if not isinstance(value, Tensor) or value.shape[:2] != (row.rows, row.tokens):
-        return value
-    if name == "labels" and bool((value[1:, 0] != IGNORED_LABEL).any()):
-        raise PackingError(
-            f"labels: expected {IGNORED_LABEL} at the first token of every packed row, got another label; this model "
-            "gets several rows as a single row, and would predict the first token of a row from the previous row. Set "
-            f"this label to {IGNORED_LABEL}, or pass one row at a time"
-        )
-    return value.reshape(1, row.rows * row.tokens, *value.shape[2:])
-
-
-def fold_into_rows(value: Any, row: PackedRow) -> Any:
-    """Return a model's outputs, with every tensor of shape [1, rows * tokens, ...] reshaped to [rows, tokens, ...]."""
-
-    def fold(_: Any, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.shape[:2] == (1, row.rows * row.tokens):
-            return leaf.reshape(row.rows, row.tokens, *leaf.shape[2:])
-        return leaf
-
-    return map_leaves(value, fold)
+def mark_changing_sizes(inputs: dict[str, Any], tokens: int) -> None:
+    """Tell torch.compile that the numbers of tokens and segments change from batch to batch. Otherwise it would compile
+    the model for the first batch alone, and once more for the second one."""
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and tokens > 1:  # a size of 1 is always compiled by itself
+            changing = [axis for axis, size in enumerate(value.shape) if size == tokens or name in CU_SEQ_LENS]
+            torch._dynamo.maybe_mark_dynamic(value, changing)
 
 
 class LocalMaskError(ModelNotSupportedError):
@@ -247,6 +225,15 @@ class Route:
     def modules(self) -> dict[str, int]:
         """A dictionary from class names of modules that run by segment to the number of such modules."""
         return dict(Counter(plan.kind for plan in self.by_segment))
+
+    def check_tokens(self, input_ids: Tensor | None) -> None:
+        """Raise PackingError if the tokens contain `refused_token`."""
+        refused = self.refused_token
+        if refused is not None and input_ids is not None and bool((input_ids == refused).any()):
+            raise PackingError(
+                f"input_ids: expected no pad token ({refused}), since this model treats every pad token as padding, "
+                "even inside a document; remove the pad tokens from the documents before packing"
+            )
 
     def describe(self) -> str:
         """Return a description of the route in a few lines.

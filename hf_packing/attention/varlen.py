@@ -23,8 +23,7 @@ from hf_packing.attention.choose_kernel import Kernel, choose_kernel
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.local_masks import LocalMask, describe_local_mask
-from hf_packing.attention.packed_row import current_row
-from hf_packing.attention.read_row import borders_from_positions, check_borders
+from hf_packing.attention.packed_row import borders_from_positions, check_borders, current_row
 from hf_packing.attention.tree_attention import attend_in_trees
 from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError

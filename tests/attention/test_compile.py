@@ -189,7 +189,7 @@ def test_the_lock_of_a_model_is_taken_in_uncompiled_code(monkeypatch):
 
 
 def test_the_mark_for_changing_sizes_exists():
-    """torch._dynamo.maybe_mark_dynamic is called in hf_packing.attention.patched_forward alone."""
+    """torch._dynamo.maybe_mark_dynamic is called in hf_packing.attention.route alone."""
     tensor = torch.ones(1, 7)
     torch._dynamo.maybe_mark_dynamic(tensor, [1])
     backend = Compilations()

@@ -10,8 +10,7 @@ from tiny_models import SUPPORTED, build
 import hf_packing as hfp
 from hf_packing.attention import inspect_model, patched_forward, probe, varlen
 from hf_packing.attention.exact_attention import attend_by_segment
-from hf_packing.attention.packed_row import PackedRow
-from hf_packing.attention.read_row import read_row
+from hf_packing.attention.packed_row import PackedRow, read_row
 from hf_packing.attention.tiny_model import tiny_model
 
 

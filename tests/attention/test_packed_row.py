@@ -6,8 +6,7 @@ import torch
 import hf_packing as hfp
 from hf_packing.attention.group_lengths import CALL_OVERHEAD, MAX_PADDING, group_equal_lengths, group_similar_lengths
 from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.packed_row import PackedRow, current_row, use_row
-from hf_packing.attention.read_row import borders_from_positions, read_row
+from hf_packing.attention.packed_row import PackedRow, borders_from_positions, current_row, read_row, use_row
 from hf_packing.attention.route import InputFormat
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)

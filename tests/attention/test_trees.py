@@ -17,7 +17,7 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention import prove_on_batch, tree_row, varlen
+from hf_packing.attention import prove_on_batch, tree_attention, tree_row
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.tree_proof import prove_trees
@@ -162,7 +162,7 @@ def test_checkpointing_and_lora():
 
 
 def without_window(*arguments, **options):
-    return varlen_attend(*arguments, **options | {"window": None})
+    return exact_attend(*arguments, **options | {"window": None})
 
 
 def to_the_whole_row(query, key, value, *_, scale, **__):
@@ -171,11 +171,11 @@ def to_the_whole_row(query, key, value, *_, scale, **__):
 
 
 def with_far_gradients(query, key, value, row, **options):
-    attended = varlen_attend(query, key, value, row, **options)
+    attended = exact_attend(query, key, value, row, **options)
     return attended + (value.sum() - value.sum().detach()) * 1e-3
 
 
-varlen_attend = varlen.attend_along_paths
+exact_attend = tree_attention.attend_along_paths
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ varlen_attend = varlen.attend_along_paths
 )
 def test_the_proof_notices_faults(monkeypatch, name, fault, message):
     model = hfp.patch_model(build(name))
-    monkeypatch.setattr(varlen, "attend_along_paths", fault)
+    monkeypatch.setattr(tree_attention, "attend_along_paths", fault)
     with pytest.raises(hfp.ModelNotSupportedError, match=message):
         prove_trees(model)
     assert not route_of(model).takes_trees
@@ -204,7 +204,7 @@ def test_only_descendants_notice(monkeypatch):
     from hf_packing.attention import tree_proof
 
     monkeypatch.setattr(tree_proof, "_prove_equal", lambda *_: None)
-    monkeypatch.setattr(varlen, "attend_along_paths", to_the_whole_row)
+    monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
     with pytest.raises(hfp.ModelNotSupportedError, match="changing one segment of a tree changes the logits of tokens"):
         prove_trees(hfp.patch_model(build("Llama")))
 
@@ -300,7 +300,7 @@ def test_a_batch_of_trees_is_proven(name, training):
 
 def with_far_outputs(query, key, value, row, **options):
     first = value.repeat_interleave(query.shape[1] // value.shape[1], 1)[:, :, 35:36]
-    return varlen_attend(query, key, value, row, **options) + first * 1e-2
+    return exact_attend(query, key, value, row, **options) + first * 1e-2
 
 
 @pytest.mark.parametrize(
@@ -309,13 +309,13 @@ def with_far_outputs(query, key, value, row, **options):
         (with_far_outputs, "replacing documents changed the outputs of other documents.*LlamaAttention"),
         (to_the_whole_row, "replacing documents changed the outputs of other documents.*LlamaAttention"),
         (with_far_gradients, "gradients of a document reach another document.*LlamaAttention"),
-        (lambda *args, **options: varlen_attend(*args, **options | {"window": 3}), "outputs differ.*LlamaAttention"),
+        (lambda *args, **options: exact_attend(*args, **options | {"window": 3}), "outputs differ.*LlamaAttention"),
     ],
 )
 def test_a_batch_of_trees_shows_faults(monkeypatch, fault, message):
     model = hfp.patch_model(tiny_model("llama", "causal"), trees=True)
     assert not prove_on_batch(model, tree_batch()).problem
-    monkeypatch.setattr(varlen, "attend_along_paths", fault)
+    monkeypatch.setattr(tree_attention, "attend_along_paths", fault)
     assert re.search(message, prove_on_batch(model, tree_batch()).problem)
 
 
@@ -331,7 +331,7 @@ def test_reports_of_trees(monkeypatch):
     assert (report.max_leak, report.max_gradient_leak) == (0, 0)
     assert "trees: shared prefixes are computed once" in str(report)
     assert hfp.check_isolation(model, batch=tree_batch()).isolated
-    monkeypatch.setattr(varlen, "attend_along_paths", to_the_whole_row)
+    monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
     report = hfp.check_isolation(model, trees=True)
     assert not report.isolated
     assert "between a tree and the document alone" in report.reason

@@ -9,7 +9,7 @@ import torch
 from survey_page import IS_CURRENT, PAGE, same_figure, same_reason
 from tiers import fast_only
 
-from hf_packing.attention import varlen
+from hf_packing.attention import tree_attention
 from hf_packing.attention.find_route import known_routes
 from hf_packing.attention.tiny_model import THRESHOLDS, tiny_model
 from hf_packing.attention.tree_proof import TREES as PROVEN
@@ -213,7 +213,7 @@ def break_after_the_proof(monkeypatch, owner, name, fault):
     monkeypatch.setattr(trees, "patch_model", patch_and_break)
 
 
-attend = varlen.attend_along_paths
+attend = tree_attention.attend_along_paths
 
 
 def to_the_whole_row(query, key, value, *_, scale, **__):
@@ -238,7 +238,7 @@ def with_far_logits(query, key, value, row, **options):
     ],
 )
 def test_a_wrong_tree_is_noticed(monkeypatch, fault, wrong):
-    break_after_the_proof(monkeypatch, varlen, "attend_along_paths", fault)
+    break_after_the_proof(monkeypatch, tree_attention, "attend_along_paths", fault)
     measured = measure_trees("gpt2")
     assert measured.status == "WRONG"
     assert not measured.reason
@@ -246,7 +246,7 @@ def test_a_wrong_tree_is_noticed(monkeypatch, fault, wrong):
 
 
 def test_a_fault_that_the_proof_notices_is_a_refusal(monkeypatch):
-    monkeypatch.setattr(varlen, "attend_along_paths", to_the_whole_row)
+    monkeypatch.setattr(tree_attention, "attend_along_paths", to_the_whole_row)
     measured = measure_trees("gpt2")
     assert measured.status == "refused"
     assert "between a tree and the document alone" in measured.reason
@@ -268,7 +268,7 @@ def test_an_error_of_a_patched_model_is_wrong(monkeypatch):
     def fails(*_, **__):
         raise ValueError("no")
 
-    break_after_the_proof(monkeypatch, varlen, "attend_along_paths", fails)
+    break_after_the_proof(monkeypatch, tree_attention, "attend_along_paths", fails)
     measured = measure_trees("gpt2")
     assert (measured.status, measured.reason) == ("WRONG", "ValueError: no")
 
@@ -276,5 +276,5 @@ def test_an_error_of_a_patched_model_is_wrong(monkeypatch):
 def test_gradients_of_trees_in_float64(monkeypatch):
     model = tiny_model("llama", "causal")
     assert trees._difference_in_float64(model, FOREST) <= 1e-6  # rotary positions are float32
-    break_after_the_proof(monkeypatch, varlen, "attend_along_paths", with_far_gradients)
+    break_after_the_proof(monkeypatch, tree_attention, "attend_along_paths", with_far_gradients)
     assert trees._difference_in_float64(model, FOREST) > 1e-3
