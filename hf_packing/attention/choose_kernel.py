@@ -7,16 +7,13 @@ is no such kernel, exact attention runs segment by segment, and a warning says w
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
-from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.kernel_trials import FAILS, fails_trial
 from hf_packing.attention.kernels import AMPERE, BLACKWELL, HALF_PRECISION, HOPPER, Call, FlexKernel, VarlenKernel
 
 Kernel = VarlenKernel | FlexKernel
@@ -97,10 +94,12 @@ def choose_kernel(
     softcap: float | None,
     sinks: Tensor | None,
     dropout: float,
+    in_trees: bool = False,
 ) -> Kernel | None:
-    """Return the kernel on which an attention call runs, or None for exact attention, segment by segment.
+    """Return the kernel on which an attention call runs, or None for exact attention.
 
-    The arguments are those of `attend_by_segment`, with tensors on a CUDA device.
+    The arguments are those of `attend_by_segment`, with tensors on a CUDA device; or, with `in_trees`, those of
+    `attend_along_paths`.
     """
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     name = _choose(
@@ -118,6 +117,7 @@ def choose_kernel(
         sinks is not None and (trains or (torch.is_grad_enabled() and sinks.requires_grad)),
         dropout > 0,
         torch.are_deterministic_algorithms_enabled(),
+        in_trees,
     )
     return next((kernel for kernel in KERNELS if kernel.name == name), None)
 
@@ -157,11 +157,11 @@ def _choose(is_traced: bool, *call_fields: Any) -> str | None:
 
 
 def _warn(call: Call, refusals: dict[str, str], chosen: str | None) -> None:
-    """Warn if attention runs segment by segment, or if an installed kernel fails; of each such case, once in a process.
+    """Warn if attention runs without a kernel, or if an installed kernel fails; of each such case, once in a process.
 
     float64 is left out, since only checks use it.
     """
-    failed = any(reason.startswith(_FAILS) for reason in refusals.values())
+    failed = any(reason.startswith(FAILS) for reason in refusals.values())
     if call.dtype == torch.float64 or (chosen is not None and not failed):
         return
     if chosen is not None:
@@ -174,97 +174,14 @@ def _warn(call: Call, refusals: dict[str, str], chosen: str | None) -> None:
         advice = f"Set the attention dropout in the model's configuration to 0, or run `{_INSTALL}`"
     else:
         advice = f"Run `{_INSTALL}`, or `pip install --upgrade torch` for varlen_attn, which torch has since 2.10"
-    if advice in _warned:
+    where, unit = (" in rows of trees", "path") if call.in_trees else ("", "segment")
+    if (advice + where) in _warned:
         return
-    _warned.add(advice)
-    what = "an attention kernel failed" if chosen else "attention runs segment by segment, which is exact, but slow"
+    _warned.add(advice + where)
+    slow = f"attention{where} runs {unit} by {unit}, which is exact, but slow"
+    what = slow if chosen is None else f"an attention kernel failed{where}"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     warnings.warn(f"{what} ({reasons}). {advice}", stacklevel=2)
 
 
 _INSTALL = "pip install flash-attn --no-build-isolation"
-
-_FAILS = "fails"
-
-_TRIALS = (((300, 1, 99), 5), ((150, 130, 260), 200))
-"""Lengths of segments and a window for the rows of a trial. The rows have several blocks of FlexAttention, and two
-different sizes, since torch.compile compiles a function for sizes that vary when it sees the second size."""
-
-_SOFTCAP = 2.0
-"""The soft cap in a trial, which is low enough to change most scores."""
-
-_TOLERANCE = 0.01
-"""The error allowed in a trial beyond twice that of exact attention in the same dtype, as a share of the largest
-value. A wrong argument changes results by far more."""
-
-
-def fails_trial(kernel: Kernel, call: Call) -> str:
-    """Compare a kernel with exact attention in float32, in outputs and gradients, on two small random rows.
-
-    The error may be twice that of exact attention in the dtype of the call. Dropout is switched off. The random state
-    is not changed.
-
-    Args:
-        kernel: a kernel that takes the call.
-        call: the kind of call that is tried.
-
-    Returns:
-        Why the kernel does not pass; an empty string if it passes.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(call.sinks is None or call.trains_sinks))
-        stack.enter_context(torch.autocast(call.device.type, enabled=False))
-        try:
-            for lengths, window in _TRIALS:
-                if (error := _error_in_trial(kernel, call, lengths, window if call.has_window else None)) is not None:
-                    return f"{_FAILS} a trial with an error of {error:.2g}"
-        except torch.cuda.OutOfMemoryError:
-            raise  # which says nothing about the kernel
-        except Exception as error:  # kernels may raise anything
-            return f"{_FAILS} with {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-    return ""
-
-
-def _error_in_trial(kernel: Kernel, call: Call, lengths: tuple[int, ...], window: int | None) -> float | None:
-    """Return the largest error of a kernel, or None if it is small enough."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(call.device)
-
-    tokens = sum(lengths)
-    shapes = (call.heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)
-    exact = [random(1, heads, tokens, size).to(call.dtype).float() for heads, size in shapes]
-    if call.sinks is not None:
-        exact.append(random(call.heads).to(call.sinks).float())
-    half = [tensor.to(call.dtype) for tensor in exact[:3]] + [tensor.to(call.sinks) for tensor in exact[3:]]
-    weight = random(1, call.heads, tokens, call.value_dim)
-    cu_seq_lens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=call.device)
-    options: dict[str, Any] = {"scale": 0.5 * call.head_dim**-0.5, "is_causal": call.is_causal, "window": window}
-    options |= {"softcap": _SOFTCAP if call.has_softcap else None, "dropout": 0.0}
-
-    def by_segment(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # the only one that no setting of torch refuses
-            return attend_by_segment(q, k, v, list(lengths), sinks=sinks, **options)
-
-    def by_kernel(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return kernel.attend(q, k, v, cu_seq_lens, max(lengths), sinks=sinks, **options)
-
-    wanted, plain, got = (
-        _with_gradients(*each, weight) for each in ((by_segment, exact), (by_segment, half), (by_kernel, half))
-    )
-    worst = None
-    for w, p, g in zip(wanted, plain, got, strict=True):
-        error, allowed = (w - g).abs().max(), 2 * (w - p).abs().max() + _TOLERANCE * w.abs().max()
-        if not error <= allowed:
-            worst = max(worst or 0.0, float(error))
-    return worst
-
-
-def _with_gradients(function: Callable[..., Tensor], tensors: list[Tensor], weight: Tensor) -> list[Tensor]:
-    """Return the output of a function, and the gradients of its weighted sum if gradients are on, all in float32."""
-    inputs = [tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in tensors]
-    output = function(*inputs).float()
-    gradients = torch.autograd.grad((output * weight).sum(), inputs) if torch.is_grad_enabled() else ()
-    return [each.detach().float() for each in (output, *gradients)]

@@ -29,7 +29,7 @@ _NOT_FOR_FEW_TOKENS = {"FORCE_USE_FLEX_ATTENTION": True}
 """Kernel options that keep FlexAttention from using its decoding kernel in rows of less than 128 tokens. The decoding
 kernel has limits of its own, and would have to be compiled in addition."""
 
-_LEAST_PLACES = 16384
+LEAST_PLACES = 16384
 """The number of places in a mask's tensors with an entry for each token, or else the next power of 2. The compiled mask
 contains this number, so it must not differ from row to row."""
 
@@ -58,13 +58,38 @@ def attend_with_flex(
     Returns:
         Attention output, [1, heads, tokens, value_dim].
     """
-    tokens, value_dim = value.shape[2:]
+    mask = _block_mask_of(cu_seq_lens, value.shape[2], is_causal, window)
+    return attend_with_mask(query, key, value, mask, "segments", scale=scale, softcap=softcap, sinks=sinks)
+
+
+def attend_with_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    kind: str,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention in a row with one call of FlexAttention.
+
+    Args:
+        mask: which tokens each token attends to.
+        kind: what the mask is made of. Masks of different kinds are compiled apart. All other arguments are explained
+            in `attend_by_segment`.
+
+    Returns:
+        Attention output, [1, heads, tokens, value_dim].
+    """
+    value_dim = value.shape[-1]
     head_dim = max(query.shape[-1], value_dim, _LEAST_HEAD_DIM)
     head_dim = 1 << (head_dim - 1).bit_length()
     q, k, v = (pad_head_dim(tensor, head_dim) for tensor in (query, key, value))
     options: dict[str, Any] = {
         "score_mod": _scaled(scale, softcap, query),
-        "block_mask": _block_mask_of(cu_seq_lens, tokens, is_causal, window),
+        "block_mask": mask,
         "scale": 1.0,
         "enable_gqa": q.shape[1] != k.shape[1],
         "kernel_options": _NOT_FOR_FEW_TOKENS,
@@ -73,7 +98,7 @@ def attend_with_flex(
         options |= {"return_aux": flex.AuxRequest(lse=True)} if "return_aux" in _ARGUMENTS else {"return_lse": True}
     attend = _attend
     if _needs_compiler(query):
-        attend = _compiled((q.dtype, q.shape[1], k.shape[1], head_dim, softcap is None, sinks is None))
+        attend = _compiled((kind, q.dtype, q.shape[1], k.shape[1], head_dim, softcap is None, sinks is None))
     output = attend(q, k, v, options)
     if sinks is not None:
         output, of_scores = output
@@ -166,7 +191,7 @@ def block_mask(cu_seq_lens: Tensor, tokens: int, is_causal: bool, window: int | 
         is_causal: whether a token attends only to itself and to earlier tokens of its segment.
         window: a token attends only to tokens at a distance of less than this number; None for no limit.
     """
-    places = max(_LEAST_PLACES, 1 << (tokens - 1).bit_length())
+    places = max(LEAST_PLACES, 1 << (tokens - 1).bit_length())
     place = torch.arange(places, dtype=torch.int32, device=cu_seq_lens.device)
     segment = torch.searchsorted(cu_seq_lens[1:-1].contiguous(), place, right=True)
     first, last = cu_seq_lens[segment], cu_seq_lens[segment + 1] - 1

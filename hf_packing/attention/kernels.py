@@ -1,4 +1,4 @@
-"""Call the kernels that compute attention within the segments of a packed row on CUDA.
+"""Call the kernels that compute attention within the segments of a packed row, or in trees, on CUDA.
 
 There are two kinds of kernels: functions that take cumulative segment lengths, such as those of flash-attn, of the
 hub's kernels and of torch, and torch's FlexAttention. What a function takes is read from its arguments, not from a
@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_packing.attention.flex import attend_with_flex, pad_head_dim
+from hf_packing.attention.flex_trees import attend_in_trees_with_flex
+from hf_packing.attention.path_keys import PathKeys, gather_keys, gather_plan
+from hf_packing.attention.tree_row import TreeRow
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -67,6 +71,8 @@ class Call(NamedTuple):
     has_dropout: bool
     is_deterministic: bool
     """Whether torch.use_deterministic_algorithms is on."""
+    in_trees: bool = False
+    """Whether the row has trees. A kernel then gets fewer queries than keys, or another mask."""
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -152,19 +158,22 @@ class VarlenKernel:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         dropout: float = 0.0,
+        of_keys: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         """Compute the result of `attend_by_segment` with one call of the kernel.
 
         Args:
             cu_seq_lens: cumulative segment lengths, int32 [segments + 1], on the query's device.
-            max_length: number of tokens in the longest segment; None if it has to be read from the device. All other
-                arguments are explained in `attend_by_segment`.
+            max_length: number of tokens in the longest segment; None if it has to be read from the device.
+            of_keys: cu_seq_lens and max_length of the keys, if segments have more keys than queries. The queries of a
+                segment then belong to its last keys. All other arguments are explained in `attend_by_segment`.
 
         Returns:
             Attention output, [1, heads, tokens, value_dim].
         """
         if max_length is None:
             max_length = int(cu_seq_lens.diff().max())
+        cu_seq_lens_k, max_length_k = (cu_seq_lens, max_length) if of_keys is None else of_keys
         value_dim = value.shape[-1]
         head_dim = -(-max(query.shape[-1], value_dim) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
         q, k, v = (pad_head_dim(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
@@ -180,9 +189,9 @@ class VarlenKernel:
             "key": k,
             "value": v,
             "cu_seq_lens_q": cu_seq_lens,
-            "cu_seq_lens_k": cu_seq_lens,
+            "cu_seq_lens_k": cu_seq_lens_k,
             "max_length_q": max_length,
-            "max_length_k": max_length,
+            "max_length_k": max_length_k,
             "scale": scale,
             "is_causal": is_causal,
             "window": sides if window is not None or "is_causal" not in takes else None,
@@ -198,6 +207,40 @@ class VarlenKernel:
         attended = attended[0] if isinstance(attended, tuple) else attended  # some also return log-sum-exps
         output: Tensor = attended[..., :value_dim].transpose(0, 1)[None]
         return output
+
+    def attend_in_trees(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        row: TreeRow,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> Tensor:
+        """Compute the result of `attend_along_paths`, with keys gathered along paths.
+
+        If this takes several calls, each gathers its keys once more in the backward pass, so that the gathered keys of
+        only one call are in memory.
+        """
+
+        def attend(group: PathKeys) -> Tensor:
+            k, v = (gather_keys(tensor, group.places) for tensor in (key, value))
+            how = {"is_causal": True, "window": window, "dropout": dropout, **options}
+            of_keys = group.cu_seq_lens_k, group.longest_k
+            own = query[:, :, group.begin : group.end]
+            return self.attend(own, k, v, group.cu_seq_lens_q, group.longest_q, of_keys=of_keys, **how)
+
+        groups = gather_plan(row, window, chunk, query.device)
+        if len(groups) == 1:
+            return attend(groups[0])
+        if not torch.is_grad_enabled():
+            return torch.cat([attend(group) for group in groups], dim=2)
+        has_dropout = dropout > 0
+        parts = [checkpoint(attend, each, use_reentrant=False, preserve_rng_state=has_dropout) for each in groups]
+        return torch.cat(parts, dim=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,3 +261,8 @@ class FlexKernel:
         """Compute the result of `attend_by_segment`. The arguments are those of `VarlenKernel.attend`."""
         del max_length, options["dropout"]
         return attend_with_flex(query, key, value, cu_seq_lens, **options)
+
+    def attend_in_trees(self, query: Tensor, key: Tensor, value: Tensor, row: TreeRow, **options: Any) -> Tensor:
+        """Compute the result of `attend_along_paths`, with a mask."""
+        del options["dropout"]
+        return attend_in_trees_with_flex(query, key, value, row, **options)

@@ -69,8 +69,8 @@ class TreeRow(PackedRow):
         return {}
 
     @cached_property
-    def masks(self) -> dict[Any, Tensor]:
-        """The attention masks that were made for this row, by what they limit."""
+    def kept(self) -> dict[Any, Any]:
+        """Masks and indices that attention has made for this row. The layers of a model ask for the same ones."""
         return {}
 
     @cached_property

@@ -5,9 +5,10 @@ import torch
 from tiny_models import build
 
 import hf_packing as hfp
-from hf_packing.attention.choose_kernel import KERNELS, fails_trial
+from hf_packing.attention.choose_kernel import KERNELS
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.flex import block_mask
+from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import Call
 from hf_packing.attention.tiny_model import tiny_model
 

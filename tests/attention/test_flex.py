@@ -82,13 +82,6 @@ def test_borders_with_empty_segments_at_the_end():
     assert torch.equal(filled.to_dense(), plain.to_dense())
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Let FlexAttention compute gradients on a CPU, without compiling. torch refuses the former, but can do it."""
-    monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
-
-
 @st.composite
 def cases(draw):
     lengths = draw(st.lists(st.sampled_from([1, 2, 5, 60, 130]), min_size=1, max_size=3))

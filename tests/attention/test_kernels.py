@@ -1,10 +1,8 @@
 """The table of kernels: calls with the signatures of all versions, trials, the choice, and what is said of it.
 
-The kernels need CUDA. In their place stand functions that have exactly the signatures of the released versions, as
-tools.kernel_signatures has read them, and that compute exact attention from the arguments that they are given.
+The kernels need CUDA. The functions of kernel_stand_ins stand in their place.
 """
 
-import json
 import re
 import sys
 import warnings
@@ -13,84 +11,23 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_stand_ins import KNOWN, NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
 
 import hf_packing as hfp
 from hf_packing.attention import choose_kernel, kernels, patch
-from hf_packing.attention.choose_kernel import fails_trial, use_hub_kernel
+from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import FlexKernel, VarlenKernel
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.varlen import kernel_of, packed_varlen
-from tools.kernel_signatures import CASES, PAGE, SIGNATURES, call, function_with, newest_of_each_minor, with_tables
+from tools.kernel_signatures import CASES, PAGE, call, newest_of_each_minor, with_tables
 
-KNOWN = json.loads(SIGNATURES.read_text())
-
-VARLEN = {
-    (name.startswith("torch"), signature): pytest.param(name, signature, id=f"{name} {version}")
-    for name in KNOWN
-    if name in ("torch varlen_attn", "flash-attn 2", "flash-attn 3") or name.startswith("kernels-community/")
-    for version, signature in reversed(KNOWN[name].items())
-}.values()
-"""All different signatures, each with the first version that has it."""
-
-TORCH = KNOWN["torch varlen_attn"]
-
-NEWEST = KNOWN["flash-attn 2"]["2.8.3.post2"]
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 
 def test_all_signatures_are_called():
     assert 8 <= len(VARLEN) <= sum(map(len, KNOWN.values()))
-
-
-def of_torch(given):
-    """torch: causal attention is a window up to 0, or an argument in the first version; heads must be equal."""
-    groups = given["query"].shape[1] != given["key"].shape[1]
-    assert groups == given.get("enable_gqa", False), "Expect query and key/value to have the same number of heads"
-    left, right = given.get("window_size", (-1, 0 if given.get("is_causal") else -1))
-    return exact(given["query"], given["key"], given["value"], given, "cu_seq", "max", given.get("scale"), left, right)
-
-
-def of_flash_attn(given):
-    """flash-attn: `causal` sets the right side of the window to 0. Sinks get no gradient, as in vllm-flash-attn3."""
-    left, right = given.get("window_size", (-1, -1))
-    right = 0 if given["causal"] else right
-    rare = ("alibi_slopes", "block_table", "seqused_q", "seqused_k", "qv", "q_descale", "k_descale", "v_descale")
-    assert all(given.get(name) is None for name in rare)
-    assert not (given.get("softcap") and given.get("dropout_p")), "softcap does not support dropout"
-    sinks = given.get("s_aux")
-    options = {"softcap": given.get("softcap") or None, "sinks": sinks if sinks is None else sinks.detach()}
-    scale = given["softmax_scale"]
-    output = exact(given["q"], given["k"], given["v"], given, "cu_seqlens", "max_seqlen", scale, left, right, **options)
-    return (output, None) if "pack_gqa" in given else output  # flash-attn 3 also returns log-sum-exps
-
-
-def exact(query, key, value, given, borders, longest, scale, left, right, **options):
-    borders, longest = [[given[f"{name}_{side}"] for side in "qk"] for name in (borders, longest)]
-    assert borders[0] is borders[1], "cuDNN's causal attention compares the objects"
-    assert borders[0].dtype == torch.int32
-    assert longest == [int(borders[0].diff().max())] * 2
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
-    assert query.shape[-1] % 8 == 0
-    assert right in (0, left), "only windows to both sides, or to the left"
-    tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-    options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "is_causal": right == 0}
-    window = None if left < 0 else left + 1
-    return attend_by_segment(*tensors, borders[0].diff().tolist(), window=window, **options)[0].transpose(0, 1)
-
-
-def stand_in(name, signature, body=None):
-    function = function_with(signature, body or (of_torch if name.startswith("torch") else of_flash_attn))
-    return VarlenKernel(name, lambda: function, is_torch=name.startswith("torch"))
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch):
-    """A machine of compute capability 9.0 without kernels or choices."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(choose_kernel, "KERNELS", [])
-    for name in ("_chosen", "_trials"):
-        monkeypatch.setattr(choose_kernel, name, {})
-    monkeypatch.setattr(choose_kernel, "_warned", set())
 
 
 LENGTHS = [5, 3, 4]
@@ -213,10 +150,6 @@ def test_the_page_has_the_tables_of_these_signatures():
 def test_the_newest_release_of_each_minor_version():
     listed = ["2.13.0+cpu", "2.13.0", "2.9.1", "2.9.0", "2.5.1", "2.10.0", "2.14.0rc1"]
     assert newest_of_each_minor(listed, "2.6") == ["2.9.1", "2.10.0", "2.13.0"]
-
-
-def half(**changes):
-    return call(device=torch.device("cpu"), head_dim=16, value_dim=16, **changes)
 
 
 @pytest.mark.parametrize(("name", "signature"), VARLEN)

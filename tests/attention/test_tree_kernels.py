@@ -1,0 +1,294 @@
+"""Rows of trees on kernels that take other borders for keys than for queries: runs, calls, trials and the choice.
+
+The kernels need CUDA. The functions of kernel_stand_ins stand in their place.
+"""
+
+import copy
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_stand_ins import NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
+from test_tree_segments import forests
+from tiny_models import build
+from tree_documents import CHAT, check_documents, inputs_of
+
+import hf_packing as hfp
+from hf_packing.attention import choose_kernel, kernel_trials, kernels, path_keys, tree_attention
+from hf_packing.attention.exact_tree_attention import attend_along_paths
+from hf_packing.attention.kernel_trials import fails_trial
+from hf_packing.attention.kernels import FlexKernel
+from hf_packing.attention.path_keys import gather_keys, gather_plan, runs_of
+from hf_packing.attention.tree_row import TreeRow
+from hf_packing.attention.varlen import kernel_of
+from hf_packing.tree_segments import TreeSegments
+from tools.kernel_signatures import CASES, call
+
+pytestmark = pytest.mark.usefixtures("on_hopper")
+
+FLASH = stand_in("flash-attn 2", NEWEST)
+
+limits = st.sampled_from([None, 1, 2, 3, 7])
+
+
+def seen_by(trees, segment, depth, window, chunk):
+    """The tokens that a token at some depth of a segment attends to, literally."""
+    path = trees.path_of(segment)
+    return [
+        int(path[each])
+        for each in range(depth + 1)
+        if (window is None or depth - each < window) and (chunk is None or each // chunk == depth // chunk)
+    ]
+
+
+@given(forests(), limits, limits)
+def test_every_query_has_the_keys_of_its_path(forest, window, chunk):
+    trees = TreeSegments(*forest)
+    runs = list(runs_of(trees, window, chunk))
+    assert [place for run in runs for place in range(run.begin, run.end)] == list(range(trees.tokens))
+    segment_of = [segment for segment, length in enumerate(trees.lengths) for _ in range(length)]
+    for run in runs:
+        queries = run.end - run.begin
+        for number, token in enumerate(range(run.begin, run.end)):
+            last = len(run.keys) - queries + number
+            seen = run.keys[max(last - window + 1, 0) if window else 0 : last + 1].tolist()
+            assert seen == seen_by(trees, segment_of[token], int(trees.position_ids[token]), window, chunk)
+        of_first_query = len(run.keys) - queries + 1
+        assert window is None or of_first_query <= window, "no key is gathered in vain"
+
+
+def test_first_children_are_in_the_run_of_their_parent():
+    """Without this, a chat of n turns would gather about n / 2 times its tokens."""
+    chain = TreeSegments((4, 3, 2, 5), (-1, 0, 1, 2))
+    assert [(run.begin, run.end, len(run.keys)) for run in runs_of(chain, None, None)] == [(0, 14, 14)]
+    runs = [(run.begin, run.end, len(run.keys)) for run in runs_of(CHAT, None, None)]
+    assert runs == [(0, 23, 23), (23, 46, 32), (46, 63, 32)]
+
+
+@given(forests(), st.integers(1, 30))
+def test_calls_gather_few_keys(forest, most):
+    row = TreeRow.of(TreeSegments(*forest))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(path_keys, "MOST_KEYS", most)
+        plan = gather_plan(row, None, None, torch.device("cpu"))
+    assert [token for each in plan for token in range(each.begin, each.end)] == list(range(row.tokens))
+    for each in plan:
+        assert each.cu_seq_lens_q.dtype == each.cu_seq_lens_k.dtype == torch.int32
+        assert len(each.places) <= most or len(each.cu_seq_lens_k) == 2
+        assert int(each.cu_seq_lens_k[-1]) == len(each.places)
+        assert int(each.cu_seq_lens_q[-1]) == each.end - each.begin
+    for one, other in pairwise(plan):
+        assert len(one.places) + int(other.cu_seq_lens_k[1]) > most, "no call is smaller than it has to be"
+    assert gather_plan(row, None, None, torch.device("cpu")) is plan
+
+
+def tensors(tokens, dim=16, value_dim=16):
+    torch.manual_seed(0)
+    shapes = ((4, dim), (2, dim), (2, value_dim))
+    return [torch.randn(1, heads, tokens, size, dtype=torch.float64, requires_grad=True) for heads, size in shapes]
+
+
+def check(kernel, trees, dim=16, value_dim=16, **how):
+    """Compare a kernel with exact attention, in outputs and gradients."""
+    inputs = tensors(trees.tokens, dim, value_dim)
+    outputs = [
+        attend(*inputs, TreeRow.of(trees), scale=0.3, dropout=0.0, **how)
+        for attend in (kernel.attend_in_trees, attend_along_paths)
+    ]
+    assert torch.allclose(*outputs, atol=1e-12)
+    weight = torch.randn_like(outputs[0])
+    gradients = [torch.autograd.grad((each * weight).sum(), inputs) for each in outputs]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+ARGUMENTS = {"window": 8, "softcap": 2.0, "sinks": torch.arange(4) / 2, "chunk": 10}
+
+
+@pytest.mark.parametrize(("name", "signature"), VARLEN)
+@pytest.mark.parametrize("asked", [(), ("window",), ("softcap",), ("window", "softcap"), ("sinks",), ("chunk",)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 16), (12, 6)])
+def test_a_call_is_right_or_refused(name, signature, asked, dim, value_dim):
+    kernel = stand_in(name, signature)
+    how = {each: ARGUMENTS[each] for each in asked}
+    described = {"has_window": "window" in how, "has_softcap": "softcap" in how, "in_trees": True}
+    if kernel.refusal(call(**described, sinks=torch.bfloat16 if "sinks" in how else None)):
+        assert asked or "requires" in kernel.refusal(call())
+        return
+    check(kernel, CHAT, dim, value_dim, **how)
+
+
+@settings(max_examples=40)
+@given(forests(), limits, limits, st.sampled_from([3, 20, 1000]))
+def test_random_trees(forest, window, chunk, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(path_keys, "MOST_KEYS", most)
+        check(FLASH, TreeSegments(*forest), window=window, chunk=chunk)
+
+
+def test_keys_of_several_calls_are_gathered_again(monkeypatch):
+    """The backward pass runs each call once more, so that only its own gathered keys are in memory."""
+    calls = []
+    kernel = stand_in("flash-attn 2", NEWEST, lambda given: calls.append(len(given["k"])) or of_flash_attn(given))
+    check(kernel, CHAT)
+    (keys,) = calls
+    monkeypatch.setattr(path_keys, "MOST_KEYS", 40)
+    calls.clear()
+    check(kernel, CHAT)
+    assert sorted(calls) == [23, 23, 32, 32, 32, 32]
+    assert sum(calls) == 2 * keys
+    calls.clear()
+    with torch.no_grad():
+        kernel.attend_in_trees(*tensors(CHAT.tokens), TreeRow.of(CHAT), scale=0.3)
+    assert sum(calls) == keys
+
+
+def test_gradients_of_shared_keys_are_summed_in_float32():
+    """In bfloat16, 256 + 1 is 256."""
+    key = torch.zeros(1, 1, 2, 1, dtype=torch.bfloat16, requires_grad=True)
+    gathered = gather_keys(key, torch.tensor([0] * 600 + [1]))
+    gathered.backward(torch.ones_like(gathered))
+    assert key.grad.flatten().tolist() == [600, 1]
+    assert key.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("name", "signature"), VARLEN)
+def test_right_kernels_pass_their_trials(name, signature):
+    kernel = stand_in(name, signature)
+    tried = [half(**case, in_trees=True) for case in (*CASES.values(), {"sinks": torch.bfloat16})]
+    assert [kernel.refusal(kind) or fails_trial(kernel, kind) for kind in tried] == [
+        kernel.refusal(kind) for kind in tried
+    ]
+
+
+def with_first_keys(given):
+    """A kernel in which the queries of a segment belong to its first keys, as in flash-attn before 2.1."""
+    first, keys = (given[f"cu_seqlens_{side}"].tolist() for side in "qk")
+    queries = [b - a for a, b in pairwise(first)]
+    places = [start + each for start, number in zip(keys, queries, strict=False) for each in range(number)]
+    own = {f"cu_seqlens_{side}": given["cu_seqlens_q"] for side in "qk"}
+    own |= {f"max_seqlen_{side}": given["max_seqlen_q"] for side in "qk"}
+    return of_flash_attn(given | own | {each: given[each][places] for each in "kv"})
+
+
+def with_window_from_first_keys(given):
+    """A kernel that is right but for windows, which it measures as if queries belonged to the first keys."""
+    return of_flash_attn(given) if given["window_size"][0] < 0 else with_first_keys(given)
+
+
+def without_gradient_for_keys(given):
+    return of_flash_attn(given | {"k": given["k"].detach()})
+
+
+@pytest.mark.parametrize(
+    ("body", "case"),
+    [(with_first_keys, {}), (with_window_from_first_keys, {"has_window": True})],
+)
+def test_kernels_that_are_right_only_where_queries_are_keys(body, case):
+    kernel = stand_in("flash-attn 2", NEWEST, body)
+    assert fails_trial(kernel, half(**case)) == ""
+    assert fails_trial(kernel, half(**case, in_trees=True)).startswith("fails a trial with an error of ")
+    for rows in kernel_trials._TREE_TRIALS:
+        runs = list(runs_of(rows[0], None, None))
+        assert any(run.end - run.begin < len(run.keys) for run in runs), "each row has fewer queries than keys"
+
+
+def test_wrong_gradients_fail_the_trial():
+    reason = fails_trial(stand_in("flash-attn 2", NEWEST, without_gradient_for_keys), half(in_trees=True))
+    assert reason.startswith("fails")
+
+
+def choose(dtype=torch.bfloat16, **how):
+    q, k, v = (tensor.to(dtype) for tensor in tensors(12))
+    options = {"is_causal": True, "window": None, "softcap": None, "sinks": None, "dropout": 0.0}
+    kernel = choose_kernel.choose_kernel(q, k, v, **options | how)
+    return None if kernel is None else kernel.name
+
+
+def test_rows_and_trees_are_tried_apart():
+    older = stand_in("flash-attn 2", NEWEST, with_first_keys)
+    choose_kernel.KERNELS[:] = [older, stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    assert choose() == "flash-attn 2"
+    message = r"an attention kernel failed in rows of trees \(flash-attn 2: fails a trial .*torch varlen_attn runs inst"
+    with pytest.warns(UserWarning, match=message):
+        assert choose(in_trees=True) == "torch varlen_attn"
+    assert choose() == "flash-attn 2"
+
+
+def test_one_warning_says_why_there_is_no_kernel():
+    choose_kernel.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, with_first_keys)]
+    message = (
+        r"^attention in rows of trees runs path by path, which is exact, but slow \(flash-attn 2: fails a trial with "
+        r"an error of .*\)\. Run `pip install flash-attn"
+    )
+    with pytest.warns(UserWarning, match=message):
+        assert choose(in_trees=True) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(in_trees=True, window=3) is None
+        assert choose() == "flash-attn 2"
+    with pytest.warns(UserWarning, match=r"^attention runs segment by segment, which is exact, but slow"):
+        assert choose(sinks=torch.zeros(4)) is None
+
+
+def test_dropout_runs_on_kernels_that_take_it():
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"]), FLASH]
+    assert choose(in_trees=True, dropout=0.1) == "flash-attn 2"
+    given = {}
+    kernel = stand_in("flash-attn 2", NEWEST, lambda own: given.update(own) or own["q"])
+    kernel.attend_in_trees(*tensors(CHAT.tokens), TreeRow.of(CHAT), scale=0.3, dropout=0.1)
+    assert given["dropout_p"] == 0.1
+    assert "takes no dropout" in FlexKernel().refusal(half(in_trees=True, has_dropout=True))
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Kernels run as on CUDA, in any dtype."""
+    monkeypatch.setattr(kernels, "HALF_PRECISION", (torch.float32, torch.float64))
+    monkeypatch.setattr(
+        tree_attention,
+        "_kernel_for",
+        lambda q, k, v, scale, **options: choose_kernel.choose_kernel(  # noqa: ARG005
+            q, k, v, is_causal=True, in_trees=True, **options
+        ),
+    )
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("most", [40, 1000])
+def test_models_run_on_kernels(monkeypatch, name, most):
+    monkeypatch.setattr(path_keys, "MOST_KEYS", most)
+    choose_kernel.KERNELS[:] = [FLASH]
+    stock = build(name, torch.float64)
+    model = hfp.patch_model(copy.deepcopy(stock), trees=True)
+    monkeypatch.setattr(tree_attention, "attend_along_paths", lambda *_, **__: pytest.fail("not on the kernel"))
+    check_documents(stock, model, CHAT, 1e-5)
+    assert kernel_of(model) == "flash-attn 2"
+    report = hfp.check_isolation(model, trees=True)
+    assert report.isolated
+    assert str(report).endswith("\nkernel: flash-attn 2")
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_models_fall_back_to_exact_attention(monkeypatch):
+    choose_kernel.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, with_first_keys)]
+    stock = build("Llama")
+    model = hfp.patch_model(copy.deepcopy(stock))
+    with pytest.warns(UserWarning, match="attention in rows of trees runs path by path"):
+        model(**inputs_of(CHAT))
+    assert kernel_of(model) == "exact attention, path by path"
+    monkeypatch.setattr(choose_kernel, "fails_trial", lambda *_: "")
+    for each in (choose_kernel._chosen, choose_kernel._trials):
+        each.clear()
+    with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
+        hfp.patch_model(copy.deepcopy(stock), trees=True)  # the proof would notice what the trial has caught
+
+
+def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(tree_attention, "choose_kernel", lambda *_, **__: pytest.fail("looked for"))
+    model = hfp.patch_model(build("Llama"), trees=True)
+    assert kernel_of(model) == "exact attention, path by path"

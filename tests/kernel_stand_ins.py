@@ -1,0 +1,89 @@
+"""Functions that stand in the place of attention kernels, which need CUDA.
+
+They have exactly the signatures of the released versions, as tools.kernel_signatures has read them, and compute exact
+attention from the arguments that they are given.
+"""
+
+import json
+
+import pytest
+import torch
+
+from hf_packing.attention.exact_attention import attend_by_segment, attend_with_scores
+from hf_packing.attention.kernels import VarlenKernel
+from tools.kernel_signatures import SIGNATURES, call, function_with
+
+KNOWN = json.loads(SIGNATURES.read_text())
+
+VARLEN = {
+    (name.startswith("torch"), signature): pytest.param(name, signature, id=f"{name} {version}")
+    for name in KNOWN
+    if name in ("torch varlen_attn", "flash-attn 2", "flash-attn 3") or name.startswith("kernels-community/")
+    for version, signature in reversed(KNOWN[name].items())
+}.values()
+"""All different signatures, each with the first version that has it."""
+
+TORCH = KNOWN["torch varlen_attn"]
+
+NEWEST = KNOWN["flash-attn 2"]["2.8.3.post2"]
+
+
+def of_torch(given):
+    """torch: causal attention is a window up to 0, or an argument in the first version; heads must be equal."""
+    groups = given["query"].shape[1] != given["key"].shape[1]
+    assert groups == given.get("enable_gqa", False), "Expect query and key/value to have the same number of heads"
+    left, right = given.get("window_size", (-1, 0 if given.get("is_causal") else -1))
+    return exact(given["query"], given["key"], given["value"], given, "cu_seq", "max", given.get("scale"), left, right)
+
+
+def of_flash_attn(given):
+    """flash-attn: `causal` sets the right side of the window to 0. Sinks get no gradient, as in vllm-flash-attn3."""
+    left, right = given.get("window_size", (-1, -1))
+    right = 0 if given["causal"] else right
+    rare = ("alibi_slopes", "block_table", "seqused_q", "seqused_k", "qv", "q_descale", "k_descale", "v_descale")
+    assert all(given.get(name) is None for name in rare)
+    assert not (given.get("softcap") and given.get("dropout_p")), "softcap does not support dropout"
+    sinks = given.get("s_aux")
+    options = {"softcap": given.get("softcap") or None, "sinks": sinks if sinks is None else sinks.detach()}
+    scale = given["softmax_scale"]
+    output = exact(given["q"], given["k"], given["v"], given, "cu_seqlens", "max_seqlen", scale, left, right, **options)
+    return (output, None) if "pack_gqa" in given else output  # flash-attn 3 also returns log-sum-exps
+
+
+def exact(query, key, value, given, borders, longest, scale, left, right, **options):
+    borders, longest = [[given[f"{name}_{side}"] for side in "qk"] for name in (borders, longest)]
+    assert [each.dtype for each in borders] == [torch.int32] * 2
+    assert longest == [int(each.diff().max()) for each in borders]
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
+    assert right in (0, left), "only windows to both sides, or to the left"
+    tensors = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    options |= {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "is_causal": right == 0}
+    window = None if left < 0 else left + 1
+    if borders[0] is not borders[1]:  # which cuDNN's causal attention would take for cross-attention
+        return at_last_keys(*tensors, borders, window=window, **options)[0].transpose(0, 1)
+    return attend_by_segment(*tensors, borders[0].diff().tolist(), window=window, **options)[0].transpose(0, 1)
+
+
+def at_last_keys(query, key, value, borders, *, scale, is_causal, window, softcap=None, sinks=None):
+    """Attention of segments whose queries belong to their last keys."""
+    assert is_causal
+    outputs = []
+    parts = (zip(each[:-1].tolist(), each[1:].tolist(), strict=True) for each in borders)
+    for (first, last), (first_key, last_key) in zip(*parts, strict=True):
+        k, v = key[:, :, first_key:last_key], value[:, :, first_key:last_key]
+        keys, queries = last_key - first_key, last - first
+        at, to = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+        mask = (to <= at) & (at - to < (window or keys))
+        q = query[:, :, first:last]
+        outputs.append(attend_with_scores(q, k, v, mask, scale, True, softcap, sinks, 0.0))
+    return torch.cat(outputs, dim=2)
+
+
+def stand_in(name, signature, body=None):
+    function = function_with(signature, body or (of_torch if name.startswith("torch") else of_flash_attn))
+    return VarlenKernel(name, lambda: function, is_torch=name.startswith("torch"))
+
+
+def half(**changes):
+    return call(device=torch.device("cpu"), head_dim=16, value_dim=16, **changes)
