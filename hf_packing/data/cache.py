@@ -27,8 +27,7 @@ from filelock import FileLock
 from hf_packing.columns import INPUT_IDS, LABELS, TREE_INPUT_IDS
 from hf_packing.data.packed_rows import FACT_NAMES, SPLITS, Origin, describe_changes
 from hf_packing.errors import PackingError
-from hf_packing.planning.plan import ARRAYS, PackingPlan
-from hf_packing.planning.plan_laws import SEGMENT_SHARED
+from hf_packing.planning.plan import ARRAYS, SEGMENT_SHARED, PackingPlan
 from hf_packing.planning.storage import load_arrays, put_in_place
 
 PLAN_KEY = b"hf_packing.plan"

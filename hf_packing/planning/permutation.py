@@ -136,6 +136,25 @@ def shuffle_packs(pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray
     return segments, offsets, packs
 
 
+def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Return a random order of packs, and a random order of the trees in each pack. Trees stay whole.
+
+    Args:
+        tree_offsets: int64 [trees + 1]: the segments of tree t are tree_offsets[t]:tree_offsets[t + 1].
+        pack_offsets: int64 [packs + 1]: the segments of pack p are pack_offsets[p]:pack_offsets[p + 1].
+        seed: seed of the random orders.
+
+    Returns:
+        The same three arrays as `shuffle_packs`: the segments in the new order, the new pack_offsets, and the packs in
+        the new order.
+    """
+    trees, offsets, packs = shuffle_packs(np.searchsorted(tree_offsets, pack_offsets), seed)
+    segments = np.diff(tree_offsets)[trees]
+    ends = np.concatenate([[0], np.cumsum(segments)])
+    order = np.arange(ends[-1]) + np.repeat(tree_offsets[trees] - ends[:-1], segments)
+    return order, ends[offsets], packs
+
+
 def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:
     """Return (rows, columns) of a nearly square grid with at least `size` cells."""
     rows = np.ceil(np.sqrt(size)).astype(np.uint64)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.describe_plan import describe_plan
+from hf_packing.planning.lengths import INT32_MAX, IntArray, smallest_index_type
 from hf_packing.planning.metrics import PackingMetrics, measure_plan
-from hf_packing.planning.permutation import check_seed, shuffle_packs
-from hf_packing.planning.plan_laws import SEGMENT_SHARED, check_laws, stored_types
+from hf_packing.planning.permutation import check_seed, shuffle_trees
+from hf_packing.planning.segment_checks import check_disjoint, check_shared
 from hf_packing.planning.storage import load_arrays, save_arrays
 
 ARRAYS = ("document_length", "segment_document", "segment_start", "segment_length", "pack_offsets", "pack_capacity")
+SEGMENT_SHARED = "segment_shared"
+"""The array that only plans of documents with shared prefixes have."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -79,8 +83,8 @@ class PackingPlan:
             array = array.astype(np.int64) if array.dtype.kind == "u" else array.view()
             array.flags.writeable = False
             object.__setattr__(self, name, array)
-        check_laws(self.arrays())
-        types = stored_types(self.arrays())
+        _check_laws(self.arrays())
+        types = _stored_types(self.arrays())
         for name, array in self.arrays().items():
             array = array.astype(types[name], copy=False)
             array.flags.writeable = False
@@ -173,23 +177,15 @@ class PackingPlan:
         Raises:
             PackingError: the seed is not an integer from 0 to 2**63 - 1.
         """
-        trees = self.tree_offsets()
-        order, offsets, place = shuffle_packs(np.searchsorted(trees, self.pack_offsets), check_seed(seed))
-        if self.segment_shared is not None:
-            segments = np.diff(trees)[order]
-            ends = np.concatenate([[0], np.cumsum(segments)])
-            order = np.arange(self.num_segments) + np.repeat(trees[order] - ends[:-1], segments)
-            offsets = ends[offsets]
-        return PackingPlan(
-            document_length=self.document_length,
+        order, offsets, place = shuffle_trees(self.tree_offsets(), self.pack_offsets, check_seed(seed))
+        return replace(
+            self,
             segment_document=self.segment_document[order],
             segment_start=self.segment_start[order],
             segment_length=self.segment_length[order],
             pack_offsets=offsets,
             pack_capacity=self.pack_capacity[place],
             segment_shared=None if self.segment_shared is None else self.segment_shared[order],
-            proven_lower_bound=self.proven_lower_bound,
-            note=self.note,
         )
 
     def save(self, path: str | Path) -> None:
@@ -230,12 +226,9 @@ class PackingPlan:
         return plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the function and the arguments that rebuild the plan when the plan is copied or unpickled.
-
-        That function calls the constructor, which checks the plan.
-        """
+        """Return the constructor with its arguments, so that a plan is checked when it is copied or unpickled."""
         arrays = {name: np.asarray(array) for name, array in self.arrays().items()}
-        return _rebuild_plan, (arrays, self.proven_lower_bound, self.note)
+        return partial(PackingPlan, **arrays, proven_lower_bound=self.proven_lower_bound, note=self.note), ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PackingPlan) and self.fingerprint == other.fingerprint
@@ -251,38 +244,104 @@ class PackingPlan:
         )
 
     def __str__(self) -> str:
-        return _describe(self)
+        trees = None if self.segment_shared is None else len(self.tree_offsets()) - 1
+        return describe_plan(self.metrics(), np.diff(self.pack_offsets), self.pack_capacity, trees, self.note)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(_describe(self))}</pre>"
+        return f"<pre>{escape(str(self))}</pre>"
 
 
-def _rebuild_plan(arrays: dict[str, IntArray], proven_lower_bound: int, note: str) -> PackingPlan:
-    return PackingPlan(**arrays, proven_lower_bound=proven_lower_bound, note=note)
+def _check_laws(arrays: Mapping[str, IntArray]) -> None:
+    """Raise PackingError if the arrays of a plan are invalid.
 
-
-def _describe(plan: PackingPlan) -> str:
-    """Return a description of a plan in a few lines of text."""
-    metrics, per_pack = plan.metrics(), np.diff(plan.pack_offsets)
-    capacities, packs = np.unique(plan.pack_capacity, return_counts=True)
-    each = [f"{number:,} of {capacity:,} tokens" for capacity, number in zip(capacities, packs, strict=True)]
-    holding = f" of {capacities[0]:,} tokens" if len(each) == 1 else f": {', '.join(each) or 'none'}"
-    lines = [
-        f"{metrics.num_documents:,} documents, {metrics.num_tokens:,} tokens, in {metrics.num_packs:,} packs{holding}",
-        f"padding {metrics.padding_ratio:.2%}, {metrics.concatenation_ratio:.2f} documents per pack, "
-        f"{per_pack.min(initial=metrics.num_segments):,} to {per_pack.max(initial=0):,} segments in a pack",
-        f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
-        f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
-    ]
-    if plan.segment_shared is not None:
-        lines.append(
-            f"prefixes shared: {metrics.shared_ratio:.2f} times fewer tokens in packs, in "
-            f"{len(plan.tree_offsets()) - 1:,} trees"
+    In a valid plan, no token is in two segments, and no pack has more tokens than its capacity. A token may be in no
+    segment; the metrics count such tokens as dropped.
+    """
+    _check_shapes(arrays)
+    offsets, capacity, documents = arrays["pack_offsets"], arrays["pack_capacity"], arrays["document_length"]
+    document, start, length = (arrays[f"segment_{name}"] for name in ("document", "start", "length"))
+    segments = len(document)
+    if offsets[0] != 0 or offsets[-1] != segments or (np.diff(offsets) < 1).any():
+        raise PackingError(
+            f"pack_offsets: expected offsets that rise from 0 to {segments}, the number of segments, with at least one "
+            f"segment in each pack, got {offsets}"
         )
-    if len(capacities) == 1:
-        same = "segments" if plan.segment_shared is None else "trees"
-        lines.append(
-            f"no plan for the same {same} has fewer than {metrics.lower_bound:,} packs of this size; "
-            f"this plan has {metrics.num_packs / max(metrics.lower_bound, 1) - 1:.2%} more"
+    if not segments:
+        return
+    if length.min() < 1:
+        raise PackingError(
+            f"segment_length: expected no empty segment, got length {length.min()} at index {int(length.argmin())}"
         )
-    return "\n".join(lines + ([plan.note] if plan.note else []))
+    if document.min() < 0 or document.max() >= len(documents):
+        raise PackingError(
+            f"segment_document: expected document indices of at least 0 and below {len(documents)}, the number of "
+            f"documents, got indices from {document.min()} to {document.max()}"
+        )
+    own = length
+    if SEGMENT_SHARED in arrays:
+        check_shared(arrays[SEGMENT_SHARED], length, offsets)
+        own = length - arrays[SEGMENT_SHARED]
+    fill = np.add.reduceat(own, offsets[:-1], dtype=np.int64)
+    if (overfull := fill > capacity).any():
+        pack = int(overfull.argmax())
+        raise PackingError(
+            f"segment_length: expected at most {capacity[pack]} tokens in pack {pack}, the capacity of the "
+            f"pack, got {fill[pack]} tokens"
+        )
+    _check_slices(document, start, length, documents)
+
+
+def _check_slices(document: IntArray, start: IntArray, length: IntArray, documents: IntArray) -> None:
+    """Raise PackingError if a segment extends beyond its document, or if segments of a document overlap."""
+    outside = start > documents[document] - length
+    if start.any():
+        outside |= start < 0
+    if outside.any():
+        segment = int(outside.argmax())
+        raise PackingError(
+            f"segment_start: expected segments within their documents, but segment {segment} covers tokens "
+            f"{start[segment]}:{int(start[segment]) + int(length[segment])} of document {document[segment]}, which has "
+            f"{documents[document[segment]]} tokens"
+        )
+    is_packed = np.zeros(len(documents), dtype=bool)
+    is_packed[document] = True
+    if np.count_nonzero(is_packed) < len(document):  # a document has several segments
+        check_disjoint(document, start, length)
+
+
+def _check_shapes(arrays: Mapping[str, IntArray]) -> None:
+    documents, segments = arrays["document_length"], len(arrays["segment_document"])
+    offsets, capacities = arrays["pack_offsets"], arrays["pack_capacity"]
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise PackingError(f"{name}: expected 1-d integers, got an array of {array.dtype} with shape {array.shape}")
+    if len(documents) and documents.min() < 0:
+        raise PackingError(f"document_length: expected no negative length, got {documents.min()}")
+    for name in ("segment_length", "pack_capacity"):
+        if (largest := arrays[name].max(initial=0)) > INT32_MAX:
+            raise PackingError(f"{name}: expected at most {INT32_MAX} tokens, got {largest}")
+    for name in ("segment_start", "segment_length", SEGMENT_SHARED):
+        if name in arrays and len(arrays[name]) != segments:
+            raise PackingError(
+                f"{name}: expected one value for each of the {segments} segments in segment_document, got "
+                f"{len(arrays[name])} values"
+            )
+    if len(offsets) != len(capacities) + 1:
+        raise PackingError(
+            f"pack_offsets: expected one offset more than packs, got {len(offsets)} offsets for the "
+            f"{len(capacities)} packs in pack_capacity"
+        )
+
+
+def _stored_types(arrays: Mapping[str, IntArray]) -> dict[str, Any]:
+    """Return the dtype in which each array of a valid plan is stored."""
+    tokens = smallest_index_type(int(arrays["document_length"].max(initial=0)))
+    return {
+        "document_length": tokens,
+        "segment_document": smallest_index_type(len(arrays["document_length"])),
+        "segment_start": tokens,
+        "segment_length": np.int32,
+        "pack_offsets": np.int64,
+        "pack_capacity": np.int32,
+        SEGMENT_SHARED: np.int32,
+    }
