@@ -4,14 +4,16 @@ A segment is a document, or a part of a document, in a row. All columns that des
 """
 
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from hf_packing.collate_trees import are_trees, collate_trees
+from hf_packing.collate_trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.columns import (
     ATTENTION_MASK,
     CU_SEQ_LENS,
@@ -20,18 +22,22 @@ from hf_packing.columns import (
     LABELS,
     LOSS_MASKS,
     MAX_LENGTHS,
+    PARENTS,
     POSITION_IDS,
     SEGMENT_COLUMNS,
     SEQ_IDX,
     TOKEN_TYPE_IDS,
+    TREE_COLUMNS,
     find_unmasked_label,
 )
 from hf_packing.errors import PackingError
 from hf_packing.fixed_shapes import check_shapes, fill_to_shape
-from hf_packing.integer_columns import Row, read_integers
 from hf_packing.planning.lengths import IntArray
-from hf_packing.segment_columns import check_length, lengths_in_column
+from hf_packing.segment_columns import check_length, check_mask, lengths_in_column
 from hf_packing.worker_batch import WorkerBatch
+
+Row = Mapping[str, Any]
+"""One row of a dataset, as a mapping from column name to value."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class PackingCollator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         _refuse_dispatched_batches(self)
         _check_rows(rows)
-        batch = self._batch_of_trees(rows) if are_trees(rows) else self._flat_batch(rows)
+        batch = self._batch_of_trees(rows) if _are_trees(rows) else self._flat_batch(rows)
         return batch if torch.utils.data.get_worker_info() is None else WorkerBatch(batch)
 
     def _batch_of_trees(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -117,7 +123,12 @@ class PackingCollator:
             raise PackingError(
                 f"tokens: expected None for rows of trees, which have no fixed shapes, got {self.tokens}"
             )
-        return collate_trees(rows)
+        for number, row in enumerate(rows):
+            check_tree_row(row, number)
+        names = (*TREE_COLUMNS, TOKEN_TYPE_IDS) if any(TOKEN_TYPE_IDS in row for row in rows) else TREE_COLUMNS
+        return collate_trees(
+            {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in names}
+        )
 
     def _flat_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
         tokens = [read_integers(INPUT_IDS, row, number) for number, row in enumerate(rows)]
@@ -151,12 +162,22 @@ class PackingCollator:
         return batch
 
 
+def is_tree_batch(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch of a `PackingCollator` is made of rows of trees."""
+    return PARENTS in batch
+
+
+def _are_trees(rows: Sequence[Row]) -> bool:
+    """Return whether any of the rows is a row of trees, perhaps one that has lost some of its columns."""
+    return not set().union(*rows).isdisjoint(TREE_COLUMNS) and any(is_tree_row(row) for row in rows)
+
+
 def _check_rows(rows: Any) -> None:
     if not isinstance(rows, Sequence) or not all(issubclass(kind, Mapping) for kind in set(map(type, rows))):
         raise PackingError(
             f"rows: expected a list of mappings with input_ids, got {type(rows).__name__}: {str(rows)[:80]}"
         )
-    if not set().union(*rows).isdisjoint(LOSS_MASKS) and not are_trees(rows):
+    if not set().union(*rows).isdisjoint(LOSS_MASKS) and not _are_trees(rows):
         for number, row in enumerate(rows):
             _check_loss_masks(row, number)
 
@@ -184,6 +205,45 @@ def _check_loss_masks(row: Row, number: int) -> None:
             f"column {name!r}: expected labels that are -100 where the mask is 0, but token {token} of row {number} "
             f"has the label {labels[token]}; apply the mask to the labels, or remove the mask"
         )
+
+
+def read_integers(name: str, row: Row, number: int) -> IntArray:
+    """Return a column of a row as a NumPy array; Python lists and torch tensors are converted.
+
+    Args:
+        name: the column's name.
+        row: the row, as a mapping from column name to value.
+        number: the row's number, for error messages.
+
+    Returns:
+        Integers [values]; an empty column may have any dtype.
+
+    Raises:
+        PackingError: the row does not have the column, or the column is not a list of integers.
+    """
+    if name not in row:
+        raise PackingError(
+            f"column {name!r}: expected this column in every row; columns of row {number}: {', '.join(row) or 'none'}"
+        )
+    try:
+        values = _array_of_list(row[name]) if type(row[name]) is list else np.asarray(row[name])
+    except ValueError as error:
+        raise PackingError(
+            f"column {name!r}: expected a list of integers, but NumPy cannot read the values of row {number}: {error}"
+        ) from error
+    if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
+        raise PackingError(
+            f"column {name!r}: expected a list of integers, got {values.dtype} of shape {values.shape} in row {number}"
+        )
+    return values
+
+
+def _array_of_list(values: list[Any]) -> npt.NDArray[Any]:
+    """Return a list as a NumPy array. For integers, this function takes half as long as np.asarray."""
+    try:
+        return np.frombuffer(array("q", values), dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):  # an empty list raises ValueError
+        return np.asarray(values)
 
 
 def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -> IntArray | None:
@@ -257,7 +317,7 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
     """Return a row's segment lengths, int64 [segments]; raise PackingError if the row's segment columns disagree."""
     found = [name for name in SEGMENT_COLUMNS if name in row]
     if ATTENTION_MASK in row:
-        _check_mask(row[ATTENTION_MASK], tokens, number)
+        check_mask(row[ATTENTION_MASK], tokens, number)
     if not found:
         return np.array([tokens] if tokens else [], dtype=np.int64)
     first, *others = found
@@ -271,22 +331,6 @@ def _segments_of_row(row: Row, tokens: int, number: int, compare_positions: bool
                     f"{first!r}, got lengths {_shown(same)}; remove the wrong column"
                 )
     return lengths
-
-
-def _check_mask(mask: Any, tokens: int, row: int) -> None:
-    """Raise PackingError unless an attention_mask is all ones. A 0 means padding; larger values number documents."""
-    values = np.asarray(mask)
-    if values.shape != (tokens,):
-        raise PackingError(
-            f"column 'attention_mask': expected shape ({tokens},) in row {row}, a 1 per token, got shape {values.shape}"
-        )
-    if not values.all():
-        raise PackingError(f"column 'attention_mask': expected documents without padding, got a 0 in row {row}")
-    if (other := values != 1).any():
-        raise PackingError(
-            f"column 'attention_mask': expected only ones, got a {values[other.argmax()]} in row {row}; if the values "
-            "number the documents of the row, replace this column by a column 'seq_lengths' with the documents' lengths"
-        )
 
 
 def _shown(lengths: IntArray) -> str:

@@ -31,7 +31,6 @@ from hf_packing.columns import (
     TREE_LABELS,
 )
 from hf_packing.errors import PackingError
-from hf_packing.integer_columns import Row, read_integers
 from hf_packing.segment_columns import check_length
 from hf_packing.trained_tokens import num_training, trained_pieces
 from hf_packing.tree_segments import TreeSegments
@@ -39,34 +38,56 @@ from hf_packing.tree_segments import TreeSegments
 _OF_OTHER_ROWS = (INPUT_IDS, LABELS, ATTENTION_MASK, *LOSS_MASKS, *SEGMENT_COLUMNS)
 """Columns of packed rows and documents, which have another meaning or none in a row of trees."""
 
-
-def are_trees(rows: Sequence[Row]) -> bool:
-    """Return whether any of the rows is a row of trees, perhaps one that has lost some of its columns."""
-    names: set[str] = set().union(*rows)
-    return not names.isdisjoint(TREE_COLUMNS) and any(_is_tree(row) for row in rows)
+_Integers = npt.NDArray[np.int64]
+_Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
+"""The values of each row, by name of the column."""
 
 
-def collate_trees(rows: Sequence[Row]) -> dict[str, Any]:
+def is_tree_row(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a row of trees, perhaps one that has lost some of its columns."""
+    names = row.keys() & set(TREE_COLUMNS)
+    if INPUT_IDS in row:  # a document may have a column `ends` of its own
+        return not names.isdisjoint((TREE_INPUT_IDS, TREE_LABELS)) or {SEGMENT_LENGTHS, PARENTS} <= names
+    return bool(names)
+
+
+def check_tree_row(row: Mapping[str, Any], number: int) -> None:
+    """Raise PackingError unless a row has all columns of a row of trees, and none of other rows."""
+    if other := [name for name in _OF_OTHER_ROWS if name in row]:
+        if not is_tree_row(row):
+            raise PackingError(
+                f"rows: expected rows of trees only, or none, but row {number} has the columns {', '.join(row)}; put "
+                "rows of trees and other rows in different batches"
+            )
+        raise PackingError(
+            f"column {other[0]!r}: expected no such column in row {number}, which has the columns of a row of trees; "
+            f"the tokens of trees are in {TREE_INPUT_IDS!r}, and the collator makes the columns for the model"
+        )
+    if missing := [name for name in TREE_COLUMNS if name not in row]:
+        raise PackingError(
+            f"column {missing[0]!r}: expected this column in row {number}, a row of trees, got the columns "
+            f"{', '.join(row) or 'none'}. Trainer removes columns that the model does not take; pass "
+            "remove_unused_columns=False to TrainingArguments"
+        )
+
+
+def collate_trees(columns: _Columns) -> dict[str, Any]:
     """Concatenate rows of trees into one batch.
 
     Args:
-        rows: rows with the columns TREE_COLUMNS, and perhaps token_type_ids.
+        columns: the values of each row in the columns TREE_COLUMNS, and perhaps token_type_ids: integers [values].
 
     Returns:
         The batch, as `PackingCollator` describes it. The indices of segments and documents count on from row to row.
 
     Raises:
-        PackingError: a column is missing; packed rows or documents are among the rows; columns of packed rows stand
-            beside those of trees; or the columns of a row contradict each other.
+        PackingError: the rows have no tokens, or the columns of a row contradict each other.
     """
-    for number, row in enumerate(rows):
-        _check_columns(row, number)
-    columns = {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in TREE_COLUMNS}
     sizes = _Sizes.of(columns)
     _check_sizes(columns)
     tokens = _joined(columns[TREE_INPUT_IDS])
     if not len(tokens):
-        raise PackingError(f"rows: expected at least one token, got {len(rows)} rows without tokens")
+        raise PackingError(f"rows: expected at least one token, got {len(columns[ENDS])} rows without tokens")
     labels = _joined(columns[TREE_LABELS])
     parents = _joined(columns[PARENTS])
     parents += np.where(parents >= 0, np.repeat(sizes.first_segment, sizes.segments), 0)
@@ -74,7 +95,6 @@ def collate_trees(rows: Sequence[Row]) -> dict[str, Any]:
     ends = _checked_ends(_joined(columns[ENDS]), sizes)
     trained = _checked_runs(_joined(columns[TRAINED]).reshape(-1, 3), ends, trees, sizes)
     _check_labels(labels, num_training(trained_pieces(trees, ends, trained), len(tokens)), trees, sizes)
-    token_types = _token_types(rows, columns)
     batch = {
         INPUT_IDS: tokens[None],
         POSITION_IDS: trees.position_ids[None].astype(np.int64),
@@ -83,14 +103,9 @@ def collate_trees(rows: Sequence[Row]) -> dict[str, Any]:
         ENDS: ends,
         TRAINED: trained,
         TREE_LABELS: labels[None],
-        **({} if token_types is None else {TOKEN_TYPE_IDS: token_types[None]}),
+        **{name: _joined(columns[name])[None] for name in columns.keys() & {TOKEN_TYPE_IDS}},
     }
     return {name: torch.from_numpy(values) for name, values in batch.items()}
-
-
-_Integers = npt.NDArray[np.int64]
-_Columns = Mapping[str, Sequence[npt.NDArray[Any]]]
-"""The values of each row, by name of the column."""
 
 
 class _Sizes(NamedTuple):
@@ -115,39 +130,14 @@ class _Sizes(NamedTuple):
         return f"document {document - int(self.first_document[row])} of row {row}"
 
 
-def _is_tree(row: Row) -> bool:
-    names = row.keys() & set(TREE_COLUMNS)
-    if INPUT_IDS in row:  # a document may have a column `ends` of its own
-        return not names.isdisjoint((TREE_INPUT_IDS, TREE_LABELS)) or {SEGMENT_LENGTHS, PARENTS} <= names
-    return bool(names)
-
-
-def _check_columns(row: Row, number: int) -> None:
-    """Raise PackingError unless a row has all columns of a row of trees, and none of other rows."""
-    if other := [name for name in _OF_OTHER_ROWS if name in row]:
-        if not _is_tree(row):
-            raise PackingError(
-                f"rows: expected rows of trees only, or none, but row {number} has the columns {', '.join(row)}; put "
-                "rows of trees and other rows in different batches"
-            )
-        raise PackingError(
-            f"column {other[0]!r}: expected no such column in row {number}, which has the columns of a row of trees; "
-            f"the tokens of trees are in {TREE_INPUT_IDS!r}, and the collator makes the columns for the model"
-        )
-    if missing := [name for name in TREE_COLUMNS if name not in row]:
-        raise PackingError(
-            f"column {missing[0]!r}: expected this column in row {number}, a row of trees, got the columns "
-            f"{', '.join(row) or 'none'}. Trainer removes columns that the model does not take; pass "
-            "remove_unused_columns=False to TrainingArguments"
-        )
-
-
 def _check_sizes(columns: _Columns) -> None:
     """Raise PackingError unless the columns of each row have lengths that fit together."""
     for number, (tokens, labels, lengths, parents, trained) in enumerate(
         zip(*(columns[name] for name in (TREE_INPUT_IDS, TREE_LABELS, SEGMENT_LENGTHS, PARENTS, TRAINED)), strict=True)
     ):
         check_length(TREE_LABELS, labels, len(tokens), number)
+        if TOKEN_TYPE_IDS in columns:
+            check_length(TOKEN_TYPE_IDS, columns[TOKEN_TYPE_IDS][number], len(tokens), number)
         if lengths.sum() != len(tokens):
             raise PackingError(
                 f"column {SEGMENT_LENGTHS!r}: expected lengths that add up to the {len(tokens)} tokens of row "
@@ -246,16 +236,6 @@ def _check_labels(labels: _Integers, training: _Integers, trees: TreeSegments, s
             f"column {TREE_LABELS!r}: expected {expected} document trains on the token, got {labels[token]} for token "
             f"{place} of row {row}"
         )
-
-
-def _token_types(rows: Sequence[Row], columns: _Columns) -> _Integers | None:
-    """Return the token_type_ids of all rows; None if no row has this column."""
-    if not any(TOKEN_TYPE_IDS in row for row in rows):
-        return None
-    values = [read_integers(TOKEN_TYPE_IDS, row, number) for number, row in enumerate(rows)]
-    for number, (given, tokens) in enumerate(zip(values, columns[TREE_INPUT_IDS], strict=True)):
-        check_length(TOKEN_TYPE_IDS, given, len(tokens), number)
-    return _joined(values)
 
 
 def _joined(values: Sequence[npt.NDArray[Any]]) -> _Integers:

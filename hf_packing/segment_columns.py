@@ -1,6 +1,7 @@
-"""Read the segment lengths of a row from one of the columns that give segment borders."""
+"""Read the segment lengths of a row from a column that gives segment borders, and check columns of its tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,22 @@ def check_length(name: str, values: IntArray, tokens: int, row: int) -> None:
     if len(values) != tokens:
         raise PackingError(
             f"column {name!r}: expected {tokens} values in row {row}, one for each token, got {len(values)}"
+        )
+
+
+def check_mask(mask: Any, tokens: int, row: int) -> None:
+    """Raise PackingError unless an attention_mask is all ones. A 0 means padding; larger values number documents."""
+    values = np.asarray(mask)
+    if values.shape != (tokens,):
+        raise PackingError(
+            f"column 'attention_mask': expected shape ({tokens},) in row {row}, a 1 per token, got shape {values.shape}"
+        )
+    if not values.all():
+        raise PackingError(f"column 'attention_mask': expected documents without padding, got a 0 in row {row}")
+    if (other := values != 1).any():
+        raise PackingError(
+            f"column 'attention_mask': expected only ones, got a {values[other.argmax()]} in row {row}; if the values "
+            "number the documents of the row, replace this column by a column 'seq_lengths' with the documents' lengths"
         )
 
 

@@ -20,7 +20,7 @@ FLOORS = [
     ["data"],
     ["strategies"],
     [
-        *("collate", "collate_trees", "cut_batch", "fixed_shapes", "integer_columns", "segment_columns"),
+        *("collate", "collate_trees", "cut_batch", "fixed_shapes", "segment_columns"),
         "worker_batch",
     ],
     ["sampling"],
@@ -41,7 +41,6 @@ THIRD_PARTY = {
     "collate_trees": {"numpy", "torch"},
     "cut_batch": {"torch"},
     "fixed_shapes": {"torch"},
-    "integer_columns": {"numpy"},
     "segment_columns": {"numpy"},
     "trained_tokens": {"numpy"},
     "tree_segments": {"numpy"},

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_packing.attention import check_patched, inner_model, refuse_copied_labels
+from hf_packing.collate import is_tree_batch
 from hf_packing.errors import PackingError
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, check_loss, items_in, router_loss, weights_of
 from hf_packing.training.run_with_loss import run_with_loss
-from hf_packing.training.tree_batch import TREE_KEYS, is_tree_batch, labels_key
+from hf_packing.training.tree_batch import TREE_KEYS, labels_key
 
 _ITEMS_OF: dict[Loss, str] = {"token": "trainable tokens", "sequence": "documents with trainable tokens"}
 """What `num_items_in_batch` counts, for each loss."""

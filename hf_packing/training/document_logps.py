@@ -10,13 +10,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hf_packing.attention import check_patched, inner_model
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import SEQ_IDX
 from hf_packing.errors import PackingError
 from hf_packing.training.chunked_head import UnsupportedHeadError
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
 from hf_packing.training.next_tokens import NextTokenHead, NextTokens, check_predicts_next
 from hf_packing.training.run_with_loss import can_chunk, inputs_of_model, tokens_of_chunk
-from hf_packing.training.tree_batch import documents_and_tokens, is_tree_batch, labels_key
+from hf_packing.training.tree_batch import documents_and_tokens, labels_key
 
 
 def document_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

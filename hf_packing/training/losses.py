@@ -31,10 +31,10 @@ from hf_packing.attention import (
     small_copy_of,
     takes_argument,
 )
-from hf_packing.collate import PackingCollator
+from hf_packing.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import ENDS, IGNORED_LABEL
 from hf_packing.errors import PackingError
-from hf_packing.training.tree_batch import is_tree_batch, labels_key, trained_per_tree_document, tree_weights
+from hf_packing.training.tree_batch import labels_key, trained_per_tree_document, tree_weights
 
 Loss = Literal["token", "sequence"]
 

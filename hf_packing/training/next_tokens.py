@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, sees_labels
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import IGNORED_LABEL
 from hf_packing.errors import PackingError
 from hf_packing.training.chunked_head import ChunkedHead
 from hf_packing.training.losses import predicts_next
 from hf_packing.training.token_losses import TokenLosses
-from hf_packing.training.tree_batch import is_tree_batch, trees_of
+from hf_packing.training.tree_batch import trees_of
 
 
 class NextTokens(NamedTuple):

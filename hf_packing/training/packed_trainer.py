@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
@@ -23,7 +24,7 @@ from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
-from hf_packing.training.tree_batch import is_tree_batch, labels_key
+from hf_packing.training.tree_batch import labels_key
 
 
 class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types

@@ -20,13 +20,14 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import PADDING_SEGMENT
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampler import STEPS, RankBatchSampler
 from hf_packing.training.losses import Loss, documents_in, items_in
-from hf_packing.training.tree_batch import is_tree_batch, trees_of
+from hf_packing.training.tree_batch import trees_of
 
 Result = TypeVar("Result")
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model, input_device
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.training.chunked_head import ChunkedHead, UnsupportedHeadError
 from hf_packing.training.losses import (
@@ -32,7 +33,7 @@ from hf_packing.training.losses import (
 )
 from hf_packing.training.next_tokens import NextTokenHead, NextTokens, check_predicts_next
 from hf_packing.training.token_losses import TokenLosses
-from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, is_tree_batch
+from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS
 
 CHUNK_LOGITS = 2**27
 """The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""

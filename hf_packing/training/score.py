@@ -16,9 +16,9 @@ from datasets.utils import tqdm
 from torch import Tensor, nn
 
 from hf_packing.attention import inner_model, input_device, patch_model, patched, restored_modes, sees_labels
+from hf_packing.collate import read_integers
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.integer_columns import read_integers
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.training.log_probs import log_probs_and_hidden

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import ENDS, LABELS, PARENTS, SEGMENT_LENGTHS, TRAINED, TREE_LABELS
 from hf_packing.trained_tokens import num_training, tokens_of_documents, trained_pieces
 from hf_packing.tree_segments import Places, TreeSegments
@@ -17,11 +18,6 @@ TREE_KEYS = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS)
 
 TREE_KEYS_OF_THE_LOSS = (ENDS, TRAINED, TREE_LABELS)
 """Those of them that say what to train on. A model does not need them."""
-
-
-def is_tree_batch(batch: Mapping[str, Any]) -> bool:
-    """Return whether a batch is made of rows of trees."""
-    return PARENTS in batch
 
 
 def labels_key(batch: Mapping[str, Any]) -> str:
