@@ -220,40 +220,6 @@ def keep_rows(sizes: RowSizes, keep: BoolArray) -> FittedRows:
     return FittedRows(sizes, None, np.flatnonzero(keep), np.flatnonzero(~keep), int(sizes.tokens[~keep].sum()))
 
 
-_ROWS_WITH_FEWER = {
-    "documents": "pack with a strategy that takes max_documents, such as BestFit(max_length, max_documents=...)",
-    "patches": "raise max_patches, let the processor make smaller pictures",
-}
-"""What a user can do about rows with too many documents or patches, by unit."""
-
-
-def leave_out_rows(rows: FittedRows, unit: str, has: IntArray, most: int, overflow: str) -> FittedRows:
-    """Return the rows without those that have too many documents or patches.
-
-    Args:
-        rows: the rows that have few enough tokens.
-        unit: "documents" or "patches".
-        has: integers [rows]: how many each row has.
-        most: the most that a micro-batch may have.
-        overflow: treatment of a row with more: "drop", or anything else to raise an error.
-
-    Raises:
-        PackingError: a row has more than `most`, and overflow is not "drop".
-    """
-    too_many = rows.kept[has[rows.kept] > most]
-    if not len(too_many):
-        return rows
-    if overflow != "drop":
-        row = int(too_many[0])
-        raise PackingError(
-            f"max_{unit}: row {row} has {has[row]} {unit}, but a micro-batch may have at most {most} (rows with too "
-            f"many: {len(too_many)} in all); {_ROWS_WITH_FEWER[unit]}, or use overflow='drop'"
-        )
-    keep = np.zeros(len(rows.sizes), dtype=bool)
-    keep[np.setdiff1d(rows.kept, too_many)] = True
-    return keep_rows(rows.sizes, keep)
-
-
 @dataclass(frozen=True)
 class Batching(ABC):
     """The base class of TokenBudget, BucketBatches and InOrder. A batching decides which rows share a micro-batch."""
@@ -274,6 +240,11 @@ class Batching(ABC):
     @abstractmethod
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
         """Return the plan of one epoch for all ranks, from rows that `left_in` returned."""
+
+    @property
+    def fewest_shared(self) -> int | None:
+        """The fewest tokens that documents share to be in one tree; None if they share no prefixes."""
+        return None
 
     def without(self, rows: FittedRows, trained: IntArray) -> FittedRows:
         """Return the fitted rows without some of them, whose numbers are `trained`, int64 [rows]."""

@@ -1,11 +1,8 @@
 """EpochSummary, the counts of an epoch over all ranks, as `attach` returns and `print` shows them."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
-from hf_packing.sampling.sampler import RankBatchSampler
-from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.tree_counts import TreeCounts
 
 
@@ -70,52 +67,3 @@ class EpochSummary:
             f"({-(-self.documents // self.unpacked_documents_per_step):,} steps); "
             f"match_documents_per_step={self.unpacked_documents_per_step} keeps that schedule"
         )
-
-
-def summary_of(sampler: RankBatchSampler, unpacked: int, isolation: object = None) -> EpochSummary:
-    """Return the summary of the sampler's current epoch.
-
-    Args:
-        sampler: the sampler of any rank.
-        unpacked: number of documents that an optimizer step has in training without packing.
-        isolation: an object whose text says what was proven about isolation so far.
-    """
-    plan, fitted, trees = sampler.plan, sampler.rows, sampler.sizes.trees
-    steps = -(-plan.num_micro_batches // sampler.accumulation)
-    tokens = int(fitted.sizes.tokens[fitted.kept].sum())
-    documents = int(fitted.sizes.segments[fitted.kept].sum())
-    return EpochSummary(
-        optimizer_steps=steps,
-        num_micro_batches=plan.num_micro_batches,
-        world_size=sampler.world_size,
-        documents=documents,
-        tokens=tokens,
-        documents_per_step=documents / steps,
-        tokens_per_step=tokens / steps,
-        largest_micro_batch=plan.largest_micro_batch(fitted.sizes),
-        token_utilization=plan.utilization(fitted.sizes.tokens),
-        attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
-        copies=plan.num_copies,
-        left_out=len(plan.left_out) + (0 if trees is None else trees.left_out),
-        lost_tokens=fitted.lost_tokens + (0 if trees is None else trees.lost_tokens),
-        unpacked_documents_per_step=unpacked if _can_match(sampler, unpacked) else None,
-        trees=trees,
-        length_schedule=getattr(sampler.batching, "length_schedule", None),
-        isolation=isolation,
-    )
-
-
-def _can_match(sampler: RankBatchSampler, documents: int) -> bool:
-    """Return whether match_documents_per_step can be set to `documents`, a number of documents per optimizer step.
-
-    The result is False if match_documents_per_step is set already, or if the batching is not a TokenBudget.
-    """
-    batching = sampler.batching
-    if not isinstance(batching, TokenBudget) or batching.match_documents_per_step is not None:
-        return False
-    try:
-        matched = replace(batching, match_documents_per_step=documents)
-        matched.num_micro_batches(sampler.rows, sampler.epoch)
-    except PackingError:
-        return False
-    return True

@@ -76,7 +76,8 @@ def sizes_of(dataset: Any) -> RowSizes:
     """Return the sizes of a dataset's rows.
 
     For a `datasets.Dataset` without a transform, the sizes come from the Arrow columns, and the tokens of only a few
-    rows are read. For any other dataset, all rows are read.
+    rows are read. A dataset may also have the sizes of its rows as an attribute `sizes`, such as TreesOfDocuments. For
+    any other dataset, all rows are read.
 
     Args:
         dataset: a map-style dataset of packed rows, with a column `seq_lengths`, of rows of trees, with a column
@@ -90,6 +91,8 @@ def sizes_of(dataset: Any) -> RowSizes:
     """
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         return _sizes_in_table(dataset)
+    if isinstance(known := getattr(dataset, "sizes", None), RowSizes):
+        return known
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(

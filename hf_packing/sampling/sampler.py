@@ -5,7 +5,7 @@ has no batch_size. Otherwise accelerate would assume that all batches have the s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -25,7 +25,9 @@ from hf_packing.sampling.epoch_plan import (
     check_sizes,
     keep_rows,
 )
+from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.steps_of_epochs import StepsOfEpochs
+from hf_packing.sampling.token_budget import TokenBudget
 
 _PLANS_VERSION = 3
 """Version of the plans. Increase this number with every code change that gives different micro-batches for the same
@@ -143,6 +145,51 @@ class RankBatchSampler:
         for _ in range(len(self) - self._num_micro_batches):
             rows = [row for row, _ in self.plan.micro_batch(self._num_micro_batches - 1, self.rank)]
             yield [(min(rows, key=self.rows.sizes.tokens.__getitem__), True)]
+
+    def summary(self, unpacked: int, isolation: object = None) -> EpochSummary:
+        """Return the summary of the current epoch.
+
+        Args:
+            unpacked: number of documents that an optimizer step has in training without packing.
+            isolation: an object whose text says what was proven about isolation so far.
+        """
+        plan, fitted, trees = self.plan, self.rows, self.sizes.trees
+        steps = -(-plan.num_micro_batches // self.accumulation)
+        tokens = int(fitted.sizes.tokens[fitted.kept].sum())
+        documents = int(fitted.sizes.segments[fitted.kept].sum())
+        return EpochSummary(
+            optimizer_steps=steps,
+            num_micro_batches=plan.num_micro_batches,
+            world_size=self.world_size,
+            documents=documents,
+            tokens=tokens,
+            documents_per_step=documents / steps,
+            tokens_per_step=tokens / steps,
+            largest_micro_batch=plan.largest_micro_batch(fitted.sizes),
+            token_utilization=plan.utilization(fitted.sizes.tokens),
+            attention_utilization=plan.utilization(fitted.sizes.squared_lengths),
+            copies=plan.num_copies,
+            left_out=len(plan.left_out) + (0 if trees is None else trees.left_out),
+            lost_tokens=fitted.lost_tokens + (0 if trees is None else trees.lost_tokens),
+            unpacked_documents_per_step=unpacked if self._can_match(unpacked) else None,
+            trees=trees,
+            length_schedule=getattr(self.batching, "length_schedule", None),
+            isolation=isolation,
+        )
+
+    def _can_match(self, documents: int) -> bool:
+        """Return whether match_documents_per_step can be set to `documents`, a number of documents per optimizer step.
+
+        The result is False if match_documents_per_step is set already, or if the batching is not a TokenBudget.
+        """
+        if not isinstance(self.batching, TokenBudget) or self.batching.match_documents_per_step is not None:
+            return False
+        try:
+            matched = replace(self.batching, match_documents_per_step=documents)
+            matched.num_micro_batches(self.rows, self.epoch)
+        except PackingError:
+            return False
+        return True
 
     def plan_inputs(self) -> dict[str, str | int]:
         """Return all values that determine the optimizer steps, except the epoch. Checkpoints store these values."""

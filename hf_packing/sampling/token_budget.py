@@ -12,7 +12,6 @@ from hf_packing.planning.lengths import IntArray, Overflow, check_overflow, chec
 from hf_packing.planning.permutation import check_seed
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.best_fit import Limits
-from hf_packing.sampling.cut_long_rows import cut_long_rows
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
@@ -20,7 +19,7 @@ from hf_packing.sampling.epoch_plan import (
     FittedRows,
     RowSizes,
     flatten,
-    leave_out_rows,
+    keep_rows,
     sum_rows,
 )
 from hf_packing.sampling.fill import (
@@ -33,6 +32,7 @@ from hf_packing.sampling.fill import (
     redistribute_rows,
     rounds_of_steps,
 )
+from hf_packing.sampling.large_rows import cut_long_rows, leave_out_rows
 
 Balance = Literal["attention", "tokens"]
 
@@ -135,7 +135,6 @@ class TokenBudget(Batching):
 
     @property
     def fewest_shared(self) -> int | None:
-        """The fewest tokens that documents share; None if they share no prefixes."""
         return None if self.share_prefixes is False else check_fewest_shared(self.share_prefixes)
 
     def fit(self, sizes: RowSizes) -> FittedRows:
@@ -144,9 +143,12 @@ class TokenBudget(Batching):
                 f"max_patches: expected None for rows of text, got {self.max_patches}; rows have patches if the "
                 "collator of the attached trainer returns pixel_values"
             )
-        rows = cut_long_rows(sizes, self.max_tokens, self.overflow)
-        for unit in self._limited(rows.sizes):
-            rows = leave_out_rows(rows, unit, *self._limited(rows.sizes)[unit], self.overflow)
+        if (sizes.tokens > self.max_tokens).any():
+            rows = cut_long_rows(sizes, self.max_tokens, self.overflow)
+        else:
+            rows = keep_rows(sizes, sizes.tokens > 0)
+        for unit, (has, most) in self._limited(rows.sizes).items():
+            rows = leave_out_rows(rows, unit, has, most, self.overflow)
         return replace(rows, fewest_micro_batches=fewest_micro_batches(self._limits(rows)))
 
     def without(self, rows: FittedRows, trained: IntArray) -> FittedRows:

@@ -110,6 +110,10 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             ),
         )
 
+    def are_of(self, dataset: Any) -> bool:
+        """Return whether these are the trees of a dataset, to which no documents were added in the meantime."""
+        return dataset is self.dataset and len(dataset) == self.plan.num_documents
+
     def __len__(self) -> int:
         """Return the number of trees; 0 if documents were added to or removed from the dataset in the meantime."""
         return self.plan.num_packs if len(self.dataset) == self.plan.num_documents else 0

@@ -15,7 +15,7 @@ from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.epoch_plan import Batching, check_batching
-from hf_packing.sampling.epoch_summary import EpochSummary, summary_of
+from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
@@ -187,7 +187,7 @@ def _check_and_plan(
         batches.sampler_in_order(trainer, name, dataset, planned_from)
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     isolation = batches.first_batch_proof if prove == "first batch" else None
-    summary = summary_of(sampler, unpacked * data_rank(trainer.accelerator).world_size, isolation)
+    summary = sampler.summary(unpacked * data_rank(trainer.accelerator).world_size, isolation)
     return _Planned(batches, subclass_with(PackedTrainer, type(trainer), "Packed"), summary)
 
 

@@ -39,7 +39,7 @@ from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenMean
-from hf_packing.training.train_on_trees import check_takes_trees, measure_rows, rows_to_train
+from hf_packing.training.train_on_trees import check_takes_trees, trees_to_train
 from hf_packing.training.tree_batch import labels_key
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def prepare_dataloader(
         accumulation = accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
-        own = rows_to_train(dataset, balanced, (), model)
-        sizes = measure_rows(own)
+        own = dataset if balanced.fewest_shared is None else trees_to_train(dataset, balanced, (), model)
+        sizes = sizes_of(own)
         planned_from.note_data("dataset", own, sizes)
         rank, world_size = data_rank(accelerator)
         return own, RankBatchSampler(balanced, sizes, world_size, rank, accumulation)

@@ -14,8 +14,10 @@ from hf_packing.attention import ProveInTraining, inner_model, patch_for_trainin
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
+from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.sampling.within_limits import FilledInOrder, Shapes
 from hf_packing.training.attach_decisions import AttachDecisions
 from hf_packing.training.checks import (
@@ -44,7 +46,7 @@ from hf_packing.training.ranks import (
 from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses, TokenMean
-from hf_packing.training.train_on_trees import KnownTrees, check_takes_trees, measure_rows, settle_trees
+from hf_packing.training.train_on_trees import check_takes_trees, settle_trees, trees_to_train
 from hf_packing.training.trainer_loss import (
     SettledLoss,
     loss_of_trainer,
@@ -91,7 +93,8 @@ class PlannedBatches:
         self.resumed: ResumedSteps | None = None  # the place in the data at which train() begins, while it runs
         self._loss_settings: dict[str, Any] = {}
         """The settings that decide the trainer's loss, by name, with the values that `check` expects."""
-        self._trees = KnownTrees()
+        self._trees: TreesOfDocuments | None = None
+        """The trees of the training dataset; None if they were not yet found, or if documents share no prefixes."""
         self._known_sizes: dict[int, _KnownSizes] = {}
         """The cached sizes of each dataset; the key is id(dataset)."""
         self._collective = CollectiveCall()
@@ -250,7 +253,11 @@ class PlannedBatches:
     def _rows_to_train(self, trainer: Trainer) -> Any:
         """Return the training dataset, or the trees of its documents if the batching shares prefixes."""
         dataset, batching = trainer.train_dataset, self.decided.batching
-        return self._trees.of(dataset, batching, ignored_masks(trainer), trainer.model)
+        if batching.fewest_shared is None:
+            return dataset
+        if self._trees is None or not self._trees.are_of(dataset):
+            self._trees = trees_to_train(dataset, batching, ignored_masks(trainer), trainer.model)
+        return self._trees
 
     def _settle_again(self, trainer: Trainer) -> None:
         """Patch the trainer's model again if needed, and update `self.settled`.
@@ -297,7 +304,7 @@ class PlannedBatches:
         state = (len(dataset) if hasattr(dataset, "__len__") else None, getattr(dataset, "format", None))
         known = self._known_sizes.get(id(dataset))
         if known is None or known.state != state:
-            known = self._known_sizes[id(dataset)] = _KnownSizes(dataset, state, measure_rows(dataset))
+            known = self._known_sizes[id(dataset)] = _KnownSizes(dataset, state, sizes_of(dataset))
         return known.sizes
 
     def _loader(self, trainer: Trainer, dataset: Any, sampler: RankBatchSampler) -> DataLoader[Any]:

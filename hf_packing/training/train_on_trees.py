@@ -1,7 +1,7 @@
 """Train on rows of trees: find the trees of a dataset's documents, and check that a model and a trainer take them."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import Trainer
@@ -9,8 +9,7 @@ from transformers import Trainer
 from hf_packing.attention import has_local_weights, inner_model, patch_model
 from hf_packing.columns import TOKEN_TYPE_IDS
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_plan import Batching, RowSizes
-from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.sampling.within_limits import Shapes
@@ -20,49 +19,22 @@ from hf_packing.training.shared_randomness import warn_of_shared_randomness
 from hf_packing.training.trainer_loss import TrainerLoss
 
 
-def rows_to_train(dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None) -> Any:
-    """Return a training dataset, or the trees of its documents if the batching shares prefixes.
+def trees_to_train(
+    dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None
+) -> TreesOfDocuments:
+    """Return the trees of a training dataset's documents.
 
     Args:
-        dataset: the training dataset. Rows of trees that `pack` has made stay as they are.
-        batching: the batching.
+        dataset: the training dataset.
+        batching: a TokenBudget that shares prefixes.
         unread: names of columns that are not read.
         model: the model that will run the batches; None stands for any model.
     """
-    fewest = batching.fewest_shared if isinstance(batching, TokenBudget) else None
-    if fewest is None:
-        return dataset
     assert isinstance(batching, TokenBudget)
+    assert batching.fewest_shared is not None
     has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
     unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]
-    return TreesOfDocuments.find(dataset, batching.max_tokens, fewest, batching.overflow, unread)
-
-
-class _Found(NamedTuple):
-    """The rows that were found for a dataset."""
-
-    dataset: Any
-    rows: int | None
-    trees: Any
-
-
-class KnownTrees:
-    """Finds the trees of a dataset once, and again only if the dataset is another one, or has other rows."""
-
-    def __init__(self) -> None:
-        self._found: _Found | None = None
-
-    def of(self, dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None) -> Any:
-        """Return what `rows_to_train` returns."""
-        rows = len(dataset) if hasattr(dataset, "__len__") else None
-        if self._found is None or self._found.dataset is not dataset or self._found.rows != rows:
-            self._found = _Found(dataset, rows, rows_to_train(dataset, batching, unread, model))
-        return self._found.trees
-
-
-def measure_rows(dataset: Any) -> RowSizes:
-    """Return the sizes of a dataset's rows, or of the trees of its documents."""
-    return dataset.sizes if isinstance(dataset, TreesOfDocuments) else sizes_of(dataset)
+    return TreesOfDocuments.find(dataset, batching.max_tokens, batching.fewest_shared, batching.overflow, unread)
 
 
 def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: Shapes) -> None:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.sampling.epoch_summary import EpochSummary, summary_of
+from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.token_budget import TokenBudget, with_documents_per_step, with_linear_cost
 from hf_packing.training.checks import (
     check_accelerator,
@@ -160,7 +160,7 @@ def attach_whole_rows(
             as_before.enter_context(unpatched_on_error(model))
         planned.settle(trainer, stock.dataset, stock.collate_fn)
         unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
-        summary = summary_of(sampler, unpacked * sampler.world_size, planned)
+        summary = sampler.summary(unpacked * sampler.world_size, planned)
     trainer.planned_rows = planned
     trainer.add_callback(BatchesOfCheckpoint(planned.unit))
     trainer.__class__ = subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
