@@ -28,7 +28,7 @@ import hf_packing as hfp
 
 PACKAGE = Path(hfp.__file__).parent
 
-LIMITS = {"plan_packing": 10, "pack": 15, "patch_model": 16, "attach": 38, "patched forward": 7}
+LIMITS = {"plan_packing": 9, "pack": 14, "patch_model": 16, "attach": 32, "patched forward": 10}
 """The most files that each call may enter."""
 
 Entered = dict[str, list[str]]
