@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_packing.attention import inner_model
+from hf_packing.collate import is_tree_batch
 from hf_packing.columns import COMPLETION_MASK, LABELS
 from hf_packing.data.streams.mixture import SOURCE
 from hf_packing.errors import PackingError
@@ -30,7 +31,6 @@ from hf_packing.training.streams.training_stream import (
 )
 from hf_packing.training.token_losses import TokenLosses
 from hf_packing.training.train_on_trees import check_takes_trees, settle_trees
-from hf_packing.training.tree_batch import is_tree_batch
 
 
 class StreamedBatches(PlannedBatches):
