@@ -79,6 +79,10 @@ class Strategy(ABC):
             f"share_prefixes, since a tree of documents can be cut only between documents, got {self!r}"
         )
 
+    def plan_trees(self, sizes: IntArray) -> PackingPlan:
+        """Return a plan for trees of documents of these sizes. No tree is cut."""
+        return self.plan_lengths(sizes)
+
     def plan_window(self, lengths: IntArray, number: int) -> WindowPlan:
         """Plan one window of a stream, with a seed of its own.
 
@@ -210,8 +214,8 @@ def limits_of_trees(max_length: int, overflow: Overflow, max_documents: int | No
     """Return the limits on trees of a strategy; raise PackingError if it has a limit on documents."""
     if max_documents is not None:
         raise PackingError(
-            "max_documents: expected None with share_prefixes, since a strategy packs trees of documents, and does not "
-            f"know how many documents they have, got {max_documents}"
+            "max_documents: expected None with share_prefixes, since strategies do not know how many documents a tree "
+            f"has, got {max_documents}"
         )
     return TreeLimits(max_length, overflow)
 
@@ -294,8 +298,7 @@ def plan_packing(lengths: Any, strategy: Strategy) -> PackingPlan:
 def read_lengths(lengths: Any) -> IntArray:
     """Check document lengths with `check_lengths`, and return the lengths as an int32 or int64 array [documents].
 
-    If `lengths` is a lazy column of `datasets`, the whole column is read at once, since NumPy would read the column row
-    by row.
+    A lazy column of `datasets` is read at once, since NumPy would read it row by row.
     """
     if type(lengths).__module__.partition(".")[0] == "datasets":
         lengths = lengths[:]

@@ -114,7 +114,7 @@ def test_a_few_cuts_save_packs():
     lengths = check_lengths([len(each) for each in documents])
     forest, pieces = forest_of(documents), cut_to_pieces(lengths, 320, "error")
     assert forest.sizes.tolist() == [168] * 20
-    plan = plan_forest(forest, pieces, lengths, 320, hfp.BestFit(320).plan_lengths)
+    plan = plan_forest(forest, pieces, lengths, 320, hfp.BestFit(320).plan_trees)
     without_cuts = hfp.plan_packing(forest.sizes, hfp.BestFit(320))
     assert without_cuts.num_packs == 20
     assert plan.num_packs < 15

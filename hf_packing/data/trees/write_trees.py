@@ -31,8 +31,8 @@ class PlansTrees(Protocol):
         """
         ...
 
-    def plan_lengths(self, lengths: IntArray) -> PackingPlan:
-        """Return the plan for trees of these sizes."""
+    def plan_trees(self, sizes: IntArray) -> PackingPlan:
+        """Return the plan for trees of these sizes. No tree is cut."""
         ...
 
 
@@ -79,7 +79,7 @@ def plan_trees(columns: TokenColumns, strategy: PlansTrees, fewest: int) -> Tree
     check_fitting(lengths, capacity, overflow)
     pieces = cut_to_pieces(lengths, capacity, overflow)
     found = find_trees(columns, pieces, fewest)
-    return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_lengths), found.splits)
+    return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_trees), found.splits)
 
 
 def write_tree_rows(
