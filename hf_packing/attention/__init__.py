@@ -9,8 +9,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
    tokens (mask_check).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch. A table contains the kernels; a call runs on the first
-   kernel that takes it and passes a trial (varlen, local_masks, choose_kernel, kernels, flex, exact_attention,
-   compiled_exact_attention).
+   kernel that takes it and passes a trial (varlen, local_masks, choose_kernel, kernel_trials, kernels, flex,
+   exact_attention, compiled_exact_attention).
 3. A module is segment-local if its output for a whole row equals its concatenated outputs for the row's segments. A
    module that is not segment-local, such as a convolution or a recurrent layer, runs segment by segment: its inputs are
    cut along their token axes, whose size is the number of tokens, and its outputs are concatenated (by_segment,
@@ -44,7 +44,8 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
     to copy them (label_check).
 13. In a row of trees, documents share their prefixes, and a document is a path from a root down to a segment. Tokens
     attend to the tokens above them on their path, and modules that are not segment-local run on whole paths (tree_row,
-    tree_attention). A proof of its own runs before the first such row (tree_proof, tree_batch_runs). The rows of a
+    tree_attention, exact_tree_attention). Kernels get keys that are gathered along paths, or a mask (path_keys,
+    flex_trees). A proof of its own runs before the first such row (tree_proof, tree_batch_runs). The rows of a
     padded batch can share their prefixes in the same way (shared_rows).
 
 The file inspect_model has helpers that find the model inside wrappers, the arguments of a model's forward, and the

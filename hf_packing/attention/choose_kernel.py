@@ -2,7 +2,7 @@
 
 `KERNELS` is the table of kernels, from the fastest to the most general. A call runs on the first kernel that is
 installed, takes all arguments of the call, and passes a trial, in which it is compared with exact attention. If there
-is no such kernel, exact attention runs segment by segment, and a warning says why.
+is no such kernel, exact attention runs segment by segment, or path by path in trees, and a warning says why.
 """
 
 import warnings

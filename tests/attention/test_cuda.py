@@ -1,16 +1,21 @@
-"""Kernels on a CUDA device against exact attention by segment; skipped where there is none."""
+"""Kernels on a CUDA device against exact attention by segment and along paths; skipped where there is none."""
 
 import pytest
 import torch
 from tiny_models import build
+from tree_documents import CHAT, inputs_of
 
 import hf_packing as hfp
+from hf_packing.attention import path_keys
 from hf_packing.attention.choose_kernel import KERNELS
 from hf_packing.attention.exact_attention import attend_by_segment
+from hf_packing.attention.exact_tree_attention import attend_along_paths
 from hf_packing.attention.flex import block_mask
 from hf_packing.attention.kernel_trials import fails_trial
 from hf_packing.attention.kernels import Call
 from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.tree_row import TreeRow
+from hf_packing.tree_segments import TreeSegments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,9 +30,21 @@ def kernel_named(name, **how):
     sinks = how.get("sinks")
     asked |= {"sinks": sinks if sinks is None else sinks.dtype, "trains_sinks": sinks is not None}
     asked |= {"is_causal": how["is_causal"], "has_dropout": how.get("dropout", 0.0) > 0, "is_deterministic": False}
+    asked |= {"in_trees": how.get("in_trees", False)}
     if reason := kernel.refusal(call := Call(**shapes, head_dim=how["dim"], value_dim=how["value_dim"], **asked)):
         pytest.skip(f"{name}: {reason}")
     return kernel, call
+
+
+def assert_close(exactly, by_kernel, exact, half):
+    """Compare outputs and gradients. A kernel in bfloat16 may differ from float32 no more than plain attention in
+    bfloat16 does, and a little."""
+    outputs = [(exactly(*exact), exact), (exactly(*half), half), (by_kernel(*half), half)]
+    weight = torch.randn_like(outputs[0][0])
+    grads = [torch.autograd.grad((output.float() * weight).sum(), inputs) for output, inputs in outputs]
+    for wanted, naive, got in [[output for output, _ in outputs], *zip(*grads, strict=True)]:
+        allowed = 2 * (naive.float() - wanted).abs().max() + 1e-2 * wanted.abs().max()
+        assert (got.float() - wanted).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
@@ -37,7 +54,6 @@ def kernel_named(name, **how):
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 12)])
 def test_kernel_is_attention_by_segment(name, window, is_causal, softcap, has_sinks, dim, value_dim):
-    """In bfloat16 a kernel may differ from float32 no more than plain attention in bfloat16 does, and a little."""
     torch.manual_seed(0)
     sinks = torch.randn(8, device="cuda").bfloat16() if has_sinks else None
     how = {"is_causal": is_causal, "window": window, "softcap": softcap}
@@ -55,12 +71,7 @@ def test_kernel_is_attention_by_segment(name, window, is_causal, softcap, has_si
     def by_kernel(q, k, v, sinks=None):
         return kernel.attend(q, k, v, borders, max(LENGTHS), scale=0.2, sinks=sinks, dropout=0.0, **how)
 
-    outputs = [(by_segment(*exact), exact), (by_segment(*half), half), (by_kernel(*half), half)]
-    weight = torch.randn_like(outputs[0][0])
-    grads = [torch.autograd.grad((output.float() * weight).sum(), inputs) for output, inputs in outputs]
-    for wanted, naive, got in [[output for output, _ in outputs], *zip(*grads, strict=True)]:
-        allowed = 2 * (naive.float() - wanted).abs().max() + 1e-2 * wanted.abs().max()
-        assert (got.float() - wanted).abs().max() <= allowed
+    assert_close(by_segment, by_kernel, exact, half)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -136,3 +147,59 @@ def test_fixed_shapes(name, compiled):
         found.append([outputs.loss.detach(), outputs.logits[:, : sum(LENGTHS)].detach().float(), *gradients])
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 0.05 * one.abs().max() + 1e-3
+
+
+TREES = TreeSegments((300, 64, 1, 130, 17, 200, 500, 40), (-1, 0, 1, 1, 0, 4, -1, 6))
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (32, None), (None, 100), (400, None)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (20, 12)])
+@pytest.mark.parametrize("most_keys", [path_keys.MOST_KEYS, 700])
+def test_kernel_is_attention_along_paths(
+    monkeypatch, name, window, chunk, softcap, has_sinks, dim, value_dim, most_keys
+):
+    """Queries are fewer than keys; with 700 keys a call, keys are gathered again in the backward pass."""
+    monkeypatch.setattr(path_keys, "MOST_KEYS", most_keys)
+    torch.manual_seed(0)
+    sinks = torch.randn(8, device="cuda").bfloat16() if has_sinks else None
+    how = {"window": window, "softcap": softcap}
+    kernel, call = kernel_named(name, dim=dim, value_dim=value_dim, sinks=sinks, is_causal=True, in_trees=True, **how)
+    assert fails_trial(kernel, call) == ""
+    shapes = [(1, heads, TREES.tokens, size) for heads, size in ((8, dim), (2, dim), (2, value_dim))]
+    half = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    half += [] if sinks is None else [sinks.requires_grad_()]
+    exact = [tensor.detach().float().requires_grad_() for tensor in half]
+    row = TreeRow.of(TREES, torch.device("cuda"))
+    how |= {"scale": 0.2, "chunk": chunk, "dropout": 0.0}
+
+    def along_paths(q, k, v, sinks=None):
+        return attend_along_paths(q, k, v, row, sinks=sinks, **how)
+
+    def by_kernel(q, k, v, sinks=None):
+        return kernel.attend_in_trees(q, k, v, row, sinks=sinks, **how)
+
+    assert_close(along_paths, by_kernel, exact, half)
+
+
+@pytest.mark.filterwarnings("ignore:attention")  # in float32
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # newer versions have another name for it
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_patched_models_on_trees(name, dtype):
+    model = hfp.patch_model(build(name, dtype).cuda(), trees=True)
+    report = hfp.check_isolation(model, trees=True)
+    assert report.isolated
+    assert ("path by path" in report.kernel) is (dtype == torch.float32)
+    batch = {each: value.cuda() for each, value in inputs_of(CHAT).items()}
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
+        model.zero_grad()
+        model(**batch).logits.float().square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert gradients
+        assert all(torch.isfinite(each).all() for each in gradients)
