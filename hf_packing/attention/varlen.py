@@ -53,7 +53,8 @@ def kernel_of(model: torch.nn.Module) -> str:
 
     Returns:
         The names of the kernels, such as "flash-attn 2" or "torch varlen_attn", joined by " and "; or "exact attention,
-        segment by segment", which is "path by path" in a row of trees. An empty string if no layer has called `packed_varlen` yet.
+        segment by segment", or "path by path" in a row of trees. An empty string if no layer has called `packed_varlen`
+        yet.
     """
     names = {_latest_kernels[module] for module in model.modules() if module in _latest_kernels}
     return " and ".join(sorted(names))
