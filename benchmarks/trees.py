@@ -12,16 +12,16 @@ import statistics
 import time
 
 import datasets
-import numpy as np
 from measure import figure, in_turn, machine, recorded
 from tree_data import SETS, Documents, documents_of, short_documents
 
 import hf_packing as hfp
 from hf_packing.columns import INPUT_IDS
-from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.data.packed_rows import blocks_of_packs
+from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, find_token_columns
 from hf_packing.data.trees.find_trees import find_trees
+from hf_packing.data.trees.plan_trees import TreesPlan, plan_trees
 from hf_packing.data.trees.tree_rows import tree_rows
-from hf_packing.data.trees.write_trees import TreesPlan, plan_trees
 from hf_packing.planning.lengths import check_lengths, cut_to_pieces
 
 SHORT = "short, 67 tokens each"
@@ -82,8 +82,7 @@ def measure(name: str, documents: Documents, arguments: argparse.Namespace) -> N
 
 
 def build(columns: TokenColumns, plan: hfp.PackingPlan) -> None:
-    tokens = np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1], dtype=np.int64)
-    for first, end in blocks_of_rows(tokens, TOKENS_AT_ONCE):
+    for first, end in blocks_of_packs(plan, TOKENS_AT_ONCE):
         tree_rows(columns, plan, first, end)
 
 

@@ -22,7 +22,7 @@ from hf_packing.cli.screen import counting_documents, out, print_json, say, say_
 from hf_packing.data.corpus import Corpus, Seen
 from hf_packing.data.pack import pack_split
 from hf_packing.data.token_columns import find_token_columns
-from hf_packing.data.trees.write_trees import TreesPlan, check_share_prefixes, plan_trees
+from hf_packing.data.trees.plan_trees import TreesPlan, check_share_prefixes, plan_trees
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place

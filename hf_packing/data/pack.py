@@ -1,6 +1,7 @@
 """`pack` packs a whole dataset with one plan, and caches the packed rows on disk."""
 
 import warnings
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -14,11 +15,10 @@ from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.data.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
 from hf_packing.data.lazy.stored_packs import StoredPacks
 from hf_packing.data.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
-from hf_packing.data.packed_rows import Origin, check_bucket_is_free, pack_rows
+from hf_packing.data.packed_rows import Origin, PackedRows, blocks_of_packs, check_bucket_is_free, pack_rows
 from hf_packing.data.token_columns import (
     TOKENS_AT_ONCE,
     TokenColumns,
-    blocks_of_rows,
     check_no_transform,
     columns_left_out,
     find_token_columns,
@@ -26,8 +26,8 @@ from hf_packing.data.token_columns import (
     visible_columns,
     with_typed_empty_lists,
 )
-from hf_packing.data.trees.tree_rows import check_tree_columns_are_free
-from hf_packing.data.trees.write_trees import PlansTrees, TreesPlan, check_share_prefixes, plan_trees, write_tree_rows
+from hf_packing.data.trees.plan_trees import PlansTrees, TreesPlan, check_share_prefixes, plan_trees
+from hf_packing.data.trees.tree_rows import TreeRows, check_tree_columns_are_free, tree_rows
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule, ScheduledRows, scheduled_rows
 from hf_packing.planning.lengths import IntArray, check_lengths
@@ -220,11 +220,13 @@ def pack_split(
             plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
         extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
         if isinstance(plan, TreesPlan):
-            rows = write_tree_rows(columns, plan, repr(strategy), strategy.has_buckets, cache)
+            build_trees = partial(tree_rows, columns, plan.plan, bucket=strategy.has_buckets)
+            rows = _write_packs(build_trees, columns, plan.plan, repr(strategy), cache, plan.splits)
         elif documents is not None and isinstance(stored, StoredPacks):
             rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, stored)
         else:
-            rows = _write_packs(columns, plan, repr(strategy), extras, cache)
+            build_rows = partial(pack_rows, columns, plan, **extras)
+            rows = _write_packs(build_rows, columns, plan, repr(strategy), cache)
     changes = stored.describe_changes()
     if left_out := columns_left_out(table.schema):
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
@@ -261,33 +263,35 @@ def _check_map_style(name: str, dataset: Any) -> None:
 
 
 def _write_packs(
-    columns: TokenColumns, plan: PackingPlan, strategy: str, extras: dict[str, bool], cache: CachedPacks
+    build_rows: Callable[[int, int], PackedRows | TreeRows],
+    columns: TokenColumns,
+    plan: PackingPlan,
+    strategy: str,
+    cache: CachedPacks,
+    splits: Mapping[str, int] | None = None,
 ) -> MemoryMappedTable:
-    """Build packed rows block by block, write them to the cache, and return them.
+    """Build the rows of a plan block by block, write them to the cache, and return them.
 
     A thread writes a block while the next one is built.
 
     Args:
+        build_rows: function that builds the rows of packs, given the number of the first pack, and of the last plus 1.
         columns: the token columns of the documents.
         plan: the plan, which assigns slices of documents to packs.
         strategy: the strategy's repr.
-        extras: whether packed rows get the columns `position_ids` and `bucket`.
         cache: where to write.
+        splits: for rows of trees: by the name of a column, how many prefixes it has split; None for other rows.
     """
-    schema = pack_rows(columns, plan, 0, 0, **extras).table.schema
-    schema = schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
+    schema = build_rows(0, 0).table.schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
     first_labels, trained_tokens = [], 0
-    pack_tokens = (
-        np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
-    )
     with (
         cache.create(schema) as (stream, folder),
         tqdm(total=plan.num_packs, desc=f"Packing {plan.num_documents:,} documents", unit=" packs") as progress,
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
         written: Future[None] | None = None
-        for first, end in blocks_of_rows(pack_tokens, TOKENS_AT_ONCE):
-            rows = pack_rows(columns, plan, first, end, **extras)
+        for first, end in blocks_of_packs(plan, TOKENS_AT_ONCE):
+            rows = build_rows(first, end)
             if rows.first_labels is not None:
                 first_labels.append(rows.first_labels)
             trained_tokens += rows.trained_tokens
@@ -305,6 +309,7 @@ def _write_packs(
             first_labels=np.concatenate(first_labels) if first_labels else None,
             loss_masks=masks,
             trained_tokens=trained_tokens,
+            splits=splits,
         )
         cache.save_origin(origin, folder)
     return MemoryMappedTable.from_file(str(cache.rows))

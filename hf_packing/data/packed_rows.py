@@ -3,7 +3,7 @@
 `Origin` has what is stored beside packed rows, to restore documents from them and to warn about what packing did.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from hf_packing.columns import (
     SEQ_LENGTHS,
     apply_loss_masks,
 )
-from hf_packing.data.token_columns import TokenColumn, TokenColumns, is_token_type
+from hf_packing.data.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
@@ -89,6 +89,18 @@ def pack_rows(
     if bucket:
         arrays[BUCKET] = pa.array(plan.pack_capacity[packs], type=pa.int32())
     return PackedRows(pa.table(arrays), first_labels)
+
+
+def blocks_of_packs(plan: PackingPlan, tokens: int) -> Iterator[tuple[int, int]]:
+    """Return blocks of packs to build at once: the number of the first pack, and of the last plus 1.
+
+    Args:
+        plan: the plan.
+        tokens: the most tokens in the segments of a block of several packs, at least 1.
+    """
+    if not plan.num_packs:
+        return iter(())
+    return blocks_of_rows(np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1], dtype=np.int64), tokens)
 
 
 def check_bucket_is_free(column_names: list[str]) -> None:

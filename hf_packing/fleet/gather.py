@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hf_packing.columns import INPUT_IDS
-from hf_packing.data.packed_rows import PackedRows, list_array, pack_rows
-from hf_packing.data.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
+from hf_packing.data.packed_rows import PackedRows, blocks_of_packs, list_array, pack_rows
+from hf_packing.data.token_columns import TokenColumn, TokenColumns, is_token_type
 from hf_packing.fleet.deal import DealtPart, columns_of_file, deal, load_deal
 from hf_packing.fleet.in_order import in_order
 from hf_packing.fleet.parts import DamagedFileError
@@ -176,8 +176,7 @@ def _row_groups(columns: TokenColumns, packs: PackingPlan, run: Run) -> Iterator
     if not packs.num_packs:
         yield pack_rows(columns, packs, 0, 0, **options)
         return
-    tokens = np.add.reduceat(packs.segment_length, packs.pack_offsets[:-1])
-    for first, end in blocks_of_rows(tokens, _TOKENS_IN_A_ROW_GROUP):
+    for first, end in blocks_of_packs(packs, _TOKENS_IN_A_ROW_GROUP):
         yield pack_rows(columns, packs, first, end, **options)
 
 

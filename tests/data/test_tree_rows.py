@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from literal_trie import forests
 
 import hf_packing as hfp
-import hf_packing.data.trees.write_trees as write_module
+import hf_packing.data.pack as pack_module
 from hf_packing.columns import TREE_COLUMNS
 from hf_packing.tree_segments import TreeSegments
 
@@ -177,7 +177,7 @@ def test_rows_are_cached_by_what_is_shared():
 
 
 def test_splits_of_a_dict(monkeypatch):
-    monkeypatch.setattr(write_module, "TOKENS_AT_ONCE", 3)
+    monkeypatch.setattr(pack_module, "TOKENS_AT_ONCE", 3)
     packed = hfp.pack(DatasetDict(a=on_trees(), b=on_trees()), hfp.BestFit(5), share_prefixes=2)
     assert [hfp.unpack(split)["input_ids"][:] for split in packed.values()] == [DOCUMENTS] * 2
 

@@ -12,8 +12,8 @@ from hf_packing.data.lazy.find_tokens import find_tokens, first_tokens
 from hf_packing.data.lazy.packed_tokens import PackedTokens, cells_of
 from hf_packing.data.lazy.stored_packs import StoredPacks
 from hf_packing.data.lazy.token_files import TokenFiles
-from hf_packing.data.packed_rows import Origin, list_array, pack_rows
-from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, blocks_of_rows, row_numbers
+from hf_packing.data.packed_rows import Origin, blocks_of_packs, list_array, pack_rows
+from hf_packing.data.token_columns import TOKENS_AT_ONCE, TokenColumns, row_numbers
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.plan import PackingPlan
 
@@ -96,10 +96,7 @@ def write_lazy_packs(
 def _count_trained_tokens(columns: TokenColumns, plan: PackingPlan) -> int:
     """Return the number of labels that loss masks and the borders of segments leave."""
     needed = {name: columns[name] for name in (INPUT_IDS, LABELS, *LOSS_MASKS) if name in columns}
-    pack_tokens = (
-        np.add.reduceat(plan.segment_length, plan.pack_offsets[:-1]) if plan.num_packs else plan.segment_length
-    )
     return sum(
         pack_rows(needed, plan, first, end, position_ids=False).trained_tokens
-        for first, end in blocks_of_rows(pack_tokens, TOKENS_AT_ONCE)
+        for first, end in blocks_of_packs(plan, TOKENS_AT_ONCE)
     )

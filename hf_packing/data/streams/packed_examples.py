@@ -26,8 +26,8 @@ from hf_packing.data.streams.saved_state import MadeFrom, load, new_state, save
 from hf_packing.data.streams.shard_sizes import fingerprint_of_files
 from hf_packing.data.streams.window_start import Counts, SavedWindow, WindowStart, waiting_documents
 from hf_packing.data.token_columns import TokenColumns, blocks_of_rows, find_token_columns
+from hf_packing.data.trees.plan_trees import plan_trees
 from hf_packing.data.trees.tree_rows import tree_rows
-from hf_packing.data.trees.write_trees import plan_trees
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import ScheduledRows
 from hf_packing.planning.lengths import IntArray, check_lengths

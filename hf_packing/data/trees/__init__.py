@@ -3,9 +3,9 @@
 find_trees.py   find the prefixes that documents share
 sort_pieces.py  sort documents by their content, and count the tokens that neighbors have in common
 token_keys.py   the values by which documents are compared: tokens, and everything that belongs to a token
+plan_trees.py   plan a dataset with a strategy that can pack trees
 tree_rows.py    build rows of trees according to a plan
 tree_paths.py   where the tokens of each document stand in a row of trees
 restore.py      restore documents from rows of trees
 measure.py      measure how much smaller documents would become
-write_trees.py  plan a dataset with a strategy, and write its rows of trees
 """
