@@ -21,7 +21,7 @@ def literal_rows(documents, strategy, window_packs, most_windows=4) -> list[dict
             tokens, new = tokens + len(left[0]), new + len(left[0])
             window.append(left.pop(0))
             age.append(0)
-        plan, is_open, all_wait = strategy.plan_window(check_lengths([len(each) for each in window]), number)
+        plan, is_open, all_wait, _ = strategy.plan_window(check_lengths([len(each) for each in window]), number)
         packs = [
             [
                 (int(plan.segment_document[s]), int(plan.segment_start[s]), int(plan.segment_length[s]))
