@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hf_packing.planning.ranges import count_ranges, indices_in_ranges
 from hf_packing.tree_segments import Places, TreeSegments
 
 Pieces = npt.NDArray[np.int64]
@@ -53,8 +54,7 @@ def num_training(pieces: Pieces, tokens: int) -> npt.NDArray[np.int64]:
         tokens: the number of tokens of the row.
     """
     _, begin, length = pieces.T
-    changes = np.bincount(begin, minlength=tokens + 1) - np.bincount(begin + length, minlength=tokens + 1)
-    return np.cumsum(changes[:-1])
+    return count_ranges(begin, length, tokens)
 
 
 def tokens_of_documents(pieces: Pieces) -> tuple[Places, Places]:
@@ -67,5 +67,4 @@ def tokens_of_documents(pieces: Pieces) -> tuple[Places, Places]:
         Two arrays, int64 [tokens of all pieces]. A token is in the arrays once for each document that trains on it.
     """
     document, begin, length = pieces.T
-    offset = begin - (np.cumsum(length) - length)
-    return np.repeat(document, length), np.arange(length.sum()) + np.repeat(offset, length)
+    return np.repeat(document, length), indices_in_ranges(begin, length)

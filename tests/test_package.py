@@ -15,8 +15,8 @@ PACKAGE = Path(hfp.__file__).parent
 HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "scipy", "matplotlib"]
 
 FLOORS = [
-    ["errors", "columns", "tree_segments", "trained_tokens"],
-    ["planning"],
+    ["errors", "columns", "tree_segments"],
+    ["planning", "trained_tokens"],
     ["data"],
     ["strategies"],
     [

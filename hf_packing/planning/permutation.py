@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray, check_whole_number
+from hf_packing.planning.ranges import indices_in_ranges
 
 _Keys = npt.NDArray[np.uint64]
 _Walk = Callable[[_Keys, _Keys, _Keys, _Keys], _Keys]
@@ -150,9 +151,8 @@ def shuffle_trees(tree_offsets: IntArray, pack_offsets: IntArray, seed: int) -> 
     """
     trees, offsets, packs = shuffle_packs(np.searchsorted(tree_offsets, pack_offsets), seed)
     segments = np.diff(tree_offsets)[trees]
-    ends = np.concatenate([[0], np.cumsum(segments)])
-    order = np.arange(ends[-1]) + np.repeat(tree_offsets[trees] - ends[:-1], segments)
-    return order, ends[offsets], packs
+    before = np.concatenate([[0], np.cumsum(segments)])
+    return indices_in_ranges(tree_offsets[trees], segments), before[offsets], packs
 
 
 def _grid_sides(size: npt.NDArray[Any]) -> tuple[_Keys, _Keys]:

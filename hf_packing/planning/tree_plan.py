@@ -9,6 +9,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.forest import Forest, cut_large_trees
 from hf_packing.planning.lengths import IntArray, Overflow, Pieces, check_lengths, check_whole_number
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.ranges import indices_in_ranges
 from hf_packing.planning.spare_packs import cut_to_fill
 
 FEWEST_SHARED = 16
@@ -74,15 +75,14 @@ def plan_forest(
                 forest, plan = filled, fewer
     trees = plan.segment_document
     sizes = np.diff(forest.offsets)[trees]
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    places = np.arange(ends[-1]) + np.repeat(forest.offsets[trees] - ends[:-1], sizes)
+    places = indices_in_ranges(forest.offsets[trees], sizes)
     segments = pieces.take(forest.order[places])
     return PackingPlan(
         document_length=lengths,
         segment_document=segments.document,
         segment_start=segments.start,
         segment_length=segments.length,
-        pack_offsets=ends[plan.pack_offsets],
+        pack_offsets=np.concatenate([[0], np.cumsum(sizes)])[plan.pack_offsets],
         pack_capacity=plan.pack_capacity,
         segment_shared=forest.shared[places],
         proven_lower_bound=plan.proven_lower_bound,

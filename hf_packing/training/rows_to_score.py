@@ -15,6 +15,7 @@ from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.planning.forest import Forest, cut_large_trees
 from hf_packing.planning.lengths import IntArray, Pieces
+from hf_packing.planning.ranges import indices_in_ranges
 from hf_packing.planning.tree_plan import plan_forest
 from hf_packing.strategies.base import plan_packing
 from hf_packing.strategies.greedy import BestFit
@@ -49,10 +50,8 @@ class RowToScore(NamedTuple):
     def places(self) -> Iterator[Tokens]:
         """Yield, for each sequence, the indices of its tokens in the row, int64 [tokens]."""
         number = len(self.sequences)
-        ranges = self.paths.find(np.arange(number), np.zeros(number, np.int64), self.paths.length)
-        order = np.lexsort((ranges.depth, ranges.part))
-        begin, length = ranges.begin[order], ranges.length[order]
-        tokens = np.arange(length.sum()) + np.repeat(begin - (np.cumsum(length) - length), length)
+        ranges = self.paths.find(np.arange(number), np.zeros(number, np.int64), self.paths.length).in_order()
+        tokens = indices_in_ranges(ranges.begin, ranges.length)
         for first, end in pairwise([0, *np.cumsum(self.paths.length).tolist()]):
             yield tokens[first:end]
 

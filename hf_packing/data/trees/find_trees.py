@@ -17,6 +17,7 @@ from hf_packing.data.trees.sort_pieces import SORTED_AT_ONCE, sort_pieces
 from hf_packing.data.trees.token_keys import read_beginnings
 from hf_packing.planning.forest import Forest
 from hf_packing.planning.lengths import IntArray, Pieces
+from hf_packing.planning.ranges import indices_in_ranges
 
 _HASHED_AT_ONCE = 1 << 22
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -77,8 +78,7 @@ def _blocks_of_candidates(columns: TokenColumns, pieces: Pieces, min_shared: int
     several = several[np.argsort(by_hash[begins[several]])]  # in the order of first pieces
     sizes = sizes[several]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    members = np.arange(offsets[-1]) + np.repeat(begins[several] - offsets[:-1], sizes)
-    pieces_of_groups = long_enough[by_hash[members]]
+    pieces_of_groups = long_enough[by_hash[indices_in_ranges(begins[several], sizes)]]
     before = np.concatenate([[0], np.cumsum(pieces.length[pieces_of_groups], dtype=np.int64)])
     tokens = np.diff(before[offsets])
     blocks = blocks_of_rows(tokens, SORTED_AT_ONCE)
@@ -141,6 +141,6 @@ def _in_order(order: IntArray, shared: IntArray, length: IntArray) -> Forest:
         sizes = np.diff(np.append(begins, len(shared)))
         by_first = np.argsort(np.minimum.reduceat(order, begins))
         begins, sizes = begins[by_first], sizes[by_first]
-        places = np.arange(len(order)) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
+        places = indices_in_ranges(begins, sizes)
         order, shared = order[places], shared[places]
     return Forest(order, length[order], shared)

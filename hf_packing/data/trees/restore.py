@@ -23,6 +23,7 @@ from hf_packing.data.token_columns import TokenColumn, is_token_type
 from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.ranges import count_ranges
 
 
 def unpack_tree_rows(rows: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[np.int32] | None) -> pa.Table:
@@ -43,11 +44,10 @@ def unpack_tree_rows(rows: pa.Table, plan: PackingPlan, first_labels: npt.NDArra
     _check_rows_of_plan(rows, plan, paths)
     order = np.lexsort((plan.segment_start, plan.segment_document))
     length = plan.segment_length[order].astype(np.int64)
-    ranges = paths.find(order, np.zeros_like(length), length)
-    by_place = np.lexsort((ranges.depth, ranges.part))
-    pack = plan.pack_of_segment()[order[ranges.part]][by_place]
+    ranges = paths.find(order, np.zeros_like(length), length).in_order()
+    pack = plan.pack_of_segment()[order[ranges.part]]
     before = np.concatenate([[0], np.cumsum(plan.pack_tokens())])
-    start, parts = ranges.begin[by_place] - before[pack], ranges.length[by_place]
+    start = ranges.begin - before[pack]
     document_tokens = np.zeros(plan.num_documents, dtype=np.int64)
     np.add.at(document_tokens, plan.segment_document, plan.segment_length)
     arrays = {}
@@ -61,7 +61,7 @@ def unpack_tree_rows(rows: pa.Table, plan: PackingPlan, first_labels: npt.NDArra
                 "remove the column before unpacking"
             )
         column = TokenColumn(name, rows.column(name))
-        values = column.gather(pack, start, parts)
+        values = column.gather(pack, start, ranges.length)
         if name == TREE_LABELS:
             values[~_trained(rows, plan, order)] = IGNORED_LABEL
             if first_labels is not None:
@@ -85,9 +85,7 @@ def _trained(rows: pa.Table, plan: PackingPlan, order: npt.NDArray[np.int64]) ->
     begin = np.empty(plan.num_segments, dtype=np.int64)
     begin[order] = np.cumsum(plan.segment_length[order]) - plan.segment_length[order]
     start = begin[plan.pack_offsets[row] + runs[:, 0]] + runs[:, 1]
-    size = int(plan.segment_length.sum(dtype=np.int64)) + 1
-    steps = np.bincount(start, minlength=size) - np.bincount(start + runs[:, 2], minlength=size)
-    return np.cumsum(steps[:-1]) > 0
+    return count_ranges(start, runs[:, 2], int(plan.segment_length.sum(dtype=np.int64))) > 0
 
 
 def _check_rows_of_plan(rows: pa.Table, plan: PackingPlan, paths: TreePaths) -> None:

@@ -26,6 +26,11 @@ class Ranges(NamedTuple):
     depth: IntArray
     """int64 [ranges]: place of the first token in the document."""
 
+    def in_order(self) -> "Ranges":
+        """Return the ranges part by part, each part from its first token to its last one."""
+        order = np.lexsort((self.depth, self.part))
+        return Ranges(*(array[order] for array in self))
+
 
 @dataclass(frozen=True, eq=False)
 class TreePaths:

@@ -27,6 +27,7 @@ from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, Pieces
 from hf_packing.planning.plan import PackingPlan
+from hf_packing.planning.ranges import count_ranges, indices_in_ranges
 
 
 class TreeRows(NamedTuple):
@@ -82,7 +83,7 @@ def rows_of_packs(columns: TokenColumns, plan: PackingPlan, packs: IntArray, buc
     """Build some of a plan's packs, in any order, as `tree_rows` does; `packs` are their numbers, integers [packs]."""
     sizes = np.diff(plan.pack_offsets)[packs]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    documents = np.arange(offsets[-1]) + np.repeat(plan.pack_offsets[packs] - offsets[:-1], sizes)
+    documents = indices_in_ranges(plan.pack_offsets[packs], sizes)
     whole = Pieces(*(array[documents] for array in (plan.segment_document, plan.segment_start, plan.segment_length)))
     assert plan.segment_shared is not None
     paths = TreePaths(whole.length, plan.segment_shared[documents])
@@ -162,7 +163,5 @@ def _merge_labels(
     of_adding = labels[place >= np.repeat(paths.shared, paths.length)]
     merged = np.where(of_adding == IGNORED_LABEL, merged, of_adding)
     ranges = paths.find(runs.document, runs.start, runs.start + runs.length)
-    size = len(input_ids) + 1
-    steps = np.bincount(ranges.begin, minlength=size) - np.bincount(ranges.begin + ranges.length, minlength=size)
-    merged[np.cumsum(steps[:-1]) == 0] = IGNORED_LABEL
+    merged[count_ranges(ranges.begin, ranges.length, len(input_ids)) == 0] = IGNORED_LABEL
     return merged
