@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from paths_alone import CHAT, inputs_of
 from tiny_models import build
-from tree_documents import CHAT, inputs_of
 
 import hf_packing as hfp
 from hf_packing.attention import path_keys

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
+from paths_alone import CHAT, check_documents, inputs_of
 from test_tree_segments import forests
 from tiny_models import build
-from tree_documents import CHAT, check_documents, inputs_of
 
 import hf_packing as hfp
 from hf_packing.attention import choose_kernel, kernel_trials, kernels, path_keys, tree_attention

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_models import SEQUENCE
 from patched_models import patched_tiny
+from paths_alone import CHAT, check_documents, inputs_of
 from test_tree_segments import forests
 from tiers import fast_only
 from tiny_models import build
-from tree_documents import CHAT, check_documents, inputs_of
 
 import hf_packing as hfp
 from hf_packing.attention import prove_on_batch, tree_attention, tree_row
