@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from compare_trees import CHAT, check_documents, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in

@@ -8,6 +8,7 @@ from contextlib import suppress
 import peft
 import pytest
 import torch
+from compare_trees import CHAT, check_documents, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_models import SEQUENCE
