@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paths_alone import CHAT, inputs_of
+from compare_trees import CHAT, inputs_of
 from tiny_models import build
 
 import hf_packing as hfp

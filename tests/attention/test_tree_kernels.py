@@ -13,7 +13,6 @@ from compare_trees import CHAT, check_documents, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
-from paths_alone import CHAT, check_documents, inputs_of
 from test_tree_segments import forests
 from tiny_models import build
 

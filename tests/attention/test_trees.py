@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_models import SEQUENCE
 from patched_models import patched_tiny
-from paths_alone import CHAT, check_documents, inputs_of
 from test_tree_segments import forests
 from tiers import fast_only
 from tiny_models import build
