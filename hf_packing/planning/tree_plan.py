@@ -65,6 +65,17 @@ def plan_forest(
     Raises:
         PackingError: the strategy has cut or dropped a tree.
     """
+    forest, trees = fit_trees(forest, capacity, plan_lengths)
+    return place_pieces(forest, pieces, lengths, trees)
+
+
+def fit_trees(
+    forest: Forest, capacity: int, plan_lengths: Callable[[IntArray], PackingPlan]
+) -> tuple[Forest, PackingPlan]:
+    """Cut trees as `plan_forest` does, and return the forest after all cuts, and a plan whose documents are its trees.
+
+    The arguments are those of `plan_forest`.
+    """
     forest = cut_large_trees(forest, capacity)
     plan = _plan_trees(forest, plan_lengths)
     if (plan.pack_capacity == capacity).all():
@@ -72,8 +83,20 @@ def plan_forest(
         if filled is not forest:
             fewer = _plan_trees(filled, plan_lengths)
             if fewer.num_packs < plan.num_packs:
-                forest, plan = filled, fewer
-    trees = plan.segment_document
+                return filled, fewer
+    return forest, plan
+
+
+def place_pieces(forest: Forest, pieces: Pieces, lengths: IntArray, trees_plan: PackingPlan) -> PackingPlan:
+    """Return the plan of the documents whose trees are packed by another plan.
+
+    Args:
+        forest: the forest of the pieces.
+        pieces: the pieces of the documents.
+        lengths: integers [documents]: length of each document before cutting, in tokens.
+        trees_plan: a plan whose documents are the trees of the forest, none of them cut.
+    """
+    trees = trees_plan.segment_document
     sizes = np.diff(forest.offsets)[trees]
     places = indices_in_ranges(forest.offsets[trees], sizes)
     segments = pieces.take(forest.order[places])
@@ -82,11 +105,11 @@ def plan_forest(
         segment_document=segments.document,
         segment_start=segments.start,
         segment_length=segments.length,
-        pack_offsets=np.concatenate([[0], np.cumsum(sizes)])[plan.pack_offsets],
-        pack_capacity=plan.pack_capacity,
+        pack_offsets=np.concatenate([[0], np.cumsum(sizes)])[trees_plan.pack_offsets],
+        pack_capacity=trees_plan.pack_capacity,
         segment_shared=forest.shared[places],
-        proven_lower_bound=plan.proven_lower_bound,
-        note=plan.note,
+        proven_lower_bound=trees_plan.proven_lower_bound,
+        note=trees_plan.note,
     )
 
 
