@@ -239,6 +239,7 @@ def begin_run(names: list[str], store: Store, shards: int | None) -> Run:
         shards=shards,
         exchange=True,
         position_ids=True,
+        share_prefixes=False,
         tokenizer=None,
         text_field=None,
         end_documents=True,

@@ -9,7 +9,15 @@ from typing import NoReturn
 import pyarrow as pa
 
 import hf_packing
-from hf_packing.cli.flags import add_documents, add_engine, add_fleet, add_max_length, add_usual, positive
+from hf_packing.cli.flags import (
+    add_documents,
+    add_engine,
+    add_fleet,
+    add_max_length,
+    add_share_prefixes,
+    add_usual,
+    positive,
+)
 from hf_packing.cli.given import STRATEGIES
 from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, say_warning, swallow_the_rest
 from hf_packing.errors import MissingDependencyError, PackingError
@@ -162,15 +170,7 @@ def _add_pack(command: argparse.ArgumentParser) -> None:
     )
     add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
     command.add_argument("--overwrite", action="store_true", help="replace an existing dataset")
-    command.add_argument(
-        "--share-prefixes",
-        type=positive,
-        metavar="N",
-        nargs="?",
-        const=True,
-        default=False,
-        help="pack documents that begin with the same N tokens as trees (default of N: 16)",
-    )
+    add_share_prefixes(command)
     add_engine(
         command, None, "pack many files by processes of this machine or of a Ray cluster, as hf-packing fleet does"
     )

@@ -75,6 +75,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         "--strategy", default="best_fit", metavar="NAME", help=f"one of {', '.join(STRATEGIES)} (default: %(default)s)"
     )
     add_max_length(command, [4096], "the most tokens that a row may have; several numbers for strategies with buckets")
+    add_share_prefixes(command)
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:
@@ -142,6 +143,19 @@ def add_max_length(command: argparse.ArgumentParser, default: list[int], meaning
     shown = " ".join(map(str, default))
     command.add_argument(
         "--max-length", type=positive, metavar="N", nargs="+", default=default, help=f"{meaning} (default: {shown})"
+    )
+
+
+def add_share_prefixes(command: argparse.ArgumentParser) -> None:
+    """Add the flag that packs documents as trees."""
+    command.add_argument(
+        "--share-prefixes",
+        type=positive,
+        metavar="N",
+        nargs="?",
+        const=True,
+        default=False,
+        help="pack documents that begin with the same N tokens as trees (default of N: 16)",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hf_packing.cli.given import check_that_it_plans, strategy_named
+from hf_packing.cli.given import check_that_it_plans, fewest_shared_of, strategy_named
 from hf_packing.cli.screen import out, print_json, say
 from hf_packing.data.documents import Documents
 from hf_packing.errors import PackingError
@@ -103,6 +103,7 @@ def _begun(given: argparse.Namespace) -> Run:
         shards=given.shards,
         exchange=not given.alone,
         position_ids=True,
+        share_prefixes=fewest_shared_of(given, strategy) or False,
         tokenizer=given.tokenizer,
         text_field=given.field,
         end_documents=not given.no_eos,

@@ -9,6 +9,7 @@ from hf_packing.data.corpus import Corpus
 from hf_packing.data.documents import Documents
 from hf_packing.data.tokenize import load_tokenizer
 from hf_packing.errors import PackingError
+from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.strategies.base import Strategy, plan_packing, registered_strategies
 
 STRATEGIES = tuple(registered_strategies())
@@ -28,6 +29,21 @@ def check_that_it_plans(strategy: Strategy) -> None:
         MissingDependencyError: a package that the strategy needs is not installed.
     """
     plan_packing([1], strategy)
+
+
+def fewest_shared_of(given: argparse.Namespace, strategy: Strategy) -> int | None:
+    """Return the fewest tokens that documents share; None without --share-prefixes.
+
+    Raises:
+        PackingError: the strategy cannot pack documents that share prefixes.
+    """
+    fewest = check_fewest_shared(given.share_prefixes)
+    try:
+        if fewest is not None:
+            strategy.tree_limits()
+    except PackingError as error:
+        raise PackingError(f"--share-prefixes: {error}") from None
+    return fewest
 
 
 def warn_without_end(corpus: Corpus) -> None:

@@ -17,12 +17,19 @@ import pyarrow as pa
 from filelock import FileLock, Timeout
 
 import hf_packing
-from hf_packing.cli.given import check_that_it_plans, corpus_of, print_skipped, strategy_named, warn_without_end
+from hf_packing.cli.given import (
+    check_that_it_plans,
+    corpus_of,
+    fewest_shared_of,
+    print_skipped,
+    strategy_named,
+    warn_without_end,
+)
 from hf_packing.cli.screen import counting_documents, out, print_json, say, say_warning
 from hf_packing.data.corpus import Corpus, Seen
 from hf_packing.data.pack import pack_split
 from hf_packing.data.token_columns import find_token_columns
-from hf_packing.data.trees.plan_trees import TreesPlan, check_share_prefixes, plan_trees
+from hf_packing.data.trees.plan_trees import TreesPlan, plan_trees
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.storage import put_in_place
@@ -48,7 +55,6 @@ def run_pack(given: argparse.Namespace) -> int:
         The exit code, 0.
     """
     if given.engine:
-        _check_shares_nothing(given)
         from hf_packing.cli.fleet import pack_with_engine
 
         pack_with_engine(given)
@@ -56,7 +62,7 @@ def run_pack(given: argparse.Namespace) -> int:
     _check_no_engine(given)
     strategy = strategy_named(given.strategy, given.max_length)
     check_that_it_plans(strategy)
-    fewest_shared = _fewest_shared(given, strategy)
+    fewest_shared = fewest_shared_of(given, strategy)
     _check_output(given.output, given.overwrite)
     corpus = corpus_of(given)
     with counting_documents("Tokenizing") as seen:
@@ -80,23 +86,6 @@ def run_pack(given: argparse.Namespace) -> int:
     print_skipped(skipped)
     say(out, f"written: {given.output}, with the packing plan in {made.folder / _PLAN}")
     return 0
-
-
-def _check_shares_nothing(given: argparse.Namespace) -> None:
-    """Raise PackingError if --share-prefixes is given with an engine."""
-    if given.share_prefixes:
-        raise PackingError(
-            "--share-prefixes: expected no --share-prefixes with --engine, whose tasks know the lengths of documents, "
-            "and not what documents have in common"
-        )
-
-
-def _fewest_shared(given: argparse.Namespace, strategy: Strategy) -> int | None:
-    """Return the fewest tokens that documents share; None without --share-prefixes."""
-    try:
-        return check_share_prefixes(given.share_prefixes, strategy)
-    except PackingError as error:
-        raise PackingError(f"--share-prefixes: {error}") from None
 
 
 def _check_no_engine(given: argparse.Namespace) -> None:

@@ -11,8 +11,11 @@ parts.py       files of numbered parts with checksums, of which a task reads one
 inputs.py      finds the files to pack, tells whether they have changed, and reads tables
 tokenizer.py   keeps the tokenizer of a run in its store
 run.py         Run: what is packed, how, and the names of all files of a run
+trees.py       the trees of a file, whose documents share prefixes
+shared_between.py an estimate of the tokens that files share with each other
 count.py       the first stage, which also tokenizes
 plan.py        the plan, made of all counts
+tree_parts.py  the trees of a file by output file, and the rows that they are joined to
 deal.py        the segments of one file, by output file
 gather.py      the rows of one output file
 tasks.py       a task, and what is done already

@@ -1,9 +1,13 @@
-"""The first stage: count the documents of each length in one file. Files of texts are tokenized on the way."""
+"""The first stage: count the documents of each length in one file. Files of texts are tokenized on the way.
+
+If documents share prefixes, the file's trees are found, written, and counted instead of documents.
+"""
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +15,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS
-from hf_packing.data.token_columns import TokenColumn, columns_left_out, is_list, is_token_type, with_typed_empty_lists
+from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, TREE_INPUT_IDS
+from hf_packing.data.token_columns import (
+    TokenColumn,
+    TokenColumns,
+    columns_left_out,
+    find_token_columns,
+    is_list,
+    is_token_type,
+    with_typed_empty_lists,
+)
+from hf_packing.data.trees.tree_rows import check_tree_columns_are_free
 from hf_packing.errors import PackingError
 from hf_packing.fleet.inputs import (
     Identity,
@@ -26,7 +39,9 @@ from hf_packing.fleet.inputs import (
 )
 from hf_packing.fleet.parts import Buffers, DamagedFileError, int64, read_parts, write_parts
 from hf_packing.fleet.run import Run
+from hf_packing.fleet.shared_between import sample_prefixes
 from hf_packing.fleet.tokenizer import load_saved
+from hf_packing.fleet.trees import find_trees_of_file, sizes_of, totals_of, write_trees
 from hf_packing.planning.lengths import IntArray, LengthCounts, count_lengths
 from hf_packing.strategies.base import CountingStrategy
 
@@ -59,6 +74,14 @@ class Counted:
     """Rows that were left out since they cannot be used, with the reasons."""
     alone: Mapping[str, Any] | None = None
     """Totals of a plan for this file alone; None if files are packed together."""
+    segments: Mapping[str, Any] | None = None
+    """Totals of the documents that do not depend on packs; None if documents share no prefixes, as below."""
+    trees_check: int = 0
+    """Checksum of the file of trees."""
+    splits: Mapping[str, int] = field(default_factory=dict)
+    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
+    prefixes: Sequence[int] = ()
+    """Hashes of some prefixes of documents, as `sample_prefixes` returns them."""
 
 
 def count(run: Run, number: int) -> None:
@@ -73,18 +96,15 @@ def count(run: Run, number: int) -> None:
     """
     name, options = run.input(number), run.store.options
     before = identity_of(name, options)
-    read = _count_tokens if run.settings.texts is None else partial(_count_texts, run, number)
+    read = partial(_count_tokens, run) if run.settings.texts is None else partial(_count_texts, run, number)
     lengths, facts = read(name, options)
+    counted, counts = Counted(name=name, identity=before, documents=len(lengths), **facts), count_lengths(lengths)
+    if run.settings.share_prefixes is not None:
+        counted, counts = _count_trees(run, number, counted)
+    elif not run.settings.exchange:
+        counted = replace(counted, alone=_totals_alone(run, counts))
     if identity_of(name, options) != before:
         raise PackingError(f"{name}: expected a file that does not change while it is packed, but it has changed")
-    counts = count_lengths(lengths)
-    counted = Counted(
-        name=name,
-        identity=before,
-        documents=len(lengths),
-        alone=None if run.settings.exchange else _totals_alone(run, counts),
-        **facts,
-    )
     facts_of_file = json.dumps(asdict(counted)).encode()
     parts: list[Buffers] = [[facts_of_file], [counts.length.astype("<i8")], [counts.documents.astype("<i8")]]
     write_parts(run.store, run.file("count", number), parts, len(parts))
@@ -142,16 +162,57 @@ def token_table(run: Run, number: int, counted: Counted, schema: pa.Schema) -> p
     return with_typed_empty_lists(table)
 
 
-def _count_tokens(name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict[str, Any]]:
+def token_columns(run: Run, number: int, counted: Counted, schema: pa.Schema) -> TokenColumns:
+    """Return the token columns of a file, as `token_table` does, after a check of their values."""
+    table = token_table(run, number, counted, schema)
+    with _naming(counted.name):
+        columns = find_token_columns(table)
+    return {name: columns[name] for name in schema.names}
+
+
+def schema_of_columns(columns: Mapping[str, str]) -> pa.Schema:
+    """Return names and types of token columns whose types are given as in `Counted`."""
+    return pa.schema({name: arrow_type(kind or "int32") for name, kind in columns.items()})
+
+
+def arrow_type(kind: str) -> pa.DataType:
+    """Return the Arrow type of a token column whose values have a type such as "int32" or "large int32"."""
+    value = pa.type_for_alias(kind.split()[-1])
+    return pa.large_list(value) if kind.startswith("large ") else pa.list_(value)
+
+
+def _count_trees(run: Run, number: int, counted: Counted) -> tuple[Counted, LengthCounts]:
+    """Find and write the trees of a file, and return what is known of it, and the number of trees of each size."""
+    fewest = run.settings.share_prefixes
+    assert fewest is not None
+    columns = token_columns(run, number, counted, schema_of_columns(counted.columns))
+    with _naming(counted.name):
+        plan, splits = find_trees_of_file(columns, run.settings)
+    segments, packs = totals_of(plan)
+    counted = replace(
+        counted,
+        alone=None if run.settings.exchange else segments | packs,
+        segments=segments,
+        trees_check=write_trees(run, number, plan),
+        splits=splits,
+        prefixes=sample_prefixes(columns, plan, fewest),
+    )
+    return counted, count_lengths(sizes_of(plan))
+
+
+def _count_tokens(run: Run, name: str, options: Mapping[str, Any]) -> tuple[IntArray, dict[str, Any]]:
     """Return the lengths of a table's documents, and what is known of the table."""
     if not has_tokens(name):
         raise PackingError(
             f"files: expected parquet or Arrow files with input_ids, got {name!r}; pass a tokenizer for texts"
         )
     schema = schema_of(name, options)
-    check_has_tokens(name, schema)
-    if packed := [each for each in SEGMENT_COLUMNS if each in schema.names]:
+    if packed := [each for each in (*SEGMENT_COLUMNS, TREE_INPUT_IDS) if each in schema.names]:
         raise PackingError(f"{name}: expected documents, but the column {packed[0]!r} says that rows are packed")
+    check_has_tokens(name, schema)
+    if run.settings.share_prefixes is not None:
+        with _naming(name):
+            check_tree_columns_are_free(schema.names)
     if not _may_have_tokens(kind := schema.field(INPUT_IDS).type, 0):
         raise PackingError(f"{name}: column 'input_ids': expected lists of integers, got {kind}")
     found = [_lengths_of(name, options, table) for table in read_batches(name, options, INPUT_IDS)]
@@ -215,6 +276,15 @@ def _count_texts(run: Run, number: int, name: str, options: Mapping[str, Any]) -
         "skipped": list(documents.skipped),
     }
     return np.array(lengths, dtype=np.int64), facts
+
+
+@contextmanager
+def _naming(file: str) -> Iterator[None]:
+    """Context manager: errors begin with the name of a file."""
+    try:
+        yield
+    except PackingError as error:
+        raise PackingError(f"{file}: {error}") from None
 
 
 def _checksum_of(file: Path) -> int:

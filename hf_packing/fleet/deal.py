@@ -1,4 +1,4 @@
-"""The third stage: sort the segments of one file by the output file that they go to.
+"""The third stage: sort the segments of one file by the output file that they go to; or its trees, see tree_parts.py.
 
 A part of the result, one for each output file, holds arrays one after the other:
 
@@ -9,22 +9,27 @@ A part of the result, one for each output file, holds arrays one after the other
     [tokens]             the values of each token column, in the order of the plan's columns
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.data.packed_rows import as_int32
-from hf_packing.data.token_columns import TokenColumns, find_token_columns
-from hf_packing.errors import PackingError
-from hf_packing.fleet.count import Counted, count, load_count, token_table
+from hf_packing.data.token_columns import TokenColumns
+from hf_packing.fleet.count import Counted, count, load_count, token_columns
 from hf_packing.fleet.parts import Buffers, DamagedFileError, read_part, write_parts
 from hf_packing.fleet.plan import Plan, dealt_before, load_plan
 from hf_packing.fleet.run import Run
+from hf_packing.fleet.tree_parts import tree_parts
+from hf_packing.fleet.trees import load_trees, sizes_of
 from hf_packing.planning.assign import DealtShard
 from hf_packing.planning.lengths import IntArray
+from hf_packing.planning.plan import PackingPlan
+
+_T = TypeVar("_T")
 
 
 class DealtPart(NamedTuple):
@@ -53,10 +58,15 @@ def deal(run: Run, number: int) -> None:
     """
     plan = load_plan(run)
     assert plan.table is not None
-    columns, counted = columns_of_file(run, number, plan)
-    before = dealt_before(run, number, counted)
-    dealt = plan.table.deal(columns[INPUT_IDS].length, before)
-    write_parts(run.store, run.file("deal", number), _parts(plan, columns, dealt), plan.shards)
+    if run.settings.share_prefixes is None:
+        columns, counted = columns_of_file(run, number, plan)
+        dealt = plan.table.deal(columns[INPUT_IDS].length, dealt_before(run, number, counted))
+        parts = _parts(plan, columns, dealt)
+    else:
+        columns, trees, counted = trees_of_file(run, number, plan)
+        dealt = plan.table.deal(sizes_of(trees), dealt_before(run, number, counted))
+        parts = tree_parts(plan, columns, trees, dealt)
+    write_parts(run.store, run.file("deal", number), parts, plan.shards)
 
 
 def load_deal(run: Run, number: int, plan: Plan, shard: int) -> DealtPart:
@@ -92,18 +102,34 @@ def columns_of_file(run: Run, number: int, plan: Plan) -> tuple[TokenColumns, Co
     Raises:
         PackingError: the file has changed, or has columns that cannot be packed.
     """
-    try:
-        counted, _ = load_count(run, number)
-        table = token_table(run, number, counted, plan.schema)
-    except DamagedFileError:
-        count(run, number)
-        counted, _ = load_count(run, number)
-        table = token_table(run, number, counted, plan.schema)
-    try:
-        columns = find_token_columns(table)
-    except PackingError as error:
-        raise PackingError(f"{counted.name}: {error}") from None
-    return {name: columns[name] for name in plan.columns}, counted
+    return _counted_again(run, number, lambda counted: (token_columns(run, number, counted, plan.schema), counted))
+
+
+def trees_of_file(run: Run, number: int, plan: Plan) -> tuple[TokenColumns, PackingPlan, Counted]:
+    """Return the token columns of a file whose documents share prefixes, the file's plan, and what was counted.
+
+    If the tokens or the trees that `count` has written are gone or damaged, they are made again.
+
+    Raises:
+        PackingError: the file has changed, or has columns that cannot be packed.
+    """
+    return _counted_again(
+        run,
+        number,
+        lambda counted: (
+            token_columns(run, number, counted, plan.schema),
+            load_trees(run, number, counted.trees_check),
+            counted,
+        ),
+    )
+
+
+def _counted_again(run: Run, number: int, load: Callable[[Counted], _T]) -> _T:
+    """Return what `load` makes of what was counted; if a file that it needs is gone or damaged, count again first."""
+    with suppress(DamagedFileError):
+        return load(load_count(run, number)[0])
+    count(run, number)
+    return load(load_count(run, number)[0])
 
 
 def _parts(plan: Plan, columns: TokenColumns, dealt: DealtShard) -> Iterator[Buffers]:

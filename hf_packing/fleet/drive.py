@@ -80,11 +80,14 @@ def finish(run: Run, plan: Plan) -> PackedCorpus:
     left_out: dict[str, None] = {}
     masks: dict[str, None] = {}
     skipped: list[str] = []
+    splits: dict[str, int] = {}
     num_skipped = 0
     for each, _ in in_order(lambda number: counts_of(run, number), range(run.num_inputs)):
         counted.append((each.name, list(each.identity)))
         left_out |= dict.fromkeys(each.left_out)
         masks |= dict.fromkeys(masks_of(each))
+        for name, number in each.splits.items():
+            splits[name] = splits.get(name, 0) + number
         num_skipped += len(each.skipped)
         skipped += each.skipped[: 1 - len(skipped)]
     try:
@@ -104,6 +107,9 @@ def finish(run: Run, plan: Plan) -> PackedCorpus:
         columns=list(plan.columns),
         left_out=list(left_out),
         loss_masks=list(masks),
+        share_prefixes=run.settings.share_prefixes,
+        splits=splits,
+        shared_between=plan.shared_between,
         skipped=num_skipped,
         first_skipped=skipped[0] if skipped else "",
         note=plan.note,
@@ -165,6 +171,7 @@ def _clean_up(run: Run, shards: int) -> None:
         numbers = {"count": run.num_inputs, "packed": shards}
         numbers |= {"deal": run.num_inputs} if run.settings.exchange else {}
         numbers |= {"tokens": run.num_inputs} if run.settings.texts is not None else {}
+        numbers |= {"trees": run.num_inputs} if run.settings.share_prefixes is not None else {}
         names = [run.file(stage, each) for stage, number in numbers.items() for each in range(number)]
         for _ in in_order(run.store.remove, [run.file("plan"), run.file("before"), *names]):
             pass

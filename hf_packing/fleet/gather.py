@@ -2,27 +2,31 @@
 
 The rows are those that `pack` makes of all files: a pack has its segments in the order of the plan, and packs follow
 each other in the order of the plan. If each file is packed by itself, the rows are those that `pack` makes of the file.
+If documents share prefixes, trees are joined instead of segments.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hf_packing.columns import INPUT_IDS
-from hf_packing.data.packed_rows import PackedRows, blocks_of_packs, list_array, pack_rows
+from hf_packing.columns import INPUT_IDS, TRAINED
+from hf_packing.data.packed_rows import blocks_of_packs, list_array, pack_rows
 from hf_packing.data.token_columns import TokenColumn, TokenColumns, is_token_type
-from hf_packing.fleet.deal import DealtPart, columns_of_file, deal, load_deal
+from hf_packing.data.trees.tree_rows import tree_rows
+from hf_packing.fleet.deal import DealtPart, columns_of_file, deal, load_deal, trees_of_file
 from hf_packing.fleet.in_order import in_order
 from hf_packing.fleet.parts import DamagedFileError
 from hf_packing.fleet.plan import Plan, load_plan
 from hf_packing.fleet.run import Run
+from hf_packing.fleet.tree_parts import joined_trees, load_tree_part
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.strategies.base import plan_packing
 
@@ -44,13 +48,25 @@ class PackedFile:
     name: str
     rows: int
     tokens: int
+    """Number of tokens in the rows."""
     trained_tokens: int
-    """Number of labels that are not -100."""
+    """Number of labels that are not -100; in rows of trees, of tokens that documents train on."""
     size: int
     """Bytes of the file."""
     sha256: str
     plan: int
     """The checksum of the plan whose packs the file has."""
+
+
+class _RowGroup(NamedTuple):
+    """Rows that are written together."""
+
+    table: pa.Table
+    """The first column has the tokens."""
+    trained_tokens: int
+
+
+_Part = TypeVar("_Part")
 
 
 def gather(run: Run, number: int) -> None:
@@ -67,13 +83,7 @@ def gather(run: Run, number: int) -> None:
         DamagedFileError: the plan is gone or damaged.
     """
     plan = load_plan(run)
-    if run.settings.exchange:
-        parts = _parts(run, plan, number)
-        columns, packs = _joined(plan, parts, plan.first_pack(number), plan.first_pack(number + 1))
-    else:
-        columns, _ = columns_of_file(run, number, plan)
-        packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
-    _write(run, plan, number, columns, packs)
+    _write(run, plan, number, (_rows if run.settings.share_prefixes is None else _tree_rows)(run, plan, number))
 
 
 def load_packed_file(run: Run, number: int, plan: Plan) -> PackedFile:
@@ -97,12 +107,46 @@ def load_packed_file(run: Run, number: int, plan: Plan) -> PackedFile:
     return found
 
 
-def _parts(run: Run, plan: Plan, shard: int) -> list[DealtPart]:
-    """Return the segments of an output file, one part for each file to pack."""
+def _rows(run: Run, plan: Plan, number: int) -> Iterator[_RowGroup]:
+    """Yield the packed rows of an output file, in tables; an empty table if there are no rows."""
+    if run.settings.exchange:
+        parts = _parts(run, plan, number, load_deal)
+        columns, packs = _joined(plan, parts, plan.first_pack(number), plan.first_pack(number + 1))
+    else:
+        columns, _ = columns_of_file(run, number, plan)
+        packs = plan_packing(columns[INPUT_IDS].length, run.settings.build_strategy())
+    options = {"position_ids": run.settings.position_ids, "bucket": run.settings.has_buckets}
+    for first, end in _blocks(packs):
+        rows = pack_rows(columns, packs, first, end, **options)
+        yield _RowGroup(rows.table, rows.trained_tokens)
 
-    def part(number: int) -> DealtPart | None:
+
+def _tree_rows(run: Run, plan: Plan, number: int) -> Iterator[_RowGroup]:
+    """Yield the rows of trees of an output file, in tables; an empty table if there are no rows."""
+    bucket = run.settings.has_buckets
+    if run.settings.exchange:
+        parts = _parts(run, plan, number, load_tree_part)
+        for table in joined_trees(plan, parts, number, bucket, _TOKENS_IN_A_ROW_GROUP):
+            trained = sum(int(chunk.flatten().to_numpy()[2::3].sum()) for chunk in table.column(TRAINED).chunks)
+            yield _RowGroup(table, trained)
+        return
+    columns, packs, _ = trees_of_file(run, number, plan)
+    for first, end in _blocks(packs):
+        rows = tree_rows(columns, packs, first, end, bucket)
+        yield _RowGroup(rows.table, rows.trained_tokens)
+
+
+def _blocks(packs: PackingPlan) -> Iterable[tuple[int, int]]:
+    """Return ranges of packs of about _TOKENS_IN_A_ROW_GROUP tokens; an empty range if there are no packs."""
+    return blocks_of_packs(packs, _TOKENS_IN_A_ROW_GROUP) if packs.num_packs else [(0, 0)]
+
+
+def _parts(run: Run, plan: Plan, shard: int, load: Callable[[Run, int, Plan, int], _Part]) -> list[_Part]:
+    """Return what goes to an output file, one part for each file to pack; `load` reads a part."""
+
+    def part(number: int) -> _Part | None:
         try:
-            return load_deal(run, number, plan, shard)
+            return load(run, number, plan, shard)
         except DamagedFileError:
             return None
 
@@ -110,7 +154,7 @@ def _parts(run: Run, plan: Plan, shard: int) -> list[DealtPart]:
     for number, found in enumerate(map(part, numbers) if run.store.is_local else in_order(part, numbers)):
         if found is None:
             deal(run, number)
-            found = load_deal(run, number, plan, shard)
+            found = load(run, number, plan, shard)
         parts.append(found)
     return parts
 
@@ -143,41 +187,31 @@ def _joined(plan: Plan, parts: list[DealtPart], first: int, end: int) -> tuple[T
     return columns, packs
 
 
-def _write(run: Run, plan: Plan, number: int, columns: TokenColumns, packs: PackingPlan) -> None:
-    """Write the packed rows of an output file, and then what is known of the file."""
+def _write(run: Run, plan: Plan, number: int, groups: Iterable[_RowGroup]) -> None:
+    """Write the rows of an output file, of which there is at least an empty table, and what is known of the file."""
     name = run.output(number, plan.shards)
-    trained = 0
+    rows = tokens = trained = 0
     with run.store.create(name) as fresh:
         writer: Any = None
-        for rows in _row_groups(columns, packs, run):
+        for table, trained_tokens in groups:
             if writer is None:
-                writer = pq.ParquetWriter(
-                    fresh, rows.table.schema, use_byte_stream_split=_split(rows.table.schema), **_PARQUET
-                )
-            if rows.table.num_rows:  # datasets cannot read a row group without rows
-                writer.write_table(rows.table, row_group_size=rows.table.num_rows)
-            trained += rows.trained_tokens
+                writer = pq.ParquetWriter(fresh, table.schema, use_byte_stream_split=_split(table.schema), **_PARQUET)
+            if table.num_rows:  # datasets cannot read a row group without rows
+                writer.write_table(table, row_group_size=table.num_rows)
+            rows += table.num_rows
+            tokens += int(pc.sum(pc.list_value_length(table.column(0))).as_py() or 0)
+            trained += trained_tokens
         writer.close()
         known = PackedFile(
             name=name,
-            rows=packs.num_packs,
-            tokens=int(packs.segment_length.sum(dtype=np.int64)),
+            rows=rows,
+            tokens=tokens,
             trained_tokens=trained,
             size=fresh.stat().st_size,
             sha256=_digest(fresh),
             plan=plan.checksum,
         )
     run.store.put(run.file("packed", number), json.dumps(asdict(known)).encode())
-
-
-def _row_groups(columns: TokenColumns, packs: PackingPlan, run: Run) -> Iterator[PackedRows]:
-    """Yield packed rows, in tables of about _TOKENS_IN_A_ROW_GROUP tokens; an empty table if there are no rows."""
-    options = {"position_ids": run.settings.position_ids, "bucket": run.settings.has_buckets}
-    if not packs.num_packs:
-        yield pack_rows(columns, packs, 0, 0, **options)
-        return
-    for first, end in blocks_of_packs(packs, _TOKENS_IN_A_ROW_GROUP):
-        yield pack_rows(columns, packs, first, end, **options)
 
 
 def _split(schema: pa.Schema) -> list[str]:

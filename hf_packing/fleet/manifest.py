@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import hf_packing
-from hf_packing.data.packed_rows import describe_changes
+from hf_packing.data.packed_rows import SPLITS, describe_changes
 from hf_packing.errors import PackingError
 from hf_packing.fleet.gather import PackedFile
 from hf_packing.fleet.inputs import Identity
@@ -14,6 +14,8 @@ from hf_packing.fleet.store import Store
 from hf_packing.planning.metrics import PackingMetrics, make_metrics
 
 MANIFEST = "manifest.json"
+_MANY = 0.01
+"""The share of tokens, repeated since files share them with each other, from which on there is a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,12 @@ class PackedCorpus:
     """Columns of the files that are not in the packed rows."""
     loss_masks: Sequence[str]
     """Masks that were applied to the labels."""
+    share_prefixes: int | None = None
+    """The fewest tokens that documents of a file share, so that rows are trees; None if documents share no prefixes."""
+    splits: Mapping[str, int] = field(default_factory=dict)
+    """By the name of a column: how many shared prefixes ended early because values in this column differ."""
+    shared_between: int = 0
+    """An estimate of the tokens that files share with each other, which rows repeat."""
     skipped: int
     """The number of rows that were left out since they cannot be used."""
     first_skipped: str
@@ -76,18 +84,26 @@ class PackedCorpus:
         facts = {
             "loss_masks": self.loss_masks,
             "trained_tokens": sum(file.trained_tokens for file in self.files),
-            "packed_tokens": sum(file.tokens for file in self.files),
+            "packed_tokens": self.totals["packed_tokens"],
             "dropped_tokens": metrics.num_dropped_tokens,
             "tokens": metrics.num_tokens,
             "strategy": self.strategy,
             "empty_documents": metrics.num_empty_documents,
+            SPLITS: self.splits,
         }
         said = describe_changes(facts)
+        if self.shared_between > _MANY * sum(file.tokens for file in self.files):
+            said.append(f"repeats {self._shared_between()}; put documents that share prefixes into the same file")
         if self.skipped:
             said.append(f"leaves out {self.skipped:,} rows that cannot be used; the first one: {self.first_skipped}")
         if self.left_out:
             said.append(f"leaves out columns without one number for each token: {', '.join(self.left_out)}")
         return said
+
+    def _shared_between(self) -> str:
+        share = self.shared_between / sum(file.tokens for file in self.files)
+        tokens = f"{self.shared_between:,} tokens ({share:.2%} of the rows)"
+        return f"about {tokens} that documents of different files share"
 
     def __str__(self) -> str:
         metrics = self.metrics()
@@ -98,11 +114,15 @@ class PackedCorpus:
             f"{metrics.num_cut_documents:,} documents cut ({metrics.truncation_ratio:.2%}), "
             f"{metrics.num_dropped_tokens:,} tokens dropped, {metrics.num_empty_documents:,} empty documents skipped",
         ]
+        if self.share_prefixes is not None:
+            lines.append(f"prefixes shared: {metrics.shared_ratio:.2f} times fewer tokens in packs")
+            lines += [f"repeated: {self._shared_between()}"] if self.shared_between else []
         if not self.exchange:
             more = metrics.num_packs / self.packs_together - 1
-            lines.append(
-                f"each file packed by itself: {more:.2%} more packs than the {self.packs_together:,} of one plan"
+            than = (
+                f"{abs(more):.2%} {'fewer' if more < 0 else 'more'} packs than the {self.packs_together:,} of one plan"
             )
+            lines.append(f"each file packed by itself: {than}")
         if self.loss_masks:
             lines.append(f"loss masks applied to labels: {', '.join(self.loss_masks)}")
         if self.left_out:

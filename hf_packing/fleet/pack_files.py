@@ -14,6 +14,7 @@ from hf_packing.fleet.run import Run, Texts, claim_run, settings_of, write_names
 from hf_packing.fleet.store import Store
 from hf_packing.fleet.tokenizer import save_tokenizer
 from hf_packing.planning.lengths import check_whole_number
+from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.strategies.base import Strategy, check_counting
 
 
@@ -26,6 +27,7 @@ def pack_files(
     executor: Executor | None = None,
     exchange: bool = True,
     position_ids: bool = True,
+    share_prefixes: bool | int = False,
     tokenizer: Any = None,
     text_field: str | None = None,
     end_documents: bool = True,
@@ -50,7 +52,11 @@ def pack_files(
             per core.
         exchange: whether documents of different files may share a pack. With False, each file is packed by itself into
             one output file, and the result says how many more packs there are.
-        position_ids: whether packed rows get a column `position_ids`.
+        position_ids: whether packed rows get a column `position_ids`. Rows of trees never get one.
+        share_prefixes: True if documents of the same file that begin with the same tokens share these tokens in a row,
+            so that a model computes them once; or the fewest tokens to share, 16 for True. Rows are trees, as those of
+            `hf_packing.pack`. The trees of all files are packed with one plan; with exchange=False, the rows of a file
+            are those that `pack` makes of it. The result says how many tokens files share with each other.
         tokenizer: a name on the hub, a folder, a tokenizer.json file, or a fast tokenizer of transformers; None if the
             rows of the files have input_ids.
         text_field: name of the field with the text; None to use the first of text, prompt and messages that a row has.
@@ -86,6 +92,7 @@ def pack_files(
         shards=shards,
         exchange=exchange,
         position_ids=position_ids,
+        share_prefixes=share_prefixes,
         tokenizer=tokenizer,
         text_field=text_field,
         end_documents=end_documents,
@@ -107,6 +114,7 @@ def begin_run(
     shards: int | None,
     exchange: bool,
     position_ids: bool,
+    share_prefixes: bool | int,
     tokenizer: Any,
     text_field: str | None,
     end_documents: bool,
@@ -115,6 +123,9 @@ def begin_run(
     trust_remote_code: bool,
 ) -> Run:
     """Begin a run, or go on with it. The arguments are those of `pack_files`."""
+    fewest_shared = check_fewest_shared(share_prefixes)
+    if fewest_shared is not None:
+        strategy.tree_limits()
     texts = None
     if tokenizer is not None or not all(map(has_tokens, inputs)):
         texts = Texts(
@@ -124,7 +135,14 @@ def begin_run(
             separator=separator,
             skip_bad=skip_bad,
         )
-    settings = settings_of(strategy, shards=shards, exchange=exchange, position_ids=position_ids, texts=texts)
+    settings = settings_of(
+        strategy,
+        shards=shards,
+        exchange=exchange,
+        position_ids=position_ids,
+        share_prefixes=fewest_shared,
+        texts=texts,
+    )
     run = claim_run(store, inputs, settings)
     if not store.exists(MANIFEST):
         write_names(run, inputs)

@@ -17,10 +17,11 @@ import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS
 from hf_packing.errors import PackingError
-from hf_packing.fleet.count import Counted, check_unchanged, count, load_count
+from hf_packing.fleet.count import Counted, arrow_type, check_unchanged, count, load_count, schema_of_columns
 from hf_packing.fleet.in_order import in_order
 from hf_packing.fleet.parts import DamagedFileError, bytes_of_parts, int64, read_part, read_parts, write_parts
 from hf_packing.fleet.run import Run
+from hf_packing.fleet.shared_between import SharedBetween
 from hf_packing.planning.lengths import IntArray, LengthCounts
 from hf_packing.planning.metrics import PackingMetrics, make_metrics
 from hf_packing.planning.pattern_table import PatternTable
@@ -45,6 +46,8 @@ class Plan:
     """The arguments of `make_metrics`."""
     together: Mapping[str, Any]
     """The totals of one plan for all files; equal to `totals` unless each file is packed by itself."""
+    shared_between: int
+    """An estimate of the tokens that files share with each other, which rows repeat; 0 if no prefixes are shared."""
     note: str
     table: PatternTable | None
     """The packs; None if each file is packed by itself."""
@@ -62,7 +65,7 @@ class Plan:
     @property
     def schema(self) -> pa.Schema:
         """Names and types of the token columns."""
-        return pa.schema({name: _arrow_type(kind) for name, kind in self.columns.items()})
+        return schema_of_columns(self.columns)
 
     def first_pack(self, number: int) -> int:
         """Return the index of the first pack of an output file."""
@@ -84,13 +87,16 @@ def make_plan(run: Run, seen: Callable[[int], None]) -> Plan:
         plan = load_plan(run)
         _check_before(run)
         return plan
-    total, alone = _Totals(), _Sums()
+    total, alone, segments = _Totals(), _Sums(), _Sums()
+    between = SharedBetween(run.settings.share_prefixes or 1)
     columns = _Columns(run)
     sizes = [0, 0]
 
     def before(counted: Counted, counts: LengthCounts) -> list[IntArray]:
         columns.add(counted)
         alone.add(counted.alone)
+        segments.add(counted.segments)
+        between.add(counted.prefixes)
         sizes[0] += counted.documents
         seen(1)
         head = np.array([_checksum_of(counted)], dtype="<i8")
@@ -103,7 +109,7 @@ def make_plan(run: Run, seen: Callable[[int], None]) -> Plan:
     strategy = run.settings.build_strategy()
     assert isinstance(strategy, CountingStrategy)
     table = strategy.plan_counts(counts)
-    together = table.totals()
+    together = table.totals() | segments.sums  # the documents of the table are trees, if documents share prefixes
     totals = together if run.settings.exchange else alone.sums
     if not totals["packs"]:
         raise PackingError(f"files: expected documents with tokens, but all {sizes[0]} documents are empty")
@@ -112,6 +118,7 @@ def make_plan(run: Run, seen: Callable[[int], None]) -> Plan:
         "columns": columns.merged(),
         "totals": totals,
         "together": together,
+        "shared_between": between.tokens(),
         "note": table.note,
     }
     parts_of_plan = [[json.dumps(known).encode()], [_bytes_of_table(table) if run.settings.exchange else b""]]
@@ -183,7 +190,7 @@ def counts_of(run: Run, number: int) -> tuple[Counted, LengthCounts]:
 def _shards(run: Run, totals: Mapping[str, Any]) -> int:
     if not run.settings.exchange:
         return run.num_inputs
-    wanted = run.settings.shards or -(-totals["packed_tokens"] // TOKENS_IN_A_SHARD)
+    wanted = run.settings.shards or -(-(totals["packed_tokens"] - totals.get("shared_tokens", 0)) // TOKENS_IN_A_SHARD)
     return int(min(max(wanted, 1), totals["packs"]))
 
 
@@ -281,12 +288,7 @@ def _kind(counted: Counted) -> str:
 
 def _both_integers(name: str, *kinds: str) -> bool:
     """Return whether both types of a column become int32 in packed rows."""
-    return name in (INPUT_IDS, "labels") and all(pa.types.is_integer(_arrow_type(kind).value_type) for kind in kinds)
-
-
-def _arrow_type(kind: str) -> pa.DataType:
-    value = pa.type_for_alias(kind.split()[-1])
-    return pa.large_list(value) if kind.startswith("large ") else pa.list_(value)
+    return name in (INPUT_IDS, "labels") and all(pa.types.is_integer(arrow_type(kind).value_type) for kind in kinds)
 
 
 _TABLE: Sequence[type[Any]] = (Patterns, Cuts)

@@ -5,6 +5,7 @@
     .fleet/KEY/inputs           names of the files to pack
     .fleet/KEY/count-00000      documents of each length in a file, and what the file was when it was read
     .fleet/KEY/tokens-00000     the tokens of a file of texts
+    .fleet/KEY/trees-00000      the trees of a file, if documents share prefixes
     .fleet/KEY/plan             the plan, made of all counts
     .fleet/KEY/before           documents of each length in all earlier files, for every file
     .fleet/KEY/deal-00000       the segments of a file, by the output file that they go to
@@ -59,6 +60,8 @@ class Settings:
     """The number of output files; None to have one for about 2**25 tokens."""
     exchange: bool
     position_ids: bool
+    share_prefixes: int | None
+    """The fewest tokens that documents of a file share; None if documents share no prefixes."""
     texts: Texts | None
     """How texts become tokens; None if the files are tables with input_ids."""
 

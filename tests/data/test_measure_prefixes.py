@@ -80,7 +80,10 @@ def test_the_command_reports_and_packs(tmp_path, capsys):
     ("flags", "message"),
     [
         (["--strategy", "fixed_length"], "--share-prefixes: strategy: expected a strategy that cuts no document"),
-        (["--engine", "local"], "--share-prefixes: expected no --share-prefixes with --engine"),
+        (
+            ["--engine", "local", "--strategy", "bucket", "--max-length", "8", "16"],
+            "--share-prefixes: padding_threshold: expected 1 with share_prefixes",
+        ),
     ],
 )
 def test_where_the_command_shares_nothing(flags, message, tmp_path, capsys):
