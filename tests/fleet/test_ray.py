@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from fleet.faults import (
+    CAPACITY,
     HERE,
     Faults,
+    digest_of,
     digest_of_fleet,
     driver,
     kill_driver,
@@ -19,6 +21,9 @@ from fleet.faults import (
     run_driver,
     wait_until,
 )
+from fleet.related_documents import literal_rows, write_related
+
+import hf_packing as hfp
 
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:(pack|exchange):UserWarning")]
@@ -105,6 +110,16 @@ def test_ray_on_this_machine_whose_workers_are_killed(shards, digest, tmp_path):
         done = run_driver(f"{shards[0].parent}/*.parquet", tmp_path / "out", faults, shards=4, ray="")
         check_done(tmp_path / "out", digest, faults, done)
     assert all(faults.tasks("begin").count((stage, number)) == 2 for stage, number, _ in kills)
+
+
+def test_ray_packs_documents_that_share_prefixes(tmp_path):
+    files = write_related(tmp_path / "files")
+    faults = Faults(tmp_path / "faults", ["count", 2, "half", "kill"], ["gather", 1, "half", "kill"])
+    with ended(faults):
+        done = run_driver(
+            f"{tmp_path}/files/*.parquet", tmp_path / "out", faults, shards=4, share_prefixes=True, ray=""
+        )
+        check_done(tmp_path / "out", digest_of(literal_rows(files, hfp.BestFit(CAPACITY))), faults, done)
 
 
 @pytest.mark.parametrize("stage", STAGES)
