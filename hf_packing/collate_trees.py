@@ -156,7 +156,7 @@ def _check_sizes(columns: _Columns) -> None:
 
 
 def _segments_of(columns: _Columns, parents: _Integers) -> TreeSegments:
-    """Return the segments of all rows. If a row's segments are no trees, the error names the row."""
+    """Return the segments of all rows. If a row's segments are not trees, the error names the row."""
     try:
         return TreeSegments.from_arrays(_joined(columns[SEGMENT_LENGTHS]), parents)
     except PackingError:

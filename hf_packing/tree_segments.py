@@ -64,8 +64,7 @@ class TreeSegments:
     @property
     def attention_cost(self) -> int:
         """Twice the pairs of a token and a token that it attends to; for roots, the sum of their squared lengths."""
-        lengths = np.diff(self.begins)
-        return int((lengths * (2 * self.depths + lengths)).sum())
+        return int(attention_costs(np.diff(self.begins), self.depths).sum())
 
     @cached_property
     def begins(self) -> Places:
@@ -121,6 +120,16 @@ class TreeSegments:
         """Return the indices of the tokens from a root down to the last token of a segment, int64 [tokens]."""
         parts = [np.arange(self.begins[each], self.begins[each + 1]) for each in self.segments_of(segment)]
         return np.concatenate(parts)
+
+
+def attention_costs(lengths: npt.NDArray[np.int64], depths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return twice the pairs of a token of each segment and a token that it attends to, int64 [segments].
+
+    Args:
+        lengths: int64 [segments]: number of tokens in each segment.
+        depths: int64 [segments]: number of tokens above each segment, to which its tokens attend as well.
+    """
+    return lengths * (2 * depths + lengths)
 
 
 def _check(lengths: Sequence[int], parents: Sequence[int]) -> None:

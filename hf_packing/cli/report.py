@@ -65,7 +65,7 @@ def run_report(given: argparse.Namespace) -> int:
 
 
 def _packed_corpus(data: str) -> Any:
-    """Return what the manifest of a packed corpus says; None if the data are no packed corpus."""
+    """Return what the manifest of a packed corpus says; None if the data are not a packed corpus."""
     folder = data.removesuffix(f"/{MANIFEST}")
     if folder == data and ("://" in data or not Path(data, MANIFEST).is_file()):
         return None

@@ -4,7 +4,7 @@ A token column is a column with one number for each token of a document, such as
 columns are packed, except `attention_mask` and those that the dataset's format hides.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -90,12 +90,16 @@ class TokenColumn:
         return np.concatenate(slices) if slices else np.zeros(0, dtype=self.type.value_type.to_pandas_dtype())
 
 
-def column_of_arrays(name: str, arrays: Sequence[npt.NDArray[Any]]) -> TokenColumn:
-    """Return a column with one array of numbers for each row; there is at least one."""
-    offsets = pa.array(np.cumsum([0, *map(len, arrays)]))
-    return TokenColumn(
-        name, pa.chunked_array([pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(arrays)))])
-    )
+def column_of_values(name: str, values: npt.NDArray[Any], lengths: IntArray) -> TokenColumn:
+    """Return a column of numbers in memory.
+
+    Args:
+        name: name of the column.
+        values: numbers [sum of the lengths]: the values of all rows, row by row.
+        lengths: integers [rows]: the number of values in each row.
+    """
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return TokenColumn(name, pa.chunked_array([pa.LargeListArray.from_arrays(offsets, pa.array(values))]))
 
 
 TokenColumns = dict[str, TokenColumn]

@@ -72,17 +72,17 @@ def cheapest_cuts(length: IntArray, shared: IntArray, capacity: int) -> IntArray
         shared: integers [pieces]: number of tokens that each piece shares with the one before it; the first shares 0.
         capacity: capacity of a pack, in tokens.
     """
-    total, ends = 0, (length - shared).tolist()
-    previous = [0] * (len(ends) + 1)
+    total, own_tokens = 0, (length - shared).tolist()
+    previous = [0] * (len(own_tokens) + 1)
     best = (0, 0)  # repeated tokens, and number of parts, of the pieces so far
     parts: list[tuple[int, int, int, int]] = []  # repeated tokens, parts, first piece, tokens of the part without end
-    for number, (own, repeated) in enumerate(zip(ends, shared.tolist(), strict=True)):
+    for number, (own, repeated) in enumerate(zip(own_tokens, shared.tolist(), strict=True)):
         heapq.heappush(parts, (best[0] + repeated, best[1] + 1, number, repeated - total))
         total += own
         while parts[0][3] + total > capacity:
             heapq.heappop(parts)
         best, previous[number + 1] = parts[0][:2], parts[0][2]
-    cuts, place = [], len(ends)
+    cuts, place = [], len(own_tokens)
     while place := previous[place]:
         cuts.append(place)
     return np.array(cuts[::-1], dtype=np.int64)

@@ -179,6 +179,11 @@ class Pieces:
     length: IntArray
     """integers [pieces]: length of the piece in tokens, at least 1."""
 
+    @classmethod
+    def whole(cls, lengths: IntArray) -> "Pieces":
+        """Return documents as pieces that are not cut, given the lengths of the documents in tokens."""
+        return cls(np.arange(len(lengths)), np.zeros(len(lengths), dtype=np.int64), lengths)
+
     def take(self, order: IntArray) -> "Pieces":
         """Return the pieces at the indices in `order`, in that order."""
         return Pieces(self.document[order], self.start[order], self.length[order])

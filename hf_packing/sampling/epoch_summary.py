@@ -38,7 +38,7 @@ class EpochSummary:
     """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
     cannot be set to this number."""
     trees: TreeCounts | None = None
-    """Counts of the documents that share prefixes; None if rows are no trees."""
+    """Counts of the documents that share prefixes; None if rows are not trees."""
     length_schedule: LengthSchedule | None = None
     """The schedule that cuts documents in training; the counts above are without its borders."""
     isolation: object = field(default=None, compare=False, repr=False)

@@ -146,7 +146,7 @@ def rounds_of_steps(steps: IntArray, cost: npt.NDArray[np.float64], filled: int,
     Args:
         steps: int64 [steps, slots]: indices of the micro-batches in each step, from `group_by_cost`.
         cost: float64 [micro-batches]: the cost of each micro-batch.
-        filled: number of micro-batches that are no copies; micro-batches with higher indices are copies.
+        filled: number of micro-batches that are not copies; micro-batches with higher indices are copies.
         world_size: number of ranks, which divides the number of slots.
     """
     copies_first = np.take_along_axis(steps, np.lexsort((cost[steps], steps < filled)), axis=1)

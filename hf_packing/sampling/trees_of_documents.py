@@ -22,13 +22,15 @@ from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_rows import rows_of_packs
 from hf_packing.errors import PackingError
 from hf_packing.planning.forest import cut_large_trees
-from hf_packing.planning.lengths import Overflow, check_fitting, check_lengths, cut_to_pieces
+from hf_packing.planning.lengths import Overflow, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.tree_counts import TreeCounts
+from hf_packing.tree_segments import attention_costs
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
+"""The columns that are read; the collator does not use others."""
 
 Row = dict[str, npt.NDArray[Any]]
 
@@ -62,7 +64,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             unread: names of columns that are not read.
 
         Raises:
-            PackingError: the dataset is no Dataset of documents, or a document is too long and overflow is "error".
+            PackingError: the dataset is not a Dataset of documents, or a document is too long and overflow is "error".
         """
         if not isinstance(dataset, datasets.Dataset):
             raise PackingError(
@@ -71,7 +73,6 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
         check_no_transform(dataset)
         columns = _columns_of(dataset, unread)
         lengths = check_lengths(columns[INPUT_IDS].length)
-        check_fitting(lengths, max_tokens, overflow)
         pieces = cut_to_pieces(lengths, max_tokens, overflow)
         forest = cut_large_trees(find_trees(columns, pieces, fewest_shared).forest, max_tokens)
         segments = pieces.take(forest.order)
@@ -93,7 +94,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
         assert plan.segment_shared is not None
         shared = plan.segment_shared.astype(np.int64)
         own = plan.segment_length.astype(np.int64) - shared
-        tokens, work = (_sums(values, plan) for values in (own, own * (own + 2 * shared)))
+        tokens, work = (_sums(values, plan) for values in (own, attention_costs(own, shared)))
         used = np.unique(plan.segment_document)
         return RowSizes(
             tokens=tokens,

@@ -145,7 +145,7 @@ class PlannedRows:
 
         Args:
             batch: the batch that the trainer's collator returned.
-            real_rows: number of rows that are no copies; None for a batch of an evaluation, without copies.
+            real_rows: number of rows that are not copies; None for a batch of an evaluation, without copies.
         """
         if real_rows is None:
             return count_units(self.unit, batch, 0)

@@ -10,7 +10,7 @@ import torch
 
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import INPUT_IDS, PARENTS, SEGMENT_LENGTHS
-from hf_packing.data.token_columns import column_of_arrays
+from hf_packing.data.token_columns import column_of_values
 from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.planning.forest import Forest, cut_large_trees
@@ -68,7 +68,8 @@ def rows_to_score(sequences: Sequence[Tokens], max_tokens: int, fewest_shared: i
     lengths = np.array([len(each) for each in sequences], dtype=np.int64)
     alone, rows = np.arange(len(lengths)), list[RowToScore]()
     if fewest_shared is not None and len(lengths):
-        forest = find_trees({INPUT_IDS: column_of_arrays(INPUT_IDS, sequences)}, _whole(lengths), fewest_shared).forest
+        columns = {INPUT_IDS: column_of_values(INPUT_IDS, np.concatenate(sequences), lengths)}
+        forest = find_trees(columns, Pieces.whole(lengths), fewest_shared).forest
         alone, rows = _rows_of_trees(forest, lengths, max_tokens)
     rows += _packed_rows(np.sort(alone), lengths, max_tokens)
     return sorted(rows, key=lambda row: -row.tokens)
@@ -90,7 +91,7 @@ def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[
         *(np.concatenate([getattr(each, name) for each in fitting]) for name in ("order", "length", "shared"))
     )
     if len(trees.order):
-        plan = plan_forest(trees, _whole(lengths), lengths, max_tokens, BestFit(max_tokens).plan_trees)
+        plan = plan_forest(trees, Pieces.whole(lengths), lengths, max_tokens, BestFit(max_tokens).plan_trees)
         assert plan.segment_shared is not None
         rows += _rows(plan.segment_document, plan.segment_length, plan.segment_shared, plan.pack_offsets)
     return forest.order[np.repeat(sizes == 1, sizes)], rows
@@ -123,7 +124,3 @@ def _rows(sequences: IntArray, length: IntArray, shared: IntArray, offsets: IntA
     """Return rows of sequences that are laid end to end; those of row r are offsets[r]:offsets[r + 1]."""
     slices = [slice(first, end) for first, end in pairwise(offsets.tolist())]
     return [RowToScore(sequences[each], TreePaths(length[each], shared[each])) for each in slices]
-
-
-def _whole(lengths: IntArray) -> Pieces:
-    return Pieces(np.arange(len(lengths)), np.zeros(len(lengths), np.int64), lengths)

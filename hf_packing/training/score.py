@@ -101,8 +101,8 @@ def score(
         Scores: log-likelihoods, numbers of tokens, whether the tokens are the most probable ones, and perplexities.
 
     Raises:
-        PackingError: an argument has a wrong value; a document is no list of integers; labels are not its own tokens;
-            or `hidden` is None and the model has no likelihoods of documents, since it sees the tokens that it
+        PackingError: an argument has a wrong value; a document is not a list of integers; labels are not its own
+            tokens; or `hidden` is None and the model has no likelihoods of documents, since it sees the tokens that it
             predicts.
         ModelNotSupportedError: it cannot be proven that documents are isolated; or, with `share_prefixes`, that the
             model computes a prefix as it does without what follows, as encoders do not.

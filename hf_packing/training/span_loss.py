@@ -50,7 +50,7 @@ def span_loss(start_logits: Tensor, end_logits: Tensor, batch: Mapping[str, Any]
         batch: attention_mask, integers [rows, tokens]; start_positions and end_positions, int64 [rows] or [rows, 1].
 
     Raises:
-        PackingError: an answer begins or ends at a place that is no token of its row.
+        PackingError: an answer begins or ends at a place that is not a token of its row.
     """
     losses = []
     for name, logits in zip(POSITIONS, (start_logits, end_logits), strict=True):

@@ -136,7 +136,7 @@ def refuse_changed_settings(before: dict[str, Any], trainer: Trainer) -> None:
 def keeps_rows_whole(trainer: Any) -> bool:
     """Return whether `attach` keeps the trainer's collator and loss, and forms micro-batches of whole rows.
 
-    This is so for models that are no language models, for trainers of TRL that train on pairs, and for rows with
+    This is so for models that are not language models, for trainers of TRL that train on pairs, and for rows with
     pictures. All other trainers train on rows of tokens, which attach joins into packed rows.
     """
     if not isinstance(trainer, Trainer) or getattr(trainer, "model", None) is None:

@@ -17,7 +17,7 @@ TREE_KEYS = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS)
 """The keys that only a batch of trees has."""
 
 TREE_KEYS_OF_THE_LOSS = (ENDS, TRAINED, TREE_LABELS)
-"""Those of them that say what to train on. A model does not need them."""
+"""The keys of these that say what to train on, which a model does not need."""
 
 
 def labels_key(batch: Mapping[str, Any]) -> str:

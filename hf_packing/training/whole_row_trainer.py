@@ -135,7 +135,7 @@ def attach_whole_rows(
     """Make a trainer train on micro-batches of whole rows, without padding, with its own collator and loss.
 
     Args:
-        trainer: a Trainer whose model is no language model, or a trainer of preference pairs.
+        trainer: a Trainer whose model is not a language model, or a trainer of preference pairs.
         batching: a TokenBudget.
         prove: as described in `patch_model`.
         documents_per_step: mean number of rows in an optimizer step over all ranks; None to let the batching decide.

@@ -1,7 +1,7 @@
 """Read whole rows of a dataset for the user's own collator, measure what the collator makes of them, and load them.
 
 For models with heads and for trainers of preference pairs, a row of the dataset stays whole, and the trainer's collator
-turns the rows of a micro-batch into a padded batch. The size of a row is the number of tokens that are no padding when
+turns the rows of a micro-batch into a padded batch. The size of a row is the number of tokens that are not padding when
 the collator gets this row alone.
 """
 
@@ -29,7 +29,7 @@ from hf_packing.sampling.sampler import RankBatchSampler
 Collate = Callable[[list[Any]], Any]
 
 REAL_ROWS = "real_rows"
-"""Key of an entry that the loader adds to every batch: the number of rows that are no copies, an int64 scalar."""
+"""Key of an entry that the loader adds to every batch: the number of rows that are not copies, an int64 scalar."""
 
 
 class WholeRows(torch.utils.data.Dataset[Any]):
@@ -69,7 +69,7 @@ class WholeRows(torch.utils.data.Dataset[Any]):
 
 @dataclass(frozen=True)
 class CollateRows:
-    """A collator that passes rows on to the user's collator, and adds the number of rows that are no copies."""
+    """A collator that passes rows on to the user's collator, and adds the number of rows that are not copies."""
 
     collate: Collate
 

@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
-from hf_packing.data.packed_rows import list_array
-from hf_packing.data.token_columns import TokenColumn
+from hf_packing.data.token_columns import column_of_values
 from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.planning.lengths import IntArray, Pieces
@@ -44,12 +42,9 @@ def find_in_batch(
     """
     length = np.array(lengths, dtype=np.int64)
     begin = np.cumsum(length) - length
-    columns = {
-        name: TokenColumn(name, pa.chunked_array([list_array(values, length)]))
-        for name, values in {INPUT_IDS: input_ids, **others}.items()
-    }
-    whole = Pieces(np.arange(len(length)), np.zeros_like(length), length)
-    forest = find_trees(columns, whole, min_shared).forest
+    of_tokens = {INPUT_IDS: input_ids, **others}
+    columns = {name: column_of_values(name, values, length) for name, values in of_tokens.items()}
+    forest = find_trees(columns, Pieces.whole(length), min_shared).forest
     paths = TreePaths(forest.length, forest.shared)
     segments = segments_of(paths, np.array([0, len(length)]))
     trees = TreeSegments.from_arrays(segments.lengths, segments.parents)

@@ -6,7 +6,7 @@ from hf_packing.columns import INPUT_IDS
 from hf_packing.data.token_columns import TokenColumns
 from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import IntArray, check_fitting, check_lengths, cut_to_pieces
+from hf_packing.planning.lengths import IntArray, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.planning.tree_plan import TreeLimits, check_fewest_shared, plan_forest
 
@@ -68,7 +68,6 @@ def plan_trees(columns: TokenColumns, strategy: PlansTrees, fewest: int) -> Tree
     """
     capacity, overflow = strategy.tree_limits()
     lengths = check_lengths(columns[INPUT_IDS].length)
-    check_fitting(lengths, capacity, overflow)
     pieces = cut_to_pieces(lengths, capacity, overflow)
     found = find_trees(columns, pieces, fewest)
     return TreesPlan(plan_forest(found.forest, pieces, lengths, capacity, strategy.plan_trees), found.splits)

@@ -105,7 +105,7 @@ class StreamTrainer(PackedTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Before all ranks log, sum what is logged of the sources of a mixture over the ranks.
 
-        A call of `log` is no such place, since a callback may call it on one rank only.
+        A call of `log` is not such a place, since a callback may call it on one rank only.
         """
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self.planned_batches.gather_source_logs(self.accelerator)

@@ -34,7 +34,7 @@ from hf_packing.training.train_on_trees import check_takes_trees, settle_trees
 
 
 class StreamedBatches(PlannedBatches):
-    """Loads batches of streams; a dataset that is no stream, such as an evaluation dataset, is loaded as before."""
+    """Loads batches of streams; a dataset that is not a stream, such as an evaluation dataset, is loaded as before."""
 
     loader: StreamLoader | None = None
     """The loader of the training that runs, or has run last."""

@@ -233,7 +233,7 @@ def _pack_documents(
 def check_labels_of_stream(stream: datasets.IterableDataset, model: nn.Module) -> None:
     """Refuse labels that only repeat the input tokens in the first rows, if the model sees them at their positions.
 
-    See `check_labels_are_hidden` for data sets that are no streams.
+    See `check_labels_are_hidden` for datasets that are not streams.
     """
     inner = inner_model(model)
     if not sees_labels(inner):
