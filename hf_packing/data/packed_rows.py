@@ -136,17 +136,30 @@ def unpack_rows(packed: pa.Table, plan: PackingPlan, first_labels: npt.NDArray[n
         of_tokens = is_token_type(packed.schema.field(name).type)
         if name in (SEQ_LENGTHS, POSITION_IDS) or (name == BUCKET and not of_tokens):
             continue
-        if not of_tokens:
-            raise PackingError(
-                f"column {name!r}: expected lists of numbers, one for each token, got "
-                f"{packed.schema.field(name).type}; remove the column before unpacking"
-            )
-        column = TokenColumn(name, packed.column(name))
+        column = token_column_of(packed, name)
         values = column.gather(pack[order], start_in_pack[order], length)
         if name == LABELS and first_labels is not None:
             values[np.cumsum(length, dtype=np.int64) - length] = first_labels[order]
         arrays[name] = list_array(values, document_tokens, pa.types.is_large_list(column.type))
     return pa.table(arrays)
+
+
+def token_column_of(packed: pa.Table, name: str) -> TokenColumn:
+    """Return a column of packed rows; raise PackingError if it does not have one number for each token."""
+    if not is_token_type(kind := packed.schema.field(name).type):
+        raise PackingError(
+            f"column {name!r}: expected lists of numbers, one for each token, got {kind}; remove the column before "
+            "unpacking"
+        )
+    return TokenColumn(name, packed.column(name))
+
+
+def check_num_rows(packed: pa.Table, plan: PackingPlan) -> None:
+    """Raise PackingError unless there is one packed row for each pack of the plan."""
+    if packed.num_rows != plan.num_packs:
+        raise PackingError(
+            f"plan: expected a plan with {packed.num_rows} packs, one for each row, got {plan.num_packs} packs"
+        )
 
 
 def _make_labels(
@@ -220,10 +233,7 @@ def _check_rows_of_plan(packed: pa.Table, plan: PackingPlan) -> None:
         raise PackingError(
             f"column {missing[0]!r}: expected a packed dataset, got the columns {', '.join(packed.column_names)}"
         )
-    if packed.num_rows != plan.num_packs:
-        raise PackingError(
-            f"plan: expected a plan with {packed.num_rows} packs, one for each row, got {plan.num_packs} packs"
-        )
+    check_num_rows(packed, plan)
     lengths = pc.list_flatten(packed.column(SEQ_LENGTHS)).to_numpy()
     segments = pc.list_value_length(packed.column(SEQ_LENGTHS)).to_numpy()
     if not np.array_equal(segments, np.diff(plan.pack_offsets)) or not np.array_equal(lengths, plan.segment_length):

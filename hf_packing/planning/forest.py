@@ -9,6 +9,7 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.sibling_order import smallest_first
@@ -38,6 +39,11 @@ class Forest:
         """int64 [trees]: the number of tokens of each tree; tokens that its pieces share are counted once."""
         before = np.concatenate([[0], np.cumsum(self.length - self.shared)])
         return np.diff(before[self.offsets])
+
+    def select(self, trees: npt.NDArray[np.bool_]) -> "Forest":
+        """Return the forest of some of the trees; `trees` is bool [trees]."""
+        chosen = np.repeat(trees, np.diff(self.offsets))
+        return Forest(self.order[chosen], self.length[chosen], self.shared[chosen])
 
 
 def cut_large_trees(forest: Forest, capacity: int) -> Forest:

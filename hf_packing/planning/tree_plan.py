@@ -48,7 +48,7 @@ class TreeLimits(NamedTuple):
 
 
 def plan_forest(
-    forest: Forest, pieces: Pieces, lengths: IntArray, capacity: int, plan_lengths: Callable[[IntArray], PackingPlan]
+    forest: Forest, pieces: Pieces, lengths: IntArray, capacity: int, plan_trees: Callable[[IntArray], PackingPlan]
 ) -> PackingPlan:
     """Plan documents that share prefixes, and return a plan with `segment_shared`.
 
@@ -60,7 +60,7 @@ def plan_forest(
         pieces: the pieces of the documents.
         lengths: integers [documents]: length of each document before cutting, in tokens.
         capacity: the most tokens that a tree may have.
-        plan_lengths: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
+        plan_trees: function of a strategy that plans trees of the given sizes; it must not cut or drop any of them.
 
     Raises:
         PackingError: the strategy has cut or dropped a tree.
@@ -77,11 +77,11 @@ def fit_trees(
     The arguments are those of `plan_forest`.
     """
     forest = cut_large_trees(forest, capacity)
-    plan = _plan_trees(forest, plan_lengths)
+    plan = _plan_trees(forest, plan_trees)
     if (plan.pack_capacity == capacity).all():
         filled = cut_to_fill(forest, plan, capacity)
         if filled is not forest:
-            fewer = _plan_trees(filled, plan_lengths)
+            fewer = _plan_trees(filled, plan_trees)
             if fewer.num_packs < plan.num_packs:
                 return filled, fewer
     return forest, plan
@@ -113,9 +113,9 @@ def place_pieces(forest: Forest, pieces: Pieces, lengths: IntArray, trees_plan: 
     )
 
 
-def _plan_trees(forest: Forest, plan_lengths: Callable[[IntArray], PackingPlan]) -> PackingPlan:
+def _plan_trees(forest: Forest, plan_trees: Callable[[IntArray], PackingPlan]) -> PackingPlan:
     sizes = check_lengths(forest.sizes)
-    plan = plan_lengths(sizes)
+    plan = plan_trees(sizes)
     if plan.num_segments != len(sizes) or (plan.segment_length != sizes[plan.segment_document]).any():
         raise PackingError(
             "strategy: expected a strategy that cuts and drops no document that fits in a pack, since a tree of "

@@ -79,14 +79,14 @@ def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[
     """Return the sequences that share nothing, and rows of the others. Packed rows are faster for those alone."""
     sizes, longest = np.diff(forest.offsets), _longest(forest)
     rows: list[RowToScore] = []
-    fitting = [_trees_of(forest, (sizes > 1) & (longest <= max_tokens))]
+    fitting = [forest.select((sizes > 1) & (longest <= max_tokens))]
     for tree in np.flatnonzero((sizes > 1) & (longest > max_tokens)):
-        chosen = _trees_of(forest, np.arange(len(sizes)) == tree)
+        chosen = forest.select(np.arange(len(sizes)) == tree)
         parts = cut_large_trees(chosen, int(longest[tree]) + max_tokens)
         fits = _longest(parts) <= max_tokens
-        long = _trees_of(parts, ~fits)
+        long = parts.select(~fits)
         rows += _rows(long.order, long.length, long.shared, long.offsets)
-        fitting.append(_trees_of(parts, fits))
+        fitting.append(parts.select(fits))
     trees = Forest(
         *(np.concatenate([getattr(each, name) for each in fitting]) for name in ("order", "length", "shared"))
     )
@@ -100,12 +100,6 @@ def _rows_of_trees(forest: Forest, lengths: IntArray, max_tokens: int) -> tuple[
 def _longest(forest: Forest) -> IntArray:
     """Return the length of the longest sequence of each tree, int64 [trees]."""
     return np.maximum.reduceat(forest.length, forest.offsets[:-1])
-
-
-def _trees_of(forest: Forest, trees: npt.NDArray[np.bool_]) -> Forest:
-    """Return some of the trees of a forest; `trees` is bool [trees]."""
-    chosen = np.repeat(trees, np.diff(forest.offsets))
-    return Forest(forest.order[chosen], forest.length[chosen], forest.shared[chosen])
 
 
 def _packed_rows(chosen: IntArray, lengths: IntArray, max_tokens: int) -> list[RowToScore]:

@@ -18,8 +18,8 @@ from hf_packing.columns import (
     TREE_INPUT_IDS,
     TREE_LABELS,
 )
-from hf_packing.data.packed_rows import list_array
-from hf_packing.data.token_columns import TokenColumn, is_token_type
+from hf_packing.data.packed_rows import check_num_rows, list_array, token_column_of
+from hf_packing.data.token_columns import is_token_type
 from hf_packing.data.trees.tree_paths import TreePaths, segments_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import PackingPlan
@@ -55,12 +55,7 @@ def unpack_tree_rows(rows: pa.Table, plan: PackingPlan, first_labels: npt.NDArra
         of_tokens = is_token_type(rows.schema.field(name).type)
         if (name in TREE_COLUMNS and name not in (TREE_INPUT_IDS, TREE_LABELS)) or (name == BUCKET and not of_tokens):
             continue
-        if not of_tokens:
-            raise PackingError(
-                f"column {name!r}: expected lists of numbers, one for each token, got {rows.schema.field(name).type}; "
-                "remove the column before unpacking"
-            )
-        column = TokenColumn(name, rows.column(name))
+        column = token_column_of(rows, name)
         values = column.gather(pack, start, ranges.length)
         if name == TREE_LABELS:
             values[~_trained(rows, plan, order)] = IGNORED_LABEL
@@ -93,10 +88,7 @@ def _check_rows_of_plan(rows: pa.Table, plan: PackingPlan, paths: TreePaths) -> 
         raise PackingError(
             f"column {missing[0]!r}: expected rows of trees, got the columns {', '.join(rows.column_names)}"
         )
-    if rows.num_rows != plan.num_packs:
-        raise PackingError(
-            f"plan: expected a plan with {rows.num_rows} packs, one for each row, got {plan.num_packs} packs"
-        )
+    check_num_rows(rows, plan)
     segments = segments_of(paths, plan.pack_offsets)
     expected = {
         SEGMENT_LENGTHS: (segments.lengths, segments.per_row),
