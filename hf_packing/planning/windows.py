@@ -44,11 +44,6 @@ def seed_of_window(seed: int | None, number: int) -> int | None:
     return None if seed is None else int(derive_key(seed, f"window {number}") >> np.uint64(1))
 
 
-def tokens_of_packs(plan: PackingPlan) -> IntArray:
-    """Return the number of tokens in each pack, int64 [packs]."""
-    return plan.pack_tokens()
-
-
 def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: float = _FULL) -> npt.NDArray[np.bool_]:
     """Return the packs that could take another document, bool [packs].
 
@@ -57,7 +52,7 @@ def packs_with_room(plan: PackingPlan, max_documents: int | None = None, share: 
         max_documents: the most segments in a pack; None for no limit.
         share: a pack counts as full if at most this share of its capacity is free, from 0 to 1.
     """
-    room = plan.pack_capacity - tokens_of_packs(plan)
+    room = plan.pack_capacity - plan.pack_tokens()
     open_packs = room > share * plan.pack_capacity
     if max_documents is not None:
         open_packs &= np.diff(plan.pack_offsets) < max_documents
@@ -101,7 +96,7 @@ def choose_waiting(window: WindowPlan, age: IntArray, size: WindowSize) -> tuple
     plan = window.plan
     if window.all_wait or not plan.num_packs:
         return plan, window.open
-    free = 1 - tokens_of_packs(plan) / plan.pack_capacity
+    free = 1 - plan.pack_tokens() / plan.pack_capacity
     candidates = np.flatnonzero(window.open)
     emptiest = candidates[np.argsort(-free[candidates], kind="stable")][: plan.num_packs // 4]
     capacity = np.cumsum(plan.pack_capacity[emptiest], dtype=np.int64)
@@ -130,7 +125,7 @@ def _send_old_documents(
         return plan, waits
     young = np.flatnonzero(~waits[pack] & ~is_old)
     young = young[np.argsort(plan.segment_length[young], kind="stable")]
-    room, waits = plan.pack_capacity - tokens_of_packs(plan), waits.copy()
+    room, waits = plan.pack_capacity - plan.pack_tokens(), waits.copy()
     partners, lengths = young.tolist(), plan.segment_length[young].tolist()
     takes_place_of = np.arange(plan.num_segments)
     for segment in old[np.argsort(-plan.segment_length[old], kind="stable")].tolist():

@@ -40,7 +40,6 @@ from hf_packing.planning.windows import (
     order_by_cost,
     packs_with_room,
     select_packs,
-    tokens_of_packs,
 )
 
 _TOKENS_AT_ONCE = 1 << 17
@@ -135,7 +134,7 @@ class StreamPacking:
         if plan.segment_shared is not None:
             squares -= plan.segment_shared.astype(np.float64) ** 2
         squares = np.add.reduceat(squares, plan.pack_offsets[:-1])
-        cost = (self.linear_cost * tokens_of_packs(plan) + squares)[packs]
+        cost = (self.linear_cost * plan.pack_tokens() + squares)[packs]
         seed = getattr(self.strategy, "seed", None) or 0
         key = derive_key(seed, f"turns of group {(self.stream or 0) // _LEVEL_TOGETHER}")
         return packs[order_by_cost(cost, turns + int(key % np.uint64(1 << 20)))]
@@ -241,7 +240,7 @@ class PackedExamples(upstream.TypedExamples):
             columns, plan, following = self._plan(reader, start)
             here = replace(start, given=given_by_mixtures(self.ex_iterable)).save()
             note((here, rows_out))
-            left = tokens_of_packs(plan)[rows_out:]
+            left = plan.pack_tokens()[rows_out:]
             for first, end in [(rows_out + a, rows_out + b) for a, b in blocks_of_rows(left, _TOKENS_AT_ONCE)]:
                 table = self.packing.rows(columns, plan, first, end)
                 rows = 1 if one_row else table.num_rows
