@@ -65,12 +65,12 @@ def plan_forest(
     Raises:
         PackingError: the strategy has cut or dropped a tree.
     """
-    forest, trees = fit_trees(forest, capacity, plan_lengths)
+    forest, trees = fit_trees(forest, capacity, plan_trees)
     return place_pieces(forest, pieces, lengths, trees)
 
 
 def fit_trees(
-    forest: Forest, capacity: int, plan_lengths: Callable[[IntArray], PackingPlan]
+    forest: Forest, capacity: int, plan_trees: Callable[[IntArray], PackingPlan]
 ) -> tuple[Forest, PackingPlan]:
     """Cut trees as `plan_forest` does, and return the forest after all cuts, and a plan whose documents are its trees.
 
