@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hf_packing as hfp
-from hf_packing.planning.windows import MOST_WINDOWS, WindowSize, choose_waiting, select_packs, tokens_of_packs
+from hf_packing.planning.windows import MOST_WINDOWS, WindowSize, choose_waiting, select_packs
 
 lengths_and_ages = st.lists(st.tuples(st.integers(0, 24), st.integers(0, MOST_WINDOWS)), max_size=60)
 
@@ -48,7 +48,7 @@ def test_an_old_document_changes_places():
     assert waits.tolist() == [False, False, False, False, True]
     plan, waits = choose_waiting(window, np.where(lengths == 5, MOST_WINDOWS, young), size)
     assert waits.tolist() == [False, False, False, False, True]
-    assert tokens_of_packs(plan).tolist()[-1] == 6  # a document of 6 tokens waits instead
+    assert plan.pack_tokens().tolist()[-1] == 6  # a document of 6 tokens waits instead
     plan, waits = choose_waiting(window, np.full(9, MOST_WINDOWS, np.int8), size)
     assert not waits.any()
 
