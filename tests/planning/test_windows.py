@@ -41,7 +41,7 @@ def test_an_old_document_changes_places():
     strategy = hfp.BestFit(10, seed=None)
     lengths = np.array([7, 3, 6, 4, 8, 2, 6, 4, 5], np.int32)
     window = strategy.plan_window(lengths, 0)
-    assert tokens_of_packs(window.plan).tolist() == [10, 10, 10, 10, 5]
+    assert window.plan.pack_tokens().tolist() == [10, 10, 10, 10, 5]
     young, size = np.zeros(9, np.int8), WindowSize.of_packs(8, 10)
     plan, waits = choose_waiting(window, young, size)
     assert plan == window.plan
