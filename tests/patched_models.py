@@ -13,19 +13,24 @@ from hf_packing.attention.tiny_model import tiny_model
 
 
 @cache
-def _patched_once(make: Callable[..., PreTrainedModel], *arguments, **changes) -> PreTrainedModel:
+def _patched_once(make: Callable[..., PreTrainedModel], trees: bool, *arguments, **changes) -> PreTrainedModel:
+    if trees:  # the proof for packed rows is shared, too
+        return hfp.patch_model(copy.deepcopy(_patched_once(make, False, *arguments, **changes)), trees=True)
     return hfp.patch_model(make(*arguments, **changes))
 
 
-def patched(name: str = "Llama", dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
-    """A patched model as `build` makes it, for one test alone; attach leaves it as it is."""
+def patched(name: str = "Llama", dtype: torch.dtype = torch.float32, trees: bool = False, **changes) -> PreTrainedModel:
+    """A patched model as `build` makes it, for one test alone; attach leaves it as it is.
+
+    With trees=True, the model is proven on rows of trees, too.
+    """
     torch.manual_seed(0)  # as build does
-    return copy.deepcopy(_patched_once(build, name, dtype, **changes))
+    return copy.deepcopy(_patched_once(build, trees, name, dtype, **changes))
 
 
 def patched_tiny(
-    architecture: str, kind: str = "causal", dtype: torch.dtype = torch.float32, **changes
+    architecture: str, kind: str = "causal", dtype: torch.dtype = torch.float32, trees: bool = False, **changes
 ) -> PreTrainedModel:
-    """A patched model as `tiny_model` makes it, for one test alone."""
+    """A patched model as `tiny_model` makes it, for one test alone; see `patched`."""
     torch.manual_seed(0)
-    return copy.deepcopy(_patched_once(tiny_model, architecture, kind, dtype, **changes))
+    return copy.deepcopy(_patched_once(tiny_model, trees, architecture, kind, dtype, **changes))
