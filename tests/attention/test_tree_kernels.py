@@ -3,7 +3,6 @@
 The kernels need CUDA. The functions of kernel_stand_ins stand in their place.
 """
 
-import copy
 import warnings
 from itertools import pairwise
 
@@ -13,6 +12,7 @@ from compare_trees import CHAT, check_documents, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_stand_ins import NEWEST, TORCH, VARLEN, half, of_flash_attn, stand_in
+from patched_models import patched
 from test_tree_segments import forests
 from tiny_models import build
 
@@ -259,14 +259,14 @@ def as_on_cuda(monkeypatch):
 
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
-@pytest.mark.parametrize("most", [40, 1000])
-def test_models_run_on_kernels(monkeypatch, name, most):
-    monkeypatch.setattr(path_keys, "MOST_KEYS", most)
+def test_models_run_on_kernels(monkeypatch, name):
     choose_kernel.KERNELS[:] = [FLASH]
-    stock = build(name, torch.float64)
-    model = hfp.patch_model(copy.deepcopy(stock), trees=True)
+    stock, model = build(name, torch.float64), patched(name, torch.float64)
     monkeypatch.setattr(tree_attention, "attend_along_paths", lambda *_, **__: pytest.fail("not on the kernel"))
-    check_documents(stock, model, CHAT, 1e-5)
+    hfp.patch_model(model, trees=True)
+    for most in (1000, 40):  # 40 keys at a time need several calls
+        monkeypatch.setattr(path_keys, "MOST_KEYS", most)
+        check_documents(stock, model, CHAT, 1e-5)
     assert kernel_of(model) == "flash-attn 2"
     report = hfp.check_isolation(model, trees=True)
     assert report.isolated
@@ -276,8 +276,7 @@ def test_models_run_on_kernels(monkeypatch, name, most):
 @pytest.mark.usefixtures("as_on_cuda")
 def test_models_fall_back_to_exact_attention(monkeypatch):
     choose_kernel.KERNELS[:] = [stand_in("flash-attn 2", NEWEST, with_first_keys)]
-    stock = build("Llama")
-    model = hfp.patch_model(copy.deepcopy(stock))
+    model, again = patched("Llama"), patched("Llama")
     with pytest.warns(UserWarning, match="attention in rows of trees runs path by path"):
         model(**inputs_of(CHAT))
     assert kernel_of(model) == "exact attention, path by path"
@@ -285,10 +284,10 @@ def test_models_fall_back_to_exact_attention(monkeypatch):
     for each in (choose_kernel._chosen, choose_kernel._trials):
         each.clear()
     with pytest.raises(hfp.ModelNotSupportedError, match="between a tree and the document alone"):
-        hfp.patch_model(copy.deepcopy(stock), trees=True)  # the proof would notice what the trial has caught
+        hfp.patch_model(again, trees=True)  # the proof would notice what the trial has caught
 
 
 def test_no_kernel_is_looked_for_on_a_cpu(monkeypatch):
     monkeypatch.setattr(tree_attention, "choose_kernel", lambda *_, **__: pytest.fail("looked for"))
-    model = hfp.patch_model(build("Llama"), trees=True)
+    model = hfp.patch_model(patched("Llama"), trees=True)
     assert kernel_of(model) == "exact attention, path by path"
