@@ -1,7 +1,5 @@
 """Padded batches whose rows share prefixes: the same outputs, losses and gradients, with each prefix computed once."""
 
-import copy
-
 import datasets
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_batches import COMMON, moved, policy, step, texts, tokenizer
 from padded_models import SEQUENCE
+from patched_models import patched_tiny
 from tiers import fast_only
 
 import hf_packing as hfp
@@ -66,8 +65,7 @@ def padded(documents, side):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", fast_only(["gpt2", "llama", "mamba"], "gpt2"))
 def test_rows_of_a_padded_batch(name, side):
-    stock = tiny_model(name, "causal", torch.float64)
-    model = hfp.patch_model(copy.deepcopy(stock))
+    model = patched_tiny(name, "causal", torch.float64)
     rng = np.random.default_rng(0)
     prompt, middle = (rng.integers(8, 100, n).tolist() for n in (20, 5))
     ends = [rng.integers(8, 100, n).tolist() for n in (3, 9, 1, 6)]
@@ -100,7 +98,7 @@ def test_rows_of_a_padded_batch(name, side):
 
 
 def test_what_shares_nothing():
-    model = hfp.patch_model(tiny_model("llama", "causal"))
+    model = patched_tiny("llama")
     share_prefixes(model, 2)
     documents = [[9, 10, 11, 12], [9, 10, 11, 13, 14]]
     batch = padded(documents, "right")
@@ -142,6 +140,11 @@ def long_prompts():
     return rows.map(lambda row: {"chosen": " " + row["chosen"], "rejected": " " + row["rejected"]})
 
 
+def proven_policy():
+    """As `policy`, proven on packed rows and on trees already."""
+    return patched_tiny("llama", "causal", torch.float64, trees=True).train()
+
+
 def dpo(folder, model):
     config = trl.DPOConfig(str(folder), max_length=None, **COMMON)
     data, reference = long_prompts(), moved(model)
@@ -151,9 +154,9 @@ def dpo(folder, model):
 @pytest.mark.parametrize("budget", [None, 512])
 def test_pairs_share_their_prompt(tmp_path, budget):
     torch.manual_seed(0)
-    trainer = dpo(tmp_path, policy("llama"))
-    expected, gradients = step(trainer)
+    trainer = dpo(tmp_path, policy("llama") if budget is None else proven_policy())
     if budget is None:
+        expected, gradients = step(trainer)
         shared = hfp.attach(trainer, None, share_prefixes=True)
         assert all("prefixes that rows share are computed once" in line for line in str(shared).splitlines())
         assert len(shared.models) == 2
@@ -174,7 +177,7 @@ def test_samples_of_a_prompt_in_grpo(tmp_path):
     """Prompts padded on the left, completions on the right."""
     sizes = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 2}
     trainer = trl.GRPOTrainer(
-        policy("llama"),
+        proven_policy(),
         reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
         args=trl.GRPOConfig(str(tmp_path), **COMMON | sizes),
         train_dataset=texts(4, prompt=9),
@@ -198,12 +201,12 @@ def test_samples_of_a_prompt_in_grpo(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    trainer = dpo(tmp_path, policy("llama"))
+    trainer = dpo(tmp_path, proven_policy())
     with pytest.raises(hfp.PackingError, match="share_prefixes: expected False, True, or the fewest tokens"):
         hfp.attach(trainer, None, share_prefixes=0)
     with pytest.raises(hfp.PackingError, match="pass it to TokenBudget"):
         hfp.attach(trainer, hfp.TokenBudget(512), share_prefixes=True)
-    model = hfp.patch_model(tiny_model("llama", SEQUENCE))
+    model = patched_tiny("llama", SEQUENCE)
     with pytest.raises(hfp.ModelNotSupportedError, match="only if the model returns outputs for each token"):
         share_prefixes(model, 4)
     unstable = hfp.patch_model(tiny_model("axk2", "causal"))
@@ -214,7 +217,7 @@ def test_what_is_refused(tmp_path):
 def test_datasets_that_share_nothing_are_as_before(tmp_path):
     data = datasets.Dataset.from_list([{"prompt": "w9", "chosen": " w10", "rejected": " w11 w12"}] * 2)
     config = trl.DPOConfig(str(tmp_path), max_length=None, **COMMON)
-    model = policy("llama")
+    model = proven_policy()
     trainer = trl.DPOTrainer(
         model, args=config, train_dataset=data, processing_class=tokenizer(), ref_model=moved(model)
     )

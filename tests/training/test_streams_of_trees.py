@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny_models import build
+from patched_models import patched
 from trainers import trainer_of
 from training_process import documents, segments
 from transformers import Trainer
@@ -34,9 +34,8 @@ def packed(streams=2):
 
 def epoch_of(data, budget, loss="token"):
     """The batches of an epoch in a loop, and the gradients of all of them in float64."""
-    model = build("GPT2", torch.float64)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
-    batches = list(hfp.prepare_dataloader(accelerator, data, budget, loss=loss, model=model))
+    model = patched("GPT2", torch.float64, trees=True)
+    batches = list(hfp.prepare_dataloader(Accelerator(cpu=True), data, budget, loss=loss))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(batches))
     for batch in hfp.prepare_dataloader(accelerator, data, budget, loss=loss, model=model):
         accelerator.backward(hfp.compute_loss(model, batch))
@@ -63,7 +62,7 @@ def test_an_epoch_is_that_of_the_documents_alone(loss):
 def test_a_trainer_trains_on_the_rows_of_the_stream(tmp_path, kind):
     rows = list(packed())
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}} if kind is SFTTrainer else {}
-    trainer = trainer_of(tmp_path, kind, build("Llama"), packed(), max_steps=len(rows), **options)
+    trainer = trainer_of(tmp_path, kind, patched("Llama"), packed(), max_steps=len(rows), **options)
     trainer.eval_dataset = packed()
     summary = hfp.attach(trainer, hfp.TokenBudget(96))
     assert "share_prefixes=2" in str(summary)
@@ -83,7 +82,7 @@ def test_a_trainer_trains_on_the_rows_of_the_stream(tmp_path, kind):
 def test_a_mixture_counts_documents_and_their_tokens(tmp_path):
     few = hfp.mix({"few": stream(), "same": stream()}, {"few": 1, "same": 3}, stopping_strategy="first_exhausted")
     rows = hfp.pack(few, hfp.BestFit(96), share_prefixes=2, streams=2, window_packs=4)
-    trainer = trainer_of(tmp_path, data=rows, model=build("Llama"), max_steps=4)
+    trainer = trainer_of(tmp_path, data=rows, model=patched("Llama", trees=True), max_steps=4)
     hfp.attach(trainer, hfp.TokenBudget(96))
     trainer.train()
     logs = next(each for each in reversed(trainer.state.log_history) if "source_few_tokens" in each)
@@ -126,9 +125,9 @@ def test_what_is_refused(tmp_path):
         trainer = trainer_of(tmp_path, data=data)
         with pytest.raises(hfp.PackingError, match=message):
             hfp.attach(trainer, budget)
-    trainer = trainer_of(tmp_path, model=build("BertForMaskedLM"), data=packed())
+    trainer = trainer_of(tmp_path, model=patched("BertForMaskedLM"), data=packed())
     with pytest.raises(hfp.PackingError, match="expected a causal language model for documents that share prefixes"):
         hfp.attach(trainer, hfp.TokenBudget(96))
-    trainer = trainer_of(tmp_path, model=build("Llama"), data=packed(), label_smoothing_factor=0.1)
+    trainer = trainer_of(tmp_path, model=patched("Llama", trees=True), data=packed(), label_smoothing_factor=0.1)
     with pytest.raises(hfp.PackingError, match="expected the cross-entropy as the loss for documents that share"):
         hfp.attach(trainer, hfp.TokenBudget(96))
