@@ -13,9 +13,10 @@ from hf_packing.attention.tiny_model import tiny_model
 
 
 @cache
-def _patched_once(make: Callable[..., PreTrainedModel], trees: bool, *arguments, **changes) -> PreTrainedModel:
+def patched_once(make: Callable[..., PreTrainedModel], trees: bool, *arguments, **changes) -> PreTrainedModel:
+    """The patched model of a function that makes models; to be copied before it is changed."""
     if trees:  # the proof for packed rows is shared, too
-        return hfp.patch_model(copy.deepcopy(_patched_once(make, False, *arguments, **changes)), trees=True)
+        return hfp.patch_model(copy.deepcopy(patched_once(make, False, *arguments, **changes)), trees=True)
     return hfp.patch_model(make(*arguments, **changes))
 
 
@@ -25,7 +26,7 @@ def patched(name: str = "Llama", dtype: torch.dtype = torch.float32, trees: bool
     With trees=True, the model is proven on rows of trees, too.
     """
     torch.manual_seed(0)  # as build does
-    return copy.deepcopy(_patched_once(build, trees, name, dtype, **changes))
+    return copy.deepcopy(patched_once(build, trees, name, dtype, **changes))
 
 
 def patched_tiny(
@@ -33,4 +34,4 @@ def patched_tiny(
 ) -> PreTrainedModel:
     """A patched model as `tiny_model` makes it, for one test alone; see `patched`."""
     torch.manual_seed(0)
-    return copy.deepcopy(_patched_once(tiny_model, trees, architecture, kind, dtype, **changes))
+    return copy.deepcopy(patched_once(tiny_model, trees, architecture, kind, dtype, **changes))

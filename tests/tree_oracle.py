@@ -1,14 +1,14 @@
 """Models that take rows of trees by running each document alone, and the losses of documents that share nothing."""
 
+import copy
 from functools import partial
 
 import torch
+from patched_models import patched_once
 from tiny_models import build
 from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 from tree_rows import documents_of
-
-import hf_packing as hfp
 
 
 def exact(name):
@@ -22,7 +22,7 @@ def exact(name):
 
 def patched_with_stock(name):
     """Return a patched model; its attribute `stock` has one without a patch that has the same parameters."""
-    stock, model = exact(name), hfp.patch_model(exact(name))
+    stock, model = exact(name), copy.deepcopy(patched_once(exact, True, name))
     share_parameters(stock, model)
     model.stock = [stock]  # in a list, so that it is no module of the model
     return model

@@ -6,6 +6,7 @@ import datasets
 import pytest
 import torch
 from accelerate import Accelerator
+from patched_models import patched
 from processes import losses, read, run
 from tiers import fast_only
 from tiny_models import build
@@ -32,7 +33,7 @@ ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm
 
 def weights_after(folder, kind, data, budget, loss="token", **changes):
     """The weights of a float64 model after one optimizer step on all documents."""
-    model = build("GPT2", torch.float64)
+    model = patched("GPT2", torch.float64, trees=True)
     trainer = trainer_of(folder, kind, model, data, gradient_accumulation_steps=3, **ONE_STEP | changes)
     summary = hfp.attach(trainer, budget, loss=loss)
     assert summary.optimizer_steps == 1
@@ -71,7 +72,7 @@ def test_a_loop(loss):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     gradients = []
     for share in (False, 2):
-        model = build("GPT2", torch.float64)
+        model = patched("GPT2", torch.float64)
         budget = hfp.TokenBudget(2048, share_prefixes=share)
         loader = hfp.prepare_dataloader(accelerator, DATA, budget, loss=loss, model=model)
         batches = list(loader)
@@ -87,7 +88,7 @@ def test_a_loop(loss):
 
 def test_evaluation_on_trees(tmp_path):
     packed = hfp.pack(DATA, hfp.BestFit(128), share_prefixes=2)
-    trainer = trainer_of(tmp_path, data=DATA, model=build("Llama"))
+    trainer = trainer_of(tmp_path, data=DATA)
     hfp.attach(trainer, hfp.TokenBudget(256))
     expected = trainer.evaluate(DATA)["eval_loss"]
     assert trainer.evaluate(packed)["eval_loss"] == pytest.approx(expected, rel=1e-6)
@@ -179,7 +180,7 @@ def test_batchings_and_datasets_that_share_no_prefixes(tmp_path):
 
 
 def test_models_that_see_their_labels_are_refused(tmp_path):
-    trainer = trainer_of(tmp_path, model=build("BertForMaskedLM"), data=DATA)
+    trainer = trainer_of(tmp_path, model=patched("BertForMaskedLM"), data=DATA)
     with pytest.raises(hfp.PackingError, match="expected a causal language model for documents that share prefixes"):
         hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=2))
 

@@ -7,7 +7,7 @@ import torch
 from chunks import chunks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import build
+from patched_models import patched
 from tree_documents import DOCUMENTS, LABELS, OTHER
 from tree_oracle import check_gradients, gradients, loss_alone, oracle, patched_with_stock
 from tree_rows import documents_of, labeled_documents, tree_row
@@ -187,7 +187,7 @@ def test_roots_only_cost_what_packed_documents_cost():
 
 
 def test_a_masked_language_model_is_refused():
-    model = hfp.patch_model(build("BertForMaskedLM", intermediate_size=64, num_key_value_heads=None))
+    model = patched("BertForMaskedLM")
     batch = batch_of(OTHER)
     expected = "model: expected a causal language model .* prefixes .*, but BertForMaskedLM sees the tokens"
     for call in (hfp.compute_loss, hfp.document_logps):
