@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from survey_page import IS_CURRENT, PAGE, same_figure, same_reason
-from tiers import fast_only
+from tiers import fast_only, slow
 
 from hf_packing.attention import tree_attention
 from hf_packing.attention.find_route import known_routes
@@ -234,7 +234,7 @@ def with_far_logits(query, key, value, row, **options):
     [
         (to_the_whole_row, ["difference", "change", "gradient"]),
         (with_far_gradients, ["gradient"]),
-        (with_far_logits, ["difference", "change", "gradient"]),
+        slow(with_far_logits, ["difference", "change", "gradient"]),
     ],
 )
 def test_a_wrong_tree_is_noticed(monkeypatch, fault, wrong):
