@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as of_torch
 from patched_models import patched_tiny
+from tiers import fast_only
 from torch._dynamo.utils import counters
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
@@ -80,7 +81,7 @@ FIXED = {"tokens": 300, "max_segments": 21}
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
-@pytest.mark.parametrize(("architecture", "graphs"), [("llama", 1), ("mamba", 4)])
+@pytest.mark.parametrize(("architecture", "graphs"), fast_only([("llama", 1), ("mamba", 4)], ("llama", 1)))
 def test_every_graph_is_compiled_once_with_fixed_shapes_and_a_few_times_without(architecture, graphs):
     """Modules of Mamba that run by segment divide it into graphs; their number does not depend on its layers."""
     model = patched_tiny(architecture, "causal")

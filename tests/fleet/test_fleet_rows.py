@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fleet.fleet_rows import Here, check_rows, documents_of, packed_by_pack, rows_of, write_files
+from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.cli import main
@@ -48,7 +49,7 @@ def _ids(files):
     return documents_of(files)["input_ids"][:]
 
 
-@pytest.mark.parametrize(("workers", "shards"), [(1, 1), (2, 3), (4, 20)])
+@pytest.mark.parametrize(("workers", "shards"), fast_only([(1, 1), (2, 3), (4, 20)], (2, 3)))
 def test_any_number_of_workers_and_files(files, workers, shards, tmp_path):
     packed = hfp.fleet.pack(files, hfp.BestFit(128), tmp_path, shards=shards, executor=hfp.fleet.local(workers))
     check_rows(packed, packed_by_pack(files, hfp.BestFit(128)))

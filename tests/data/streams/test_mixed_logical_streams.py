@@ -12,6 +12,7 @@ from datasets.distributed import split_dataset_by_node
 from document_streams import NAMES, generated, names_in, read_stream, tokens_in, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.data.streams import upstream
@@ -56,7 +57,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", fast_only(CHANGES, "mixture"))
 def test_shares_in_logical_streams(change):
     """A source has 64 shards, but a logical stream is one mixture of them."""
     sources = {"short": dataset(0, 700, 4), "long": dataset(1, 130, 20)}
@@ -233,7 +234,7 @@ def test_every_document_is_read_once_however_shares_change(stops, shares, stream
 
 
 @pytest.mark.parametrize("streams", [None, 2])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", fast_only(CHANGES, "map and filter"))
 def test_new_shares_count_after_what_was_read(streams, change):
     sources = {"a": dataset(0, 500, 8), "b": dataset(1, 500, 8)}
 
@@ -253,7 +254,7 @@ def test_new_shares_count_after_what_was_read(streams, change):
     assert [*parts[1], *parts[2]] == killed_once[1]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", fast_only(CHANGES, "maps in batches"))
 def test_new_shares_of_a_mixture_that_is_not_packed(change):
     sources = {"a": dataset(0, 250, 8), "b": dataset(1, 250, 8)}
 
