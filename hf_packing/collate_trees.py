@@ -109,7 +109,7 @@ def collate_trees(columns: _Columns) -> dict[str, Any]:
 
 
 class _Sizes(NamedTuple):
-    """Numbers of segments and documents in each row, int64 [rows], and in the rows before it."""
+    """The numbers of segments and documents in each row, int64 [rows], and in the rows before it."""
 
     segments: _Integers
     first_segment: _Integers

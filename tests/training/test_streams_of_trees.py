@@ -119,6 +119,7 @@ def test_what_is_refused(tmp_path):
     for data, budget, message in (
         (packed(), hfp.TokenBudget(96, share_prefixes=3), "share_prefixes: expected False for rows that are packed"),
         (packed(), hfp.TokenBudget(96, length_schedule=schedule), "length_schedule: expected None for train_dataset"),
+        (stream(), hfp.TokenBudget(96, share_prefixes=2, max_documents=3), "max_documents: expected None with share"),
         (packed(None), hfp.TokenBudget(96), "expected a stream with logical streams, which ranks can share"),
         (packed().filter(bool), hfp.TokenBudget(96), "got a packed stream that was changed afterwards"),
     ):

@@ -53,7 +53,7 @@ class TrainingStream:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the rows are rows of trees."""
+        """True if the rows are rows of trees."""
         return self.streams.packing.fewest_shared is not None
 
     @property
@@ -214,6 +214,8 @@ def _pack_documents(
     strategy = BestFit(
         batching.max_tokens, overflow=batching.overflow, max_documents=batching.max_documents, seed=batching.seed
     )
+    if batching.fewest_shared is not None:
+        strategy.tree_limits()  # refuses max_documents
     linear_cost = LINEAR_COST if batching.linear_cost is None else batching.linear_cost
     packing = StreamPacking(
         strategy,
