@@ -92,6 +92,20 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes) -> PreTraine
     return model.to(dtype)
 
 
+def exact(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model compute its loss in the dtype of its logits, which transformers converts to float32."""
+    model.loss_function = _exact_loss
+    return model
+
+
+def _exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **_):
+    labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits, labels = logits.view(-1, vocab_size), labels.reshape(-1).to(logits.device)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
 def with_loss_times(factor: float | None) -> PreTrainedModel:
     """A model whose own loss is the usual one times a factor; None for none."""
     model = build("Llama")

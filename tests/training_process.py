@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 from trl import SFTConfig, SFTTrainer
 
 import hf_packing as hfp
-from hf_packing.training import run_with_loss
+from hf_packing.training import logits
 from hf_packing.tree_segments import TreeSegments
 
 SETTINGS = {
@@ -234,9 +234,9 @@ def train(folder, **changes):
     if settings["packed"]:
         data = hfp.pack(data, hfp.BestFit(settings["packed"]), load_from_cache_file=False)
     model = patched("Llama", getattr(torch, settings["dtype"]))
-    logits_of_chunk = 10 * model.config.vocab_size if settings["in_chunks"] else run_with_loss.CHUNK_LOGITS
+    logits_of_chunk = 10 * model.config.vocab_size if settings["in_chunks"] else logits.CHUNK_LOGITS
     try:
-        with patch.object(run_with_loss, "CHUNK_LOGITS", logits_of_chunk), chunks_summed() as chunks:
+        with patch.object(logits, "CHUNK_LOGITS", logits_of_chunk), chunks_summed() as chunks:
             (through_loop if settings["through"] == "loop" else through_trainer)(settings, folder, data, model)
         assert bool(chunks) == settings["in_chunks"], chunks
     except StoppedError:

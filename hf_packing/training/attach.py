@@ -1,7 +1,7 @@
 """Define `attach`, a function that makes a Trainer train, evaluate and predict on packed batches.
 
-`attach` checks the arguments, plans the batches, patches the model and decides whether attach or the trainer computes
-the loss. If all of this succeeds, `attach` replaces the trainer's class by a subclass with methods of `PackedTrainer`.
+`attach` checks the arguments, plans the batches and patches the model. If all of this succeeds, `attach` replaces the
+trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those of the trainer and the model.
 """
 
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, overload
 import datasets
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model
+from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.planning.tree_plan import check_fewest_shared
@@ -19,10 +19,7 @@ from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
-from hf_packing.training.losses import (
-    Loss,
-    check_loss,
-)
+from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.packed_trainer import PackedTrainer
 from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
 from hf_packing.training.ranks import (
@@ -32,7 +29,7 @@ from hf_packing.training.ranks import (
     on_all_ranks,
 )
 from hf_packing.training.resumed_steps import EpochOfSteps
-from hf_packing.training.trainer_loss import as_it_was_on_error, keeps_rows_whole, subclass_with
+from hf_packing.training.trainer_loss import keeps_rows_whole, subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows
 
@@ -144,7 +141,7 @@ def attach(
     check_and_plan = partial(_check_and_plan, trainer, batching, loss=loss or "token", prove=prove)
     shapes, documents = (tokens, max_segments), match_documents_per_step
     planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))
-    with as_it_was_on_error(trainer):
+    with unpatched_on_error(trainer.model):
         on_all_ranks(partial(_isolate_and_settle, trainer, planned.batches))
     _install(trainer, planned)
     return planned.summary
@@ -192,11 +189,10 @@ def _check_and_plan(
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
-    """Patch the trainer's model, decide whether attach or the trainer computes the loss, and check the labels."""
+    """Patch the trainer's model, and check its loss and the labels."""
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
-    batches.check_divided(trainer)
 
 
 def _install(trainer: Trainer, planned: _Planned) -> None:

@@ -11,7 +11,6 @@ from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.within_limits import Shapes
 from hf_packing.training.losses import Loss
-from hf_packing.training.trainer_loss import TrainerLoss
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,6 @@ class AttachDecisions:
     """The batching that was passed to attach, with linear_cost and match_documents_per_step filled in."""
     loss: Loss
     prove: ProveInTraining
-    trainer_loss: TrainerLoss
-    """The way in which the trainer computed its loss before attach was called."""
     shapes: Shapes
     model: Callable[[], PreTrainedModel | None]
     """A function that returns the trainer's model at the time of attach, or None if that model no longer exists."""

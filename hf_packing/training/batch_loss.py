@@ -1,16 +1,17 @@
 """Compute the loss of a packed batch or a batch of trees in your own training loop."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention import check_patched, inner_model, refuse_copied_labels
+from hf_packing.attention import check_patched
 from hf_packing.collate import is_tree_batch
+from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, check_loss, items_in, router_loss, weights_of
-from hf_packing.training.run_with_loss import run_with_loss
+from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, check_loss, exact_type, items_in
+from hf_packing.training.model_loss import own_loss_of, run_with_loss, weighting, weighting_of, with_a_label
 from hf_packing.training.tree_batch import TREE_KEYS, labels_key
 
 _ITEMS_OF: dict[Loss, str] = {"token": "trainable tokens", "sequence": "documents with trainable tokens"}
@@ -70,47 +71,44 @@ def compute_loss(
             f"batch: expected a batch from prepare_dataloader or PackingCollator, got {type(batch).__name__}"
         )
     planned = WEIGHTS in batch or ITEMS in batch
-    weighted = _as_planned(batch, loss, num_items_in_batch) if planned else _weighted(batch, loss, num_items_in_batch)
-    check_patched(model)
-    if model.training and not is_tree_batch(batch):  # models that see labels take no trees
-        refuse_copied_labels(inner_model(model), batch.get("input_ids"), weighted.labels, batch["cu_seq_lens_q"])
-    result, outputs = run_with_loss(model, batch, weighted.labels, weighted.weights)
-    if (auxiliary := router_loss(outputs, model)) is not None:
-        result = result + auxiliary * weighted.share
+    result = (
+        _of_planned(model, batch, loss, num_items_in_batch) if planned else _of(model, batch, loss, num_items_in_batch)
+    )
     if not planned and num_items_in_batch is None and result.requires_grad:
         result.register_hook(lambda _: _refuse_accumulation(model))  # type: ignore[no-untyped-call]
     return result
 
 
-class _Weighted(NamedTuple):
-    """The part of a batch that `compute_loss` needs."""
-
-    labels: Tensor
-    weights: Tensor
-    """float [1, tokens]: the weight of each token's cross-entropy in the loss."""
-    share: Any
-    """The factor of the auxiliary loss of routers."""
-
-
-def _as_planned(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> _Weighted:
-    """Return the labels and weights of a batch from `prepare_dataloader`."""
+def _of_planned(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> Tensor:
+    """Return the loss of a batch from `prepare_dataloader`."""
     for name, value in (("loss", loss), (ITEMS, num_items_in_batch)):
         if value is not None:
             raise PackingError(
                 f"{name}: expected None, since the batch has a loss and a divisor already, as batches of "
                 f"prepare_dataloader do, got {value!r}"
             )
+    check_patched(model)
     if WEIGHTS in batch:
-        return _Weighted(batch[TARGETS], batch[WEIGHTS], 1)
+        weights = batch[WEIGHTS]
+        if _can_be_weighted(model):
+            return run_with_loss(model, batch, batch[TARGETS], 1, weighting(model, batch, batch[TARGETS], weights, 1))[
+                0
+            ]
+        return _mean_loss(model, {**batch, LABELS: batch[TARGETS]}, (weights > 0).sum()) * weights.sum()
     _check_keys(batch)
-    return _Weighted(batch[labels_key(batch)], weights_of(batch, "token") / batch[ITEMS], 1)
+    items = batch[ITEMS]
+    if is_tree_batch(batch) or _is_divided(model):
+        return _with_items(model, batch, "token", items)
+    own = items_in(batch, "token")
+    return _mean_loss(model, batch, own) * (own / items)
 
 
-def _weighted(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> _Weighted:
-    """Return the labels and weights of a batch from a PackingCollator."""
+def _of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: Any) -> Tensor:
+    """Return the loss of a batch from a PackingCollator: the mean over its items, times its share of all items."""
     _check_keys(batch)
+    check_patched(model)
     kind = "token" if loss is None else check_loss(loss)
-    weights, own = weights_of(batch, kind), items_in(batch, kind)
+    own = items_in(batch, kind)
     if num_items_in_batch is None:
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if ranks > 1 and torch.is_grad_enabled():
@@ -120,10 +118,33 @@ def _weighted(batch: Mapping[str, Any], loss: Loss | None, num_items_in_batch: A
             )
         items = own.clamp(min=1)
     else:
-        items = _as_number(num_items_in_batch).to(weights)
-    # a batch without trainable tokens has a loss of 0, even if num_items_in_batch is 0
-    divided, share = torch.where(weights > 0, weights / items, 0), torch.where(own > 0, own / items, 0)
-    return _Weighted(batch[labels_key(batch)], divided, share)
+        items = _as_number(num_items_in_batch).to(own.device, exact_type(own.device))
+    share = torch.where(own > 0, own / items, 0)  # 0 for a batch without trainable tokens, also if items is 0
+    if kind == "sequence" or is_tree_batch(batch) or _is_divided(model):
+        return _with_items(model, batch, kind, own.clamp(min=1)) * share
+    return _mean_loss(model, batch, own) * share
+
+
+def _with_items(model: nn.Module, batch: Mapping[str, Any], loss: Loss, items: Any) -> Tensor:
+    """Return the model's loss, in which the cross-entropies are divided by `items`."""
+    weights = weighting_of(model, batch, loss, items)
+    return run_with_loss(model, batch, batch[labels_key(batch)], items, weights)[0]
+
+
+def _mean_loss(model: nn.Module, batch: Mapping[str, Any], own: Tensor) -> Tensor:
+    """Return the loss of a model that takes the mean over the labels of a batch, whose number is `own`."""
+    batch = with_a_label(batch, own)
+    return run_with_loss(model, batch, batch[LABELS], own.clamp(min=1))[0]
+
+
+def _is_divided(model: nn.Module) -> bool:
+    known = own_loss_of(model)
+    return known is None or known.is_divided
+
+
+def _can_be_weighted(model: nn.Module) -> bool:
+    known = own_loss_of(model)
+    return known is None or known.cross_entropies == 1
 
 
 def _check_keys(batch: Mapping[str, Any]) -> None:

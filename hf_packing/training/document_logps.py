@@ -1,22 +1,22 @@
 """Define `document_logps`, the log-probabilities of the documents of a batch, with gradients."""
 
+import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils.checkpoint import checkpoint
 
-from hf_packing.attention import check_patched, inner_model
+from hf_packing.attention import check_patched
 from hf_packing.collate import is_tree_batch
 from hf_packing.columns import SEQ_IDX
 from hf_packing.errors import PackingError
-from hf_packing.training.chunked_head import UnsupportedHeadError
+from hf_packing.training.logits import log_probs_of, observed_logits, reduced_logits
 from hf_packing.training.losses import TARGETS, documents_in, exact_type
-from hf_packing.training.next_tokens import NextTokenHead, NextTokens, check_predicts_next
-from hf_packing.training.run_with_loss import can_chunk, inputs_of_model, tokens_of_chunk
+from hf_packing.training.model_loss import check_predicts_next, inputs_of_model
+from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.tree_batch import documents_and_tokens, labels_key
 
 
@@ -78,32 +78,9 @@ def _labels_of(batch: Any) -> Tensor:
 
 def _log_probs(model: nn.Module, inputs: Mapping[str, Any], following: NextTokens, labels: Tensor) -> Tensor:
     """Return the log-probability of each label, float [labels], from the logits of chunks wherever that is possible."""
-    inner = inner_model(model)
-    size = tokens_of_chunk(inner)
     is_sharded = any(isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in model.modules())
-    # as in run_with_loss, ranks that shard a model must do the same, however long their rows are
-    fits = labels.numel() <= size and not is_sharded
-    needs_weights_again = is_sharded and torch.is_grad_enabled()
-    if not fits and not needs_weights_again and can_chunk(model, inner):
-        head = _LogProbHead(inner, following, torch.ones_like(labels), size)
-        with suppress(UnsupportedHeadError), head.installed():
-            outputs = model(**inputs)
-            return outputs.loss if head.hidden is not None else following.log_probs(outputs.logits)
-    return following.log_probs(model(**inputs).logits)
-
-
-class _LogProbHead(NextTokenHead):
-    """Hooks for one forward of a model, which replace the logits by the log-probability of each label."""
-
-    def _result(self, hidden: Tensor) -> Tensor:
-        chunks = [slice(begin, begin + self.size) for begin in range(0, hidden.shape[1], self.size)]
-        return torch.cat([self._of_chunk(hidden[:, chunk], chunk) for chunk in chunks])
-
-    def _of_chunk(self, hidden: Tensor, chunk: slice) -> Tensor:
-        """Return a chunk's log-probabilities. With gradients, the logits are not kept, but computed again."""
-        if not torch.is_grad_enabled():
-            return self.log_probs_of_chunk(hidden, chunk)
-        found: Tensor = checkpoint(
-            self.log_probs_of_chunk, hidden, chunk, use_reentrant=False, preserve_rng_state=False
-        )
-        return found
+    # the backward pass would need weights of the output layer again, which are sharded by then
+    size = sys.maxsize if is_sharded and torch.is_grad_enabled() else None
+    with observed_logits(model, labels.shape, size=size), reduced_logits(model, partial(log_probs_of, following)):
+        found: Tensor = model(**inputs).logits
+    return found

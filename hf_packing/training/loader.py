@@ -27,7 +27,8 @@ from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.checks import check_accelerator, check_not_dispatched
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
-from hf_packing.training.losses import Loss, collator_for, exact_type, items_in, with_share
+from hf_packing.training.losses import Loss, exact_type, items_in, with_share
+from hf_packing.training.model_loss import collator_for
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, on_all_ranks
 
 Batch = dict[str, Any]

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_packing.attention import inner_model
 from hf_packing.columns import INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.chunked_head import UnsupportedHeadError
-from hf_packing.training.next_tokens import NextTokenHead, NextTokens
-from hf_packing.training.run_with_loss import CHUNK_LOGITS, can_chunk
+from hf_packing.training.logits import Logits, observed_logits, reduced_logits, tokens_of_chunk
+from hf_packing.training.next_tokens import NextTokens
 
 Found = tuple[Tensor, Tensor, Tensor | None]
 
@@ -42,7 +40,7 @@ def log_probs_and_hidden(
     handle = inner.base_model.register_forward_hook(lambda _, __, output: states.append(_last_hidden_state(output)))
     try:
         if following is not None:
-            log_probs, is_greedy = _log_probs(model, inner, given, following)
+            log_probs, is_greedy = _log_probs(model, given, following)
         else:
             model(**given)
             log_probs, is_greedy = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
@@ -58,63 +56,33 @@ def _last_hidden_state(output: Any) -> Tensor:
     return state
 
 
-def _log_probs(
-    model: nn.Module, inner: PreTrainedModel, given: dict[str, Any], following: NextTokens
-) -> tuple[Tensor, Tensor]:
-    vocabulary = getattr(inner.config.get_text_config(), "vocab_size", 1)
-    if can_chunk(model, inner):
-        weights = torch.ones_like(given[INPUT_IDS], dtype=torch.float32)
-        head = _ScoringHead(inner, following, weights, _chunk(vocabulary))
-        try:
-            with head.installed():
-                model(**given)
-            if head.hidden is not None:
-                return head.log_probs, head.is_greedy
-        except UnsupportedHeadError:
-            pass
-    logits = model(**given).logits[0]
-    found = [
-        _scores_of(logits[following.predictors[part]], torch.arange(len(part)), following.labels[part])
-        for part in torch.split(torch.arange(len(following.labels)), _chunk(vocabulary))
-    ]
-    return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
+def _log_probs(model: nn.Module, given: dict[str, Any], following: NextTokens) -> tuple[Tensor, Tensor]:
+    def reduce(logits: Tensor) -> Tensor:
+        if isinstance(logits, Logits) and logits.whole is None:
+            return logits.of_tokens(following.predictors).in_chunks(
+                lambda rows, chunk: _scores_of(rows, following.labels[chunk])
+            )
+        rows = (logits.values() if isinstance(logits, Logits) else logits)[0]
+        chunks = zip(following.predictors.split(size), following.labels.split(size), strict=True)
+        return torch.cat([_scores_of(rows[predictors], labels) for predictors, labels in chunks])
 
-
-def _chunk(vocabulary: int) -> int:
-    return max(1, min(_CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+    size = min(_CHUNK_TOKENS, tokens_of_chunk(inner_model(model)))
+    with observed_logits(model, given[INPUT_IDS].shape, size=size, in_chunks=True), reduced_logits(model, reduce):
+        found = model(**given).logits
+    return found[:, 0], found[:, 1] > 0
 
 
 _CHUNK_TOKENS = 1024
 """Largest number of tokens in a chunk. More of them gain nothing, and their logits leave the processor's caches."""
 
 
-def _scores_of(logits: Tensor, predictors: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each label, float64 [labels], and whether the label is the most probable one.
+def _scores_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, and 1 if it is the most probable one or 0, float64 [labels, 2].
 
     Args:
-        logits: float [tokens, vocabulary].
-        predictors: the token whose logits predict each label, int64 [labels].
+        logits: float [labels, vocabulary].
         labels: int64 [labels].
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    predictors, labels = predictors.to(logits.device), labels.to(logits.device)
-    of_label = logits[predictors, labels]
-    return (of_label - logits.logsumexp(-1)[predictors]).double(), of_label >= logits.amax(-1)[predictors]
-
-
-class _ScoringHead(NextTokenHead):
-    """Hooks for one forward, which keep the log-probability of each label instead of the loss."""
-
-    log_probs: Tensor
-    is_greedy: Tensor
-
-    def _result(self, hidden: Tensor) -> Tensor:
-        chunks = [slice(begin, begin + self.size) for begin in range(0, hidden.shape[1], self.size)]
-        found = [self._scores_of_chunk(hidden[:, chunk], chunk) for chunk in chunks]
-        self.log_probs, self.is_greedy = (torch.cat(each) for each in zip(*found, strict=True))
-        return self.log_probs.sum()
-
-    def _scores_of_chunk(self, hidden: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        labels = self._labels_of(chunk)
-        logits = self.of_logits(self.layer.forward(hidden))
-        return _scores_of(logits[0], self.among_chosen[labels] - chunk.start, self.following.labels[labels])
+    of_label = logits.gather(1, labels[:, None].to(logits.device))[:, 0]
+    return torch.stack([of_label - logits.logsumexp(-1), of_label >= logits.amax(-1)], 1).double()

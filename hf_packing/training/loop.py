@@ -13,9 +13,9 @@ from torch import nn
 from hf_packing.attention import (
     ProveInTraining,
     check_patched,
-    has_local_weights,
     inner_model,
     patch_for_training,
+    restored_modes,
     unpatched_on_error,
 )
 from hf_packing.errors import PackingError
@@ -26,18 +26,16 @@ from hf_packing.sampling.token_budget import with_linear_cost
 from hf_packing.sampling.within_limits import within_shapes
 from hf_packing.training.checks import check_accelerator, check_labels_are_hidden, check_not_dispatched
 from hf_packing.training.loader import PackedLoader, rows_loader
-from hf_packing.training.losses import (
-    Loss,
-    check_loss,
+from hf_packing.training.losses import Loss, check_loss, items_in
+from hf_packing.training.model_loss import (
+    check_loss_of_model,
     collator_for,
-    items_in,
-    loss_of_model,
-    refuse_unknown_loss,
-    weights_of,
+    own_loss_of,
+    run_with_loss,
+    weighting_of,
 )
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
-from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, trees_to_train
 from hf_packing.training.tree_batch import labels_key
@@ -146,8 +144,7 @@ def prepare_dataloader(
             patch_for_training(model, accelerator, prove)
             if tokens is not None:
                 refuse_padding_in_router_loss(model)
-            if loss_of_model(model) is None and has_local_weights(model):
-                refuse_unknown_loss(model, loss)
+            check_loss_of_model(model, loss)
             if sampler.sizes.trees is None:
                 check_labels_are_hidden(dataset, sampler.sizes, model)
             else:
@@ -216,16 +213,16 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     else:
         loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
-                batch = send_to_device(batch, accelerator.device)
-                total, _ = run_with_loss(model, batch, batch[labels_key(batch)], weights_of(batch, "token"))
-                mean.add(total, items_in(batch, "token"))
-    finally:
-        model.train(was_training)
+    with restored_modes(model), torch.no_grad():
+        model.eval()
+        for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
+            batch = send_to_device(batch, accelerator.device)
+            tokens = items_in(batch, "token")
+            items = tokens.clamp(min=1)
+            weighting = weighting_of(model, batch, "token", items)
+            own, observed = run_with_loss(model, batch, batch[labels_key(batch)], items, weighting)
+            total = observed.sums[0] if len(observed.sums) == 1 else torch.nan_to_num(own) * tokens
+            mean.add(total, tokens)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
         raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")
@@ -236,5 +233,5 @@ def _keeps_labels(model: nn.Module | None, loss: Loss) -> bool:
     """Return whether `prepare_dataloader` leaves labels in batches, so that the model can compute the loss itself."""
     if model is None or loss == "sequence":
         return loss == "token"
-    known = loss_of_model(model)
-    return known is not None and known.divided_by_items
+    known = own_loss_of(model)
+    return known is not None and known.is_divided

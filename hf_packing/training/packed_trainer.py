@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,13 +17,10 @@ from hf_packing.columns import LABELS
 from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
-from hf_packing.training.losses import ITEMS, items_in, router_loss, weights_of, without_router_loss
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import check_accumulation, data_rank, items_counted
 from hf_packing.training.resumed_steps import ResumedSteps
-from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenMean
-from hf_packing.training.trainer_loss import summed_log_probs, weighted_log_probs
 from hf_packing.training.tree_batch import labels_key
 
 
@@ -113,30 +110,19 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     ) -> Any:
         planned = self.planned_batches
         planned.prove_on_first_batch(model, inputs)
+        # trees are taken by Trainer's compute_loss alone; settings are passed on as Trainer passes them
+        own = partial(Trainer.compute_loss, self) if is_tree_batch(inputs) else super().compute_loss
+        compute = partial(own, model, **({"return_outputs": True} if return_outputs else {}), **others)
         if planned.evaluation is not None or (num_items_in_batch is None and not self.model.training):
-            return self._compute_evaluation_loss(model, inputs, return_outputs)
-        loss_kind = planned.decided.loss
+            result, total, tokens = planned.trainer_loss.of_evaluation(self, model, inputs, compute)
+            if planned.evaluation is not None:
+                planned.evaluation.add(total, tokens)
+            return result
         if num_items_in_batch is not None:  # in train(), after isolation was proven on whole documents
             inputs = self._cut_for_this_step(inputs)
-        if planned.settled.by_trainer and not is_tree_batch(inputs):
-            with weighted_log_probs(model, inputs) if loss_kind == "sequence" else nullcontext():
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
-        if num_items_in_batch is None:  # a single batch, outside of train()
-            items = items_in(inputs, loss_kind).clamp(min=1)
-        else:
-            items = num_items_in_batch / data_rank(self.accelerator).world_size
-        weights = weights_of(inputs, loss_kind) / items
-        loss, outputs = run_with_loss(
-            model,
-            inputs,
-            inputs[labels_key(inputs)],
-            weights,
-            keep_logits=return_outputs,
-            token_losses=planned.token_losses,
+        return planned.trainer_loss.of_micro_batch(
+            self, model, inputs, compute, planned.decided.loss, num_items_in_batch, planned.token_losses
         )
-        if (routers := router_loss(outputs, model)) is not None:
-            loss = loss + routers / self.current_gradient_accumulation_steps
-        return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
@@ -148,30 +134,6 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""
         return with_segments_cut(batch, longest_segment(self.planned_batches.decided.batching, self.state.global_step))
 
-    def _compute_evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Return a batch's mean loss over trainable tokens; in an evaluation, also add it to the overall mean."""
-        planned = self.planned_batches
-        if planned.settled.by_trainer and not is_tree_batch(inputs):
-            tokens, outputs = items_in(inputs, "token"), None
-            divided = {}
-            if self.compute_loss_func is not None:  # otherwise the function would get num_items_in_batch=None
-                divided = {ITEMS: tokens.clamp(min=1) * data_rank(self.accelerator).world_size}
-            with summed_log_probs(model) as summed, without_router_loss(model):
-                loss = super().compute_loss(model, inputs, return_outputs, **divided)
-            if return_outputs:
-                loss, outputs = loss
-            total = loss * tokens if tokens else torch.zeros_like(loss)
-            if summed and planned.decided.trainer_loss.sums_log_probs:
-                total = -summed[0]
-        else:
-            weights, keep_logits = weights_of(inputs, "token"), return_outputs and not planned.only_evaluates_loss
-            total, outputs = run_with_loss(model, inputs, inputs[labels_key(inputs)], weights, keep_logits=keep_logits)
-            tokens = items_in(inputs, "token")
-            loss = total / tokens.clamp(min=1)
-        if planned.evaluation is not None:
-            planned.evaluation.add(total, tokens)
-        return (loss, outputs) if return_outputs else loss
-
     def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
@@ -182,9 +144,6 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     ) -> EvalLoopOutput:
         planned = self.planned_batches
         planned.evaluation = TokenMean(self.args.device)
-        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        stock = planned.decided.trainer_loss.kind.prediction_step is Trainer.prediction_step
-        planned.only_evaluates_loss = only_loss and stock
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -193,10 +152,10 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 if not planned.evaluation.batches:
                     raise PackingError(
                         "prediction_step: expected a method that calls self.compute_loss, but "
-                        f"{planned.decided.trainer_loss.kind.__name__}.prediction_step did not call compute_loss"
+                        f"{planned.trainer_loss.kind.__name__}.prediction_step did not call compute_loss"
                     )
                 summed, tokens = planned.evaluation.over_ranks(self.accelerator)
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
-            planned.evaluation, planned.only_evaluates_loss = None, False
+            planned.evaluation = None
         return output

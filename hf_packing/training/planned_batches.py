@@ -34,7 +34,8 @@ from hf_packing.training.checks import (
 )
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
-from hf_packing.training.losses import Loss, collator_for, loss_of_model
+from hf_packing.training.losses import Loss
+from hf_packing.training.model_loss import check_loss_of_model, collator_for
 from hf_packing.training.ranks import (
     CollectiveCall,
     PlannedFrom,
@@ -46,15 +47,8 @@ from hf_packing.training.ranks import (
 from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses, TokenMean
-from hf_packing.training.train_on_trees import check_takes_trees, settle_trees, trees_to_train
-from hf_packing.training.trainer_loss import (
-    SettledLoss,
-    loss_of_trainer,
-    loss_settings,
-    refuse_changed_settings,
-    refuse_undivided,
-    settle_loss,
-)
+from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as, trees_to_train
+from hf_packing.training.trainer_loss import loss_of_trainer, loss_settings, refuse_changed_settings
 
 Check = Callable[[Trainer], None]
 
@@ -71,19 +65,16 @@ class _KnownSizes(NamedTuple):
 class PlannedBatches:
     """The state that `attach` stores as `trainer.planned_batches`, with methods that check and load batches."""
 
-    settled: SettledLoss
-    """The decision whether attach or the trainer computes the loss for the trainer's current model."""
     collator: PackingCollator
 
     def __init__(
         self, trainer: Trainer, batching: Batching, loss: Loss, prove: ProveInTraining, shapes: Shapes = (None, None)
     ) -> None:
         model = weakref.ref(inner_model(trainer.model))
-        self.decided = AttachDecisions(batching, loss, prove, loss_of_trainer(trainer), shapes, model)
+        self.decided = AttachDecisions(batching, loss, prove, shapes, model)
+        self.trainer_loss = loss_of_trainer(trainer)
         self.evaluation: TokenMean | None = None
         """The mean loss of the evaluation that is running, or None if no evaluation is running."""
-        self.only_evaluates_loss = False
-        """True while an evaluation runs that needs the loss, but no logits."""
         self.token_losses: TokenLosses | None = None
         """Where the losses of all labels are kept during a step of training; None to keep none."""
         self.step_counts = StepCounts()
@@ -167,7 +158,7 @@ class PlannedBatches:
         return self._sampler(trainer, name, dataset, planned_from, batching)
 
     def settle(self, trainer: Trainer) -> None:
-        """Patch the trainer's model, choose the collator, and decide whether attach or the trainer computes the loss.
+        """Patch the trainer's model, check its loss, and choose the collator.
 
         Raises:
             PackingError: the model's loss is not supported.
@@ -178,7 +169,9 @@ class PlannedBatches:
             refuse_padding_in_router_loss(trainer.model)
         collator = collator_for(trainer.model, *self.decided.shapes)
         check_masks(self._masks, trainer.model, collator)
-        self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
+        if not self.trainer_loss.is_its_own:
+            check_loss_of_model(trainer.model, self.decided.loss)
+        self._settled, self.trainer_loss.is_divided = weakref.ref(inner_model(trainer.model)), None
         self.collator = collator
 
     def counts_of(self, batches: Sequence[dict[str, Any]]) -> Tensor:
@@ -195,13 +188,9 @@ class PlannedBatches:
         sizes = self._sizes(self._rows_to_train(trainer) if dataset is trainer.train_dataset else dataset)
         if sizes.trees is not None:
             check_takes_trees(trainer.model, self.decided.loss, self.decided.batching, self.decided.shapes)
-            settle_trees(trainer, self.decided.trainer_loss, self._masks)
+            check_takes_trees_as(self.trainer_loss, trainer, self._masks)
             return
         check_labels_are_hidden(dataset, sizes, trainer.model, self._rows_of(trainer))
-
-    def check_divided(self, trainer: Trainer) -> None:
-        """Refuse a loss that depends on how an optimizer step is split into micro-batches; see `refuse_undivided`."""
-        refuse_undivided(trainer, self.decided.trainer_loss, self.settled)
 
     def remember_settings(self, trainer: Trainer) -> None:
         """Store the settings that decide the trainer's loss, so that `check` notices changes."""
@@ -220,7 +209,6 @@ class PlannedBatches:
         def settle(_: PlannedFrom) -> None:
             self._settle_again(trainer)
             self.check_labels(trainer, trainer.train_dataset)
-            self.check_divided(trainer)
 
         run = self._collective.runner()
         sampler = run(plan)
@@ -260,19 +248,12 @@ class PlannedBatches:
         return self._trees
 
     def _settle_again(self, trainer: Trainer) -> None:
-        """Patch the trainer's model again if needed, and update `self.settled`.
-
-        If the trainer has a new model, or if the model's own loss has changed, the function decides again whether
-        attach or the trainer computes the loss.
-        """
-        if self.settled.model() is not inner_model(trainer.model):
-            self.settle(trainer)
-            trainer.data_collator = self.collator
-        else:
+        """Patch the trainer's model again if needed, and settle again if the trainer has another model."""
+        if self._settled() is inner_model(trainer.model):
             patch_for_training(trainer.model, trainer.accelerator, self.decided.prove)
-            if loss_of_model(trainer.model) == self.settled.of_model:
-                return
-            self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
+            return
+        self.settle(trainer)
+        trainer.data_collator = self.collator
         self.remember_settings(trainer)
 
     def _sampler(

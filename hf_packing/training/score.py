@@ -22,7 +22,7 @@ from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.training.log_probs import log_probs_and_hidden
-from hf_packing.training.losses import predicts_next
+from hf_packing.training.model_loss import predicts_next
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.rows_to_score import RowToScore, rows_to_score
 

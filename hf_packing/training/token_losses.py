@@ -16,24 +16,27 @@ class TokenLosses:
 
     Args:
         like: a tensor [1, tokens] on the device of the batch.
+        predicts_next: True if the logits of a token predict the next token.
 
     Attributes:
         of_labels: float64 [1, tokens], or float32 on an MPS device; 0 for a token without a label.
         are_known: True if the losses were put.
     """
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, predicts_next: bool) -> None:
+        self._shift = int(predicts_next)
         self.of_labels = torch.zeros(like.shape, dtype=exact_type(like.device), device=like.device)
         self.are_known = False
 
-    def put(self, losses: Tensor, tokens: slice | Tensor) -> None:
+    def put(self, losses: Tensor, tokens: Tensor) -> None:
         """Keep losses; those of a token may be put more than once, as when a chunk is computed again.
 
         Args:
             losses: float [labels].
-            tokens: the tokens whose labels these are, a slice or int64 [labels].
+            tokens: the tokens whose logits predict the labels, int64 [labels]. A token without a label has a loss of 0.
         """
-        self.of_labels[0, tokens] = losses.detach().to(self.of_labels)
+        places = (tokens.to(self.of_labels.device) + self._shift).clamp(max=self.of_labels.shape[1] - 1)
+        self.of_labels[0, places] = losses.detach().to(self.of_labels)
         self.are_known = True
 
     @contextmanager
@@ -43,7 +46,7 @@ class TokenLosses:
         def keep(_: nn.Module, __: Any, outputs: Any) -> None:
             found = getattr(outputs, "log_probs", None)
             if isinstance(found, Tensor) and found.shape == self.of_labels[:, 1:].shape:
-                self.put(-found[0], slice(1, None))
+                self.put(-found[0], torch.arange(found.shape[1]))
 
         handle = model.register_forward_hook(keep)
         try:

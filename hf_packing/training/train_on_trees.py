@@ -13,8 +13,8 @@ from hf_packing.sampling.epoch_plan import Batching
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.sampling.trees_of_documents import TreesOfDocuments
 from hf_packing.sampling.within_limits import Shapes
-from hf_packing.training.losses import Loss, loss_of_model, refuse_unknown_loss
-from hf_packing.training.next_tokens import check_predicts_next
+from hf_packing.training.losses import Loss
+from hf_packing.training.model_loss import check_loss_of_model, check_predicts_next
 from hf_packing.training.shared_randomness import warn_of_shared_randomness
 from hf_packing.training.trainer_loss import TrainerLoss
 
@@ -48,8 +48,7 @@ def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: 
         ModelNotSupportedError: it cannot be proven that the model runs rows of trees.
     """
     check_predicts_next(model)
-    if loss_of_model(model) is None and has_local_weights(model):
-        refuse_unknown_loss(model, loss)
+    check_loss_of_model(model, loss, trees=True)
     if shapes != (None, None):
         raise PackingError(
             f"tokens: expected None for documents that share prefixes, whose batches have no fixed shapes, got "
@@ -65,12 +64,12 @@ def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: 
     warn_of_shared_randomness(model)
 
 
-def settle_trees(trainer: Trainer, own: TrainerLoss, masks: Any) -> None:
-    """Check that attach can compute a trainer's loss on rows of trees, and let the trainer pass on the divisor.
+def check_takes_trees_as(own: TrainerLoss, trainer: Trainer, masks: Any) -> None:
+    """Check that a trainer's loss is the model's own one, whose cross-entropy can be that of rows of trees.
 
     Args:
+        own: the way in which the trainer computes its loss.
         trainer: the trainer, whose model is patched.
-        own: the way in which the trainer computed its loss before attach was called.
         masks: the trainer's collator if it masks tokens, else None.
 
     Raises:
@@ -87,4 +86,3 @@ def settle_trees(trainer: Trainer, own: TrainerLoss, masks: Any) -> None:
             f"but {own.kind.__name__} has a compute_loss, compute_loss_func, label_smoothing_factor, loss_type or "
             "use_liger_kernel of its own; train without share_prefixes"
         )
-    trainer.model_accepts_loss_kwargs = True

@@ -1,52 +1,44 @@
-"""Decide whether attach or the trainer computes the loss, and find out whether the loss is divided correctly.
+"""Let a trainer compute its own loss of a packed micro-batch, as a part of the loss of the optimizer step.
 
-If a trainer computes its own loss, a test finds out whether the trainer divides that loss by num_items_in_batch.
-SFTTrainer computes its loss without logits: the model's output layer, called the fused LM head, returns `log_probs`
-[1, tokens - 1]. The loss is the negative sum of `log_probs`, divided by num_items_in_batch.
+n = items of the optimizer step (labels, or documents), A = its micro-batches on each rank, W = ranks. The trainer's own
+compute_loss runs as if the micro-batch were the whole step, but with n / (A W) items, and its result is divided by A.
+A loss a / n + b then becomes a W / n + b / A, of which DDP and FSDP take the mean over ranks: what the trainer divides
+by n is exact, and what it does not divide is a mean over micro-batches and ranks. A loss that does not depend on n at
+all is weighted by the micro-batch's share of items. SFTTrainer computes its loss without logits: the model's output
+layer, called the fused LM head, returns `log_probs` [1, tokens - 1], whose negative sum is divided by n.
 """
 
 import copy
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_packing.attention import (
-    has_local_weights,
-    inner_model,
-    input_device,
-    random_documents,
-    takes_argument,
-    unpatched_on_error,
-)
-from hf_packing.collate import PackingCollator
+from hf_packing.attention import inner_model
+from hf_packing.collate import PackingCollator, is_tree_batch
+from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.losses import (
-    ITEMS,
-    PROBED_TOKENS,
-    Loss,
-    ModelLoss,
-    exact_type,
-    loss_of_model,
-    refuse_unknown_loss,
-    weights_of,
+from hf_packing.training.logits import is_compiled, observed_logits
+from hf_packing.training.losses import ITEMS, Loss, exact_type, items_in, weights_of
+from hf_packing.training.model_loss import (
+    MUCH,
+    check_is_weighted,
+    only_cross_entropy,
+    weighting_of,
+    with_a_label,
+    with_labels,
 )
 from hf_packing.training.ranks import data_rank
+from hf_packing.training.token_losses import TokenLosses
 
-_MUCH = 1e-3
-"""If doubling num_items_in_batch changes a loss by more than this share, the loss counts as divided by that number."""
-
-
-_METRICS = "_metrics"
-"""The attribute in which SFTTrainer collects metrics of batches."""
+_METRICS = ("_metrics", "_total_train_tokens")
+"""Attributes in which SFTTrainer collects metrics of batches."""
 
 
 _PICTURES = {"image", "images", "pixel_values"}
@@ -59,32 +51,124 @@ _ON_TRAINER = ("compute_loss_func", "label_smoother", "loss_is_scaled_for_ga", "
 _IN_ARGUMENTS = ("label_smoothing_factor", "use_liger_kernel", "loss_type")
 
 
-@dataclass(frozen=True)
+Compute = Callable[..., Any]
+"""A trainer's own compute_loss, given the inputs and num_items_in_batch: it returns a loss, or a loss and outputs."""
+
+
+@dataclass
 class TrainerLoss:
-    """The way in which a trainer computed its loss before `attach` changed the trainer."""
+    """The way in which a trainer computes its loss."""
 
     kind: type[Trainer]
-    """The trainer's class."""
+    """The trainer's class before `attach` has changed it."""
     is_its_own: bool
     """True if the trainer computes the loss itself instead of taking the loss from the model's outputs."""
     sums_log_probs: bool
     """True if the loss is the negative sum of the log-probabilities that SFTTrainer's fused LM head returns."""
-    scaled_for_accumulation: bool
-    """True if the trainer's loss_is_scaled_for_ga says that the loss is already scaled for gradient accumulation."""
+    is_scaled: bool
+    """True if loss_is_scaled_for_ga says that the trainer has divided its loss for gradient accumulation."""
+    is_divided: bool | None = None
+    """True if the loss depends on num_items_in_batch; None until the first micro-batch has shown it."""
 
+    def of_micro_batch(
+        self,
+        trainer: Trainer,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        compute: Compute,
+        loss: Loss,
+        items: Tensor | None,
+        token_losses: TokenLosses | None,
+    ) -> Any:
+        """Return what a trainer's compute_loss returns, with the contribution of a micro-batch to its optimizer step.
 
-@dataclass(frozen=True)
-class SettledLoss:
-    """The decision whether attach or the trainer computes the loss, made once for each model of a trainer."""
+        Args:
+            trainer: the attached trainer.
+            model: the model with its wrappers.
+            inputs: a packed batch with labels, or a batch of trees.
+            compute: the trainer's own compute_loss.
+            loss: "token" or "sequence".
+            items: the items of the optimizer step on all ranks; None for a batch outside of train().
+            token_losses: where the cross-entropies of all labels are kept; None to keep none.
+        """
+        own = items_in(inputs, loss)
+        micro_batches, ranks = 1, 1
+        if items is not None:
+            micro_batches, ranks = (
+                trainer.current_gradient_accumulation_steps,
+                data_rank(trainer.accelerator).world_size,
+            )
+        items = (own.clamp(min=1) if items is None else items).to(exact_type(own.device))
+        given = items / (micro_batches * ranks)
+        if sft_trainer_of(trainer) is not None:
+            given = given.clamp(min=1)  # as SFTTrainer would do
+        factor = given * ranks / items
+        sums_log_probs = self.sums_log_probs and not is_tree_batch(inputs)
+        weighting = None if sums_log_probs else weighting_of(model, inputs, loss, given)
+        if weighting is None and not self.is_divided:
+            inputs = with_a_label(inputs, own)
+        given_inputs = with_labels(inputs)
 
-    model: Callable[[], PreTrainedModel | None]
-    """A function that returns the model, or None if the model no longer exists."""
-    of_model: ModelLoss | None
-    """The kind of the model's own loss, as `loss_of_model` returned it."""
-    by_trainer: bool
-    """True if the trainer's own compute_loss is used; attach then only provides num_items_in_batch."""
-    divided: bool
-    """True if the loss is divided by the number of tokens or documents in a whole optimizer step."""
+        def run(given: Any) -> Any:
+            with ExitStack() as stack:
+                stack.enter_context(_as_one_micro_batch(trainer))
+                if sums_log_probs:
+                    if loss == "sequence":
+                        stack.enter_context(weighted_log_probs(model, inputs))
+                    if token_losses is not None:
+                        stack.enter_context(token_losses.of_log_probs(model))
+                    return compute(dict(given_inputs), num_items_in_batch=given)
+                shape = given_inputs[LABELS].shape
+                observing = observed_logits(model, shape, weighting=weighting, token_losses=token_losses)
+                observed = stack.enter_context(observing)
+                found = compute(dict(given_inputs), num_items_in_batch=given)
+            if weighting is not None:
+                check_is_weighted(model, observed)
+            return found
+
+        if self.is_divided is None and weighting is None:
+            found, self.is_divided = _run_and_ask(run, given, model, trainer)
+            if not self.is_divided and self.is_scaled:
+                raise PackingError(
+                    f"loss_is_scaled_for_ga: expected None or False for {self.kind.__name__}, whose loss does not "
+                    f"depend on {ITEMS}, got True; attach weights the loss of each micro-batch by its labels. Divide "
+                    f"the loss by {ITEMS}, or by nothing, and leave loss_is_scaled_for_ga alone"
+                )
+        else:
+            found = run(given.item() if _casts_inputs(model) else given)
+        if weighting is None and not self.is_divided:
+            factor = own * ranks / items
+        return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
+
+    def of_evaluation(
+        self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], compute: Compute
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Return what a trainer's compute_loss returns in an evaluation, the sum of the losses of labels, and their number.
+
+        The losses are the cross-entropy alone, if the model computes one of its logits, without losses of routers and
+        whatever else it adds; a trainer with a compute_loss of its own may add more. The arguments are those of
+        `of_micro_batch`.
+        """
+        tokens = items_in(inputs, "token")
+        items = tokens.clamp(min=1)
+        weighting = weighting_of(model, inputs, "token", items)
+        given_inputs = with_labels(inputs)
+        with (
+            _as_one_micro_batch(trainer),
+            summed_log_probs(model) as log_probs,
+            observed_logits(model, given_inputs[LABELS].shape, weighting=weighting, sums=True) as observed,
+            only_cross_entropy(model, observed, items),
+        ):
+            found = compute(given_inputs, num_items_in_batch=items)
+        loss = found[0] if isinstance(found, tuple) else found
+        if self.sums_log_probs and log_probs:
+            total = -log_probs[0]
+        elif not self.is_its_own and len(observed.sums) == 1:
+            total = observed.sums[0]
+        else:
+            total = torch.where(tokens > 0, loss * tokens, torch.zeros_like(loss))
+        loss = total / items
+        return ((loss, found[1]) if isinstance(found, tuple) else loss), total, tokens
 
 
 def sft_trainer_of(trainer: Trainer) -> type[Trainer] | None:
@@ -112,7 +196,7 @@ def loss_of_trainer(trainer: Trainer) -> TrainerLoss:
         and computes_loss_as(kind, sft_trainer)
         and trainer.args.loss_type == "nll"
         and not replaced,
-        scaled_for_accumulation=bool(getattr(trainer, "loss_is_scaled_for_ga", None)),
+        is_scaled=bool(getattr(trainer, "loss_is_scaled_for_ga", None)),
     )
 
 
@@ -161,104 +245,52 @@ def _has_pictures(dataset: Any) -> bool:
     return not _PICTURES.isdisjoint(names or ())
 
 
-def settle_loss(trainer: Trainer, own: TrainerLoss, loss: Loss) -> SettledLoss:
-    """Decide whether attach or the trainer computes the loss, and return the decision.
+def _run_and_ask(run: Compute, items: Tensor, model: nn.Module, trainer: Any) -> tuple[Any, bool]:
+    """Run compute_loss, and find out whether its loss depends on the number of items that it is given.
 
-    If the loss is divided by num_items_in_batch, the function may set trainer.model_accepts_loss_kwargs to True. Then
-    the trainer passes num_items_in_batch on, and does not divide the loss by gradient_accumulation_steps too.
-
-    Args:
-        trainer: a trainer whose model is patched.
-        own: the way in which the trainer computed its loss before attach was called.
-        loss: "token" or "sequence".
-
-    Raises:
-        PackingError: `loss` is "sequence", and the model's own loss is not the cross-entropy of its logits.
+    Usually the gradient with respect to the number of items tells. If there is none, for example since the number was
+    converted to a float, compute_loss runs once more with another number, without effect on metrics and random states.
     """
-    of_model = loss_of_model(trainer.model)
-    by_trainer, divided = own.is_its_own, True
-    if not by_trainer:
-        if of_model is not None or not has_local_weights(trainer.model):
-            trainer.model_accepts_loss_kwargs = True
-        elif loss == "sequence":
-            refuse_unknown_loss(trainer.model, loss)
-        else:
-            by_trainer = True
-    if by_trainer and (divided := _is_divided(trainer, own.kind)):
-        trainer.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or _takes_items(trainer)
-    return SettledLoss(weakref.ref(inner_model(trainer.model)), of_model, by_trainer, divided)
+    device = items.device
+    states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    if not _casts_inputs(model) and not any(is_compiled(module) for module in model.modules()):
+        found = run(items.requires_grad_())
+        loss = found[0] if isinstance(found, tuple) else found
+        if torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0] is not None:
+            return found, True
+    else:
+        found = run(items.item())
+        loss = found[0] if isinstance(found, tuple) else found
+    metrics = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], device)
+        again = run(2 * items.item())
+    vars(trainer).update(metrics)
+    again = again[0] if isinstance(again, tuple) else again
+    differs = ((again - loss).abs() > MUCH * loss.abs()).to(torch.int32)
+    return found, bool(trainer.accelerator.reduce(differs.detach(), reduction="sum"))  # a rank may have no labels
 
 
-def refuse_undivided(trainer: Trainer, own: TrainerLoss, settled: SettledLoss) -> None:
-    """Refuse a loss that is not divided by num_items_in_batch, unless an optimizer step is a single micro-batch.
-
-    Raises:
-        PackingError: the loss is not divided by num_items_in_batch, and a step has more than one micro-batch.
-    """
-    micro_batches = trainer.args.gradient_accumulation_steps * data_rank(trainer.accelerator).world_size
-    if micro_batches > 1 and not (settled.divided or own.scaled_for_accumulation):
-        raise PackingError(
-            f"trainer: expected a loss that is divided by {ITEMS}, but {own.kind.__name__} with "
-            f"{type(inner_model(trainer.model)).__name__} does not divide the loss. The gradient would depend on how a "
-            f"step is split into {micro_batches} micro-batches; divide the loss, or train on one process with "
-            "gradient_accumulation_steps=1"
-        )
+def _casts_inputs(model: nn.Module) -> bool:
+    """Return whether wrappers of a model may cast its inputs to 16 bits, as FSDP's mixed precision does."""
+    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
 
 
-def _takes_items(trainer: Trainer) -> bool:
-    return takes_argument(inner_model(trainer.model), ITEMS)
-
-
-def _is_divided(trainer: Trainer, kind: type[Trainer]) -> bool:
-    """Return whether the trainer's loss is divided by num_items_in_batch.
-
-    The test computes the loss of a short document for two values of num_items_in_batch. No test is needed for
-    SFTTrainer, which divides its loss, unless the user set compute_loss_func. No test is possible if the model's
-    weights are not in memory; the loss then counts as divided.
-    """
-    sft_trainer = sft_trainer_of(trainer)
-    if sft_trainer is not None and computes_loss_as(kind, sft_trainer) and trainer.compute_loss_func is None:
-        return True
-    if not has_local_weights(trainer.model):
-        return True
-    if not _takes_items(trainer) and trainer.compute_loss_func is None and trainer.label_smoother is None:
-        return False
-    once, twice = (_probed_loss(trainer, kind, items) for items in (PROBED_TOKENS, 2 * PROBED_TOKENS))
-    return abs(once - twice) > _MUCH * abs(once)
-
-
-def _probed_loss(trainer: Trainer, kind: type[Trainer], items: int) -> float:
-    """Return the trainer's own loss on a random document, in training mode, without effect on metrics and random state.
-
-    Args:
-        trainer: the trainer, whose model is patched.
-        kind: the trainer's class before attach.
-        items: the value of num_items_in_batch.
-    """
-    model = trainer.model
-    documents, others = random_documents(inner_model(model), [PROBED_TOKENS], seed=0)
-    row = {"input_ids": documents[0], "labels": others[0]}  # a masked model refuses labels that repeat tokens
-    batch = send_to_device(PackingCollator()([row]), input_device(inner_model(model)))
-    probed: Any = copy.copy(trainer)
-    probed.__class__ = kind
-    probed.model_accepts_loss_kwargs = trainer.model_accepts_loss_kwargs or _takes_items(trainer)
-    probed.current_gradient_accumulation_steps = 1
-    if hasattr(trainer, _METRICS):
-        setattr(probed, _METRICS, copy.deepcopy(getattr(trainer, _METRICS)))
-    was_training = model.training
-    model.train()
+@contextmanager
+def _as_one_micro_batch(trainer: Trainer) -> Iterator[None]:
+    """Context manager: within the block, the trainer takes a micro-batch for the whole optimizer step on all ranks."""
+    steps, averages = (
+        getattr(trainer, "current_gradient_accumulation_steps", 1),
+        trainer.args.average_tokens_across_devices,
+    )
+    trainer.current_gradient_accumulation_steps, trainer.args.average_tokens_across_devices = 1, False
     try:
-        with torch.no_grad(), torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # gradient checkpointing warns if gradients are off
-            torch.manual_seed(0)
-            return float(probed.compute_loss(model, batch, num_items_in_batch=torch.tensor(items)))
-    except Exception as error:  # compute_loss may be the user's code
-        raise PackingError(
-            f"trainer: expected a compute_loss that takes a packed batch, but {kind.__name__}.compute_loss "
-            f"raises {type(error).__name__}: {error}"
-        ) from error
+        yield
     finally:
-        model.train(was_training)
+        trainer.current_gradient_accumulation_steps = steps
+        trainer.args.average_tokens_across_devices = averages
 
 
 @contextmanager
@@ -306,18 +338,6 @@ def _seeing_outputs(model: nn.Module, see: Callable[[Any], None]) -> Iterator[No
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def as_it_was_on_error(trainer: Trainer) -> Iterator[None]:
-    """Context manager: if the block raises an error, unpatch the trainer's model and restore the trainer's settings."""
-    accepts_items = trainer.model_accepts_loss_kwargs
-    try:
-        with unpatched_on_error(trainer.model):
-            yield
-    except Exception:
-        trainer.model_accepts_loss_kwargs = accepts_items
-        raise
 
 
 def subclass_with(methods: type[Trainer], kind: type[Trainer], prefix: str) -> type[Any]:

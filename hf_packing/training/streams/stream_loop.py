@@ -10,7 +10,6 @@ from torch import nn
 from hf_packing.attention import (
     ProveInTraining,
     check_patched,
-    has_local_weights,
     inner_model,
     patch_for_training,
     unpatched_on_error,
@@ -23,14 +22,8 @@ from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_accelerator
 from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.loader import items_of_step
-from hf_packing.training.losses import (
-    Loss,
-    check_loss,
-    collator_for,
-    loss_of_model,
-    refuse_unknown_loss,
-    with_share,
-)
+from hf_packing.training.losses import Loss, check_loss, with_share
+from hf_packing.training.model_loss import check_loss_of_model, collator_for
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.streams.stream_loader import Batch, StreamLoader
@@ -190,6 +183,5 @@ def _isolate_and_check(
     if shares_prefixes(dataset, batching):
         check_takes_trees(model, loss, batching, shapes)
         return
-    if loss_of_model(model) is None and has_local_weights(model):
-        refuse_unknown_loss(model, loss)
+    check_loss_of_model(model, loss)
     check_labels_of_stream(dataset, model)

@@ -1,7 +1,7 @@
 """The state that `attach` gives a trainer whose training dataset is a stream."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -16,6 +16,7 @@ from hf_packing.columns import COMPLETION_MASK, LABELS
 from hf_packing.data.streams.mixture import SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks
+from hf_packing.training.model_loss import predicts_next
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import PlannedFrom, check_same_loss, data_rank
 from hf_packing.training.streams.source_logs import SourceLogs, check_names, source_of_tokens
@@ -30,7 +31,7 @@ from hf_packing.training.streams.training_stream import (
     with_rows_joined,
 )
 from hf_packing.training.token_losses import TokenLosses
-from hf_packing.training.train_on_trees import check_takes_trees, settle_trees
+from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as
 
 
 class StreamedBatches(PlannedBatches):
@@ -51,7 +52,7 @@ class StreamedBatches(PlannedBatches):
 
         Rows of trees get none: what a token of a tree adds to the loss may belong to several documents.
         """
-        if self.loader is None or (self.settled.by_trainer and not self.decided.trainer_loss.sums_log_probs):
+        if self.loader is None:
             return
         for batch, documents in zip(batches, self.loader.documents, strict=True):
             if documents is not None and not is_tree_batch(batch):
@@ -69,10 +70,9 @@ class StreamedBatches(PlannedBatches):
         if source is None or self.loader is None:
             yield
             return
-        losses = self.token_losses = TokenLosses(batch[LABELS])
+        losses = self.token_losses = TokenLosses(batch[LABELS], predicts_next(model))
         try:
-            with losses.of_log_probs(model) if self.settled.by_trainer else nullcontext():
-                yield
+            yield
         finally:
             self.token_losses = None
         if losses.are_known:
@@ -131,7 +131,6 @@ class StreamedBatches(PlannedBatches):
         def settle(_: PlannedFrom) -> None:
             self._settle_again(trainer)
             self.check_labels(trainer, trainer.train_dataset)
-            self.check_divided(trainer)
 
         run = self._collective.runner()
         stream = run(plan)
@@ -189,7 +188,7 @@ class StreamedBatches(PlannedBatches):
             super().check_labels(trainer, dataset)
         elif shares_prefixes(dataset, self.decided.batching):
             check_takes_trees(trainer.model, self.decided.loss, self.decided.batching, self.decided.shapes)
-            settle_trees(trainer, self.decided.trainer_loss, self._masks)
+            check_takes_trees_as(self.trainer_loss, trainer, self._masks)
         else:
             check_labels_of_stream(dataset, trainer.model)
 

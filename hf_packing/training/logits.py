@@ -1,0 +1,533 @@
+"""Logits that are computed when somebody reads them, and in chunks of tokens where a cross-entropy reads them.
+
+For 16,384 tokens and a vocabulary of 152,000, logits take 10 GB in float32, and their gradient takes as much again.
+Within `observed_logits`, the output layer of a model returns `Logits`. They stand for the logits in the model's own
+forward, in its wrappers, and in the loss of a trainer, which all run as they are. `F.cross_entropy` computes its loss
+and its gradients for one chunk of tokens at a time, and only for tokens that have a label. Any other function that
+needs values gets the logits of the whole row.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from hf_packing.attention import inner_model
+from hf_packing.errors import PackingError
+from hf_packing.training.next_tokens import NextTokens
+from hf_packing.training.sum_of_chunks import sum_of_chunks
+from hf_packing.training.token_losses import TokenLosses
+
+CHUNK_LOGITS = 2**27
+"""The largest number of logits in a chunk: 512 MB in float32. Computing a loss takes three to four times as much."""
+
+_logger = logging.getLogger(__name__)
+
+
+_Step = Callable[[Tensor], Tensor]
+"""A function that a forward calls on logits, and that changes each logit by itself."""
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """A weighted sum of cross-entropies, which takes the place of the cross-entropy that a model computes."""
+
+    following: NextTokens
+    weights: Tensor
+    """float [1, tokens]: the weight of each token's label."""
+    items: Any
+    """The number by which the model divides the sum, or by which the sum is divided if the model takes a mean."""
+
+
+@dataclass
+class Observed:
+    """The cross-entropies of the logits of one forward."""
+
+    size: int
+    """The largest number of tokens in a chunk."""
+    weighting: Weighting | None
+    token_losses: TokenLosses | None
+    sums: list[Tensor] = field(default_factory=list)
+    """The sum over labels of each cross-entropy, without a graph."""
+
+
+@contextmanager
+def observed_logits(
+    model: nn.Module,
+    shape: torch.Size,
+    *,
+    size: int | None = None,
+    in_chunks: bool = False,
+    weighting: Weighting | None = None,
+    token_losses: TokenLosses | None = None,
+    sums: bool = False,
+) -> Iterator[Observed]:
+    """Context manager: within the block, a model's logits are `Logits`, if they are many or are to be observed.
+
+    Args:
+        model: a model, with or without wrappers.
+        shape: numbers of rows and tokens of the batch.
+        size: the largest number of tokens in a chunk; None for as many as make CHUNK_LOGITS logits.
+        in_chunks: True to compute the logits of short rows in chunks, too, since few of them are read.
+        weighting: a sum to take the place of the model's cross-entropy; None to leave it as it is.
+        token_losses: where the cross-entropies of all labels are kept; None to keep none.
+        sums: whether the sums of cross-entropies are needed.
+    """
+    inner = inner_model(model)
+    observed = Observed(tokens_of_chunk(inner) if size is None else size, weighting, token_losses)
+    # chunks may gather weights once more: with FSDP2, all ranks have to do the same, however long their rows are
+    in_chunks |= shape.numel() > observed.size or (size is None and isinstance(inner, FSDPModule))
+    if not (in_chunks or weighting or token_losses or sums):
+        yield observed
+        return
+    layer = inner.get_output_embeddings()
+    head = _Head(inner, layer, shape, observed)
+    reason, can_observe = _reason_against_chunks(layer, model, inner)
+    with head.installed(in_chunks and not reason) if can_observe else nullcontext():
+        yield observed
+    if in_chunks and (reason := reason or head.reason) and _REPORTED.get(inner) != reason:
+        _REPORTED[inner] = reason
+        _logger.warning("%s: the loss needs the logits of whole rows, since %s", type(inner).__name__, reason)
+
+
+@contextmanager
+def reduced_logits(model: nn.Module, reduce: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Context manager: within the block, a model returns the result of a function in place of its logits.
+
+    The function runs inside the wrappers of DDP and FSDP, as a loss does, while the weights are gathered.
+    """
+
+    def replace(_: nn.Module, __: Any, outputs: Any) -> Any:
+        outputs["logits"] = reduce(outputs.logits)
+        return outputs
+
+    handle = inner_model(model).register_forward_hook(replace, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def log_probs_of(following: NextTokens, logits: Tensor) -> Tensor:
+    """Return the log-probability of each label, float [labels], in chunks where the logits are not known."""
+    if not isinstance(logits, Logits) or logits.whole is not None:
+        return following.log_probs(logits.values() if isinstance(logits, Logits) else logits)
+
+    def of_chunk(rows: Tensor, chunk: slice) -> Tensor:
+        exact = rows if rows.dtype == torch.float64 else rows.float()
+        return -F.cross_entropy(exact, following.labels[chunk].to(exact.device), reduction="none")
+
+    return logits.of_tokens(following.predictors).in_chunks(of_chunk)
+
+
+def tokens_of_chunk(inner: PreTrainedModel) -> int:
+    """Return the largest number of tokens whose logits are computed at a time."""
+    return max(1, CHUNK_LOGITS // getattr(inner.config.get_text_config(), "vocab_size", 1))
+
+
+_REPORTED: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()
+"""The last reason that was reported for each model."""
+
+
+def _reason_against_chunks(layer: Any, model: nn.Module, inner: PreTrainedModel) -> tuple[str, bool]:
+    """Return why the logits of whole rows are needed, or an empty text, and whether they can be observed at least."""
+    name = next((name for name, module in model.named_modules() if module is layer), None)
+    if not name:
+        return "the model's get_output_embeddings returns no output layer", False
+    parts = name.split(".")
+    around = [model, *(model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))]
+    if torch.compiler.is_compiling() or any(is_compiled(module) for module in around):
+        return "the output layer is compiled", False
+    if any(isinstance(module, FullyShardedDataParallel) for module in around[around.index(inner) :]):
+        return "the first version of FSDP shards the output layer on its own", True
+    if any(hasattr(each, "ds_id") for each in layer.parameters()):
+        return "DeepSpeed ZeRO-3 shards the output layer", True
+    if any(each._backward_hooks for each in layer.parameters()):
+        return "a weight of the output layer has a hook", True
+    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values(), *layer._backward_hooks.values()]
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
+        return "the output layer has a hook", True  # it would see some of the tokens only
+    return "", True
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile compiles a module's forward."""
+    forward = vars(module).get("forward")
+    forwards = forward, getattr(forward, "before", None)  # a patch may have replaced a compiled forward
+    compiled = any(hasattr(each, "_torchdynamo_orig_callable") for each in forwards)
+    return compiled or "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+class _Head:
+    """Hooks on the output layer for one forward of a model, which make its outputs `Logits`.
+
+    Where logits are to be computed in chunks, the layer itself runs on the first token of the row only, with all its
+    hooks and wrappers.
+    """
+
+    def __init__(self, inner: PreTrainedModel, layer: nn.Module, shape: torch.Size, observed: Observed) -> None:
+        self.inner, self.layer, self.shape, self.observed = inner, layer, shape, observed
+        self.reason = "the output layer was not called"
+        """Why the logits of whole rows are computed; empty if they are not."""
+        self._hidden: Tensor | None = None
+        self._autocast = False, torch.bfloat16
+
+    @contextmanager
+    def installed(self, in_chunks: bool) -> Iterator[None]:
+        handles = [self.layer.register_forward_hook(self._return_logits)]
+        if in_chunks:
+            handles.append(self.layer.register_forward_pre_hook(self._keep_first_token))
+            handles.append(self.layer.register_forward_hook(self._without_graph, prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep_first_token(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+        """Keep the input of the output layer, and return the first token, unless something rules out chunks."""
+        hidden = args[0] if len(args) == 1 else None
+        if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[:2] != self.shape:
+            self.reason = "the input of the output layer is not a tensor [1, tokens, width]"
+            return None
+        device = hidden.device.type
+        self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        if _is_distributed(self.layer):
+            self.reason = "the output layer is distributed by tensor parallelism"
+        elif torch.float16 in (hidden.dtype, self._autocast[1] if self._autocast[0] else None):
+            self.reason = "gradients in float16 have to be scaled before they are computed"
+        else:
+            self.reason, self._hidden = "", hidden
+            return (hidden[:, :1],)
+        return None
+
+    def _without_graph(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Return logits of the first token that the backward pass reaches, but that get no gradient."""
+        return None if self._hidden is None else output.detach() + 0 * args[0].sum().to(output.dtype)
+
+    def _return_logits(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        places = torch.arange(self.shape.numel()).view(self.shape)
+        if self._hidden is not None:
+            hidden, self._hidden = self._hidden, None
+            return Logits.later(self, hidden, output, places, ())
+        if type(output) is not Tensor or output.shape[:2] != self.shape:
+            return None
+        return Logits.known(self, output, places)
+
+    def of(self, hidden: Tensor, steps: Sequence[_Step]) -> Tensor:
+        """Return the logits for inputs of the output layer, float [..., width], after some functions of the forward."""
+        enabled, dtype = self._autocast
+        with _unsharded(self.inner, self.layer), torch.autocast(hidden.device.type, dtype, enabled=enabled):
+            logits: Tensor = self.layer.forward(hidden)  # without hooks, which FSDP expects to be called once
+            for step in steps:
+                logits = step(logits)
+        return logits
+
+
+class Logits(Tensor):
+    """Logits [..., vocabulary] of tokens of a batch, which are known, or computed as soon as a function needs values.
+
+    Until then, the memory of the tensor is a single NaN, so that no code takes it for numbers.
+    """
+
+    head: _Head
+    places: Tensor
+    """The index of each token in the batch, int64 [...] on the CPU."""
+    whole: Tensor | None
+    """The logits, once they are known."""
+    hidden: Tensor
+    """float [..., width], the input of the output layer, if the logits were not known from the beginning."""
+    gate: Tensor
+    """float [1, 1, vocabulary], the output of the layer for the first token."""
+    steps: tuple[_Step, ...]
+    """The functions that the forward has called on the logits."""
+
+    @classmethod
+    def known(cls, head: _Head, whole: Tensor, places: Tensor) -> "Logits":
+        logits = whole.as_subclass(cls)
+        logits.head, logits.whole, logits.places = head, whole, places
+        return logits
+
+    @classmethod
+    def later(
+        cls, head: _Head, hidden: Tensor, gate: Tensor, places: Tensor, steps: tuple[_Step, ...], like: Any = None
+    ) -> "Logits":
+        trained = [each for each in head.layer.parameters() if each.requires_grad]
+        of = partial(head.of, steps=steps)
+        logits: Logits = _InGraph.apply(of, gate if like is None else like, gate, hidden, *trained).as_subclass(cls)
+        logits.head, logits.whole, logits.places = head, None, places
+        logits.hidden, logits.gate, logits.steps = hidden, gate, steps
+        return logits
+
+    def values(self) -> Tensor:
+        """Return the logits, and keep them."""
+        if self.whole is None:
+            with torch.set_grad_enabled(
+                self.hidden.requires_grad or torch.is_grad_enabled()
+            ):  # others may need a graph
+                self.whole = self.head.of(self.hidden, self.steps)
+        return self.whole
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function.__name__
+        if name == "__get__":
+            name = function.__self__.__name__
+        if name in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        found = None
+        if function is F.cross_entropy:
+            found = _cross_entropy(*args, **kwargs)
+        elif isinstance(args[0], cls):
+            found = args[0]._after(function, name, args[1:], kwargs)
+        if found is not None:
+            return found
+
+        def read(each: Any) -> Any:
+            return each.values() if isinstance(each, cls) else each
+
+        return function(*tree_map(read, args), **tree_map(read, kwargs))
+
+    def _after(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Logits | None":
+        """Return the result of a function that leaves every token's logits apart, or None for any other function."""
+        numbers = all(not isinstance(each, Tensor) or _is_number(each) for each in (*args, *kwargs.values()))
+        if name.strip("_") in _OF_SINGLE_LOGITS and numbers:
+
+            def step(logits: Tensor) -> Tensor:
+                result: Tensor = function(logits, *args, **kwargs)
+                return result
+
+            if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):  # in place
+                if self.whole is None:
+                    self.steps = (*self.steps, step)
+                else:
+                    step(self.whole)
+                return self
+            return self._with(self.places, lambda rows: rows, step)
+        if name in _OF_SHAPES:
+            shape = function(torch.empty(self.shape, device="meta"), *args, **kwargs).shape
+            if shape[-1:] == self.shape[-1:]:
+                return self._with(
+                    self.places.reshape(shape[:-1]), lambda rows: rows.reshape(*shape[:-1], rows.shape[-1])
+                )
+        if name == "__getitem__":
+            index = _index_of_tokens(args[0], self.ndim)
+            if index is not None:
+                on_cpu = tuple(each.cpu() if isinstance(each, Tensor) else each for each in index)
+                return self._with(self.places[on_cpu], lambda rows: rows[(*index, slice(None))])
+        return None
+
+    def _with(self, places: Tensor, select: Callable[[Tensor], Tensor], step: _Step | None = None) -> "Logits":
+        """Return the logits of other tokens, or the same after one more function."""
+        if self.whole is not None:
+            whole = select(self.whole)
+            return Logits.known(self.head, whole if step is None else step(whole), places)
+        steps = self.steps if step is None else (*self.steps, step)
+        like = torch.empty(1, dtype=self.dtype, device=self.device)
+        return Logits.later(
+            self.head, select(self.hidden), self.gate, places, steps, like if step is None else step(like)
+        )
+
+    def of_tokens(self, tokens: Tensor) -> "Logits":
+        """Return the logits of some tokens of a batch, int64 [chosen], which may be the same ones."""
+        rows: Logits = self[0, tokens.to(self.device)]
+        return rows
+
+    def in_chunks(self, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Call a function on the logits of chunks of tokens, and join the results. Backward computes chunks again.
+
+        Args:
+            function: a function of the logits of a chunk, float [tokens, vocabulary], and of the chunk.
+        """
+        if self.whole is not None:
+            return function(self.whole, slice(0, len(self.whole)))
+
+        def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
+            return function(self.head.of(hidden[None], self.steps)[0], chunk)
+
+        chunks = _chunks(len(self.hidden), self.head.observed.size)
+        if torch.is_grad_enabled():
+            again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
+            return torch.cat([again(self.hidden[chunk], chunk) for chunk in chunks])
+        return torch.cat([of_chunk(self.hidden[chunk], chunk) for chunk in chunks])
+
+    def summed(self, tokens: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Sum a function over chunks of tokens, whose gradients are computed at once. See `sum_of_chunks`.
+
+        Args:
+            tokens: int64 [chosen], the tokens to take; at least one, so that the sum always has a gradient.
+            function: a function of the logits of a chunk, float [tokens, vocabulary], and of the chunk.
+        """
+        if self.whole is not None:
+            return function(self.whole[tokens.to(self.whole.device)], slice(0, len(tokens)))
+
+        def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
+            return function(self.head.of(hidden, self.steps)[0], chunk)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            gate = self.as_subclass(Tensor)
+        hidden = self.hidden[tokens.to(self.hidden.device)][None]
+        return sum_of_chunks(of_chunk, hidden, self.head.observed.size, gate)
+
+
+def _cross_entropy(
+    input: Any,  # noqa: A002  # as torch calls it
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """Compute `F.cross_entropy` in chunks, and note its sum. Return None if torch has to compute it as usual."""
+    ndims = (input.ndim, target.ndim) if isinstance(input, Logits) else None
+    if ndims != (2, 1) or (weight, size_average, reduce) != (None, None, None):
+        return None
+    logits, observed, is_first = input, input.head.observed, not input.head.observed.sums
+    if observed.weighting is not None:
+        found = _weighted(logits, observed.weighting, observed.token_losses)
+        observed.sums.append(found.detach())
+        return found if reduction == "sum" else found / observed.weighting.items
+    labeled = target != ignore_index
+    losses_of = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    if reduction == "none":
+        found = logits.in_chunks(lambda rows, chunk: losses_of(rows, target[chunk], reduction="none"))
+        observed.sums.append(found.detach().sum())
+        return found
+    if logits.whole is not None and observed.token_losses is None:
+        found = losses_of(logits.whole, target, reduction=reduction)
+        observed.sums.append(found.detach() * (labeled.sum() if reduction == "mean" else 1))
+        return found
+    chosen = labeled.nonzero()[:, 0]
+    chosen = chosen if len(chosen) else chosen.new_zeros(1)
+    targets = target[chosen]
+
+    def sum_of(rows: Tensor, chunk: slice) -> Tensor:
+        losses = losses_of(rows, targets[chunk], reduction="none")
+        if observed.token_losses is not None and is_first:
+            observed.token_losses.put(losses, logits.places[chosen[chunk].cpu()])
+        return losses.sum()
+
+    found = logits.summed(chosen, sum_of)
+    observed.sums.append(found.detach())
+    return found / labeled.sum() if reduction == "mean" else found
+
+
+def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | None) -> Tensor:
+    """Return the weighted sum, a float scalar, if the logits are those of the tokens of the batch, in their order."""
+    predictors, tokens, labels = weighting.following
+    rows = len(logits.places)
+    if rows < weighting.weights.shape[1] - 1 or not torch.equal(logits.places, torch.arange(rows)):
+        raise PackingError(
+            "loss: expected a cross-entropy of the logits of all tokens of a batch, got one of logits of other tokens, "
+            "whose documents cannot be told apart"
+        )
+    weights = weighting.weights[0, tokens]
+
+    def sum_of(losses: Tensor, chunk: slice) -> Tensor:
+        if token_losses is not None:
+            token_losses.put(losses, predictors[chunk].cpu())
+        return losses @ weights[chunk].to(losses)
+
+    if logits.whole is not None:
+        return sum_of(-weighting.following.log_probs(logits.whole), slice(None))
+    if not len(predictors):  # so that the sum always has a gradient
+        predictors, labels, weights = (each.new_zeros(1) for each in (predictors, labels, weights))
+
+    def losses_of(rows: Tensor, chunk: slice) -> Tensor:
+        exact = rows if rows.dtype == torch.float64 else rows.float()
+        return sum_of(F.cross_entropy(exact, labels[chunk].to(rows.device), reduction="none"), chunk)
+
+    return logits.summed(predictors, losses_of)
+
+
+class _InGraph(torch.autograd.Function):
+    """A NaN in the shape of logits, with a place in the graph.
+
+    A gradient arrives here if a custom autograd function has read the logits. It goes on to the input of the output
+    layer and to its weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, of: _Step, like: Tensor, gate: Tensor, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.of, ctx.trained = of, trained
+        ctx.save_for_backward(gate, hidden)
+        nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
+        return nan.expand(*hidden.shape[:-1], gate.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gate, hidden = ctx.saved_tensors
+        if not any(gradient.stride()):  # zeros that `sum_of_chunks` sends through the gate
+            return None, None, torch.zeros_like(gate), *[None] * (1 + len(ctx.trained))
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            logits = ctx.of(leaf)
+        return None, None, None, *torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
+
+
+def _is_number(value: Tensor) -> bool:
+    return value.ndim == 0 and not value.requires_grad and not isinstance(value, Logits)
+
+
+def _index_of_tokens(index: Any, ndim: int) -> tuple[Any, ...] | None:
+    """Return an index without its last part, if that takes the whole vocabulary; None for any other index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(each is None or isinstance(each, (bool, list)) for each in parts):
+        return None
+    taken = sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in parts)
+    dots = [number for number, each in enumerate(parts) if each is Ellipsis]
+    begin = dots[0] if dots else len(parts)
+    parts = (*parts[:begin], *[slice(None)] * (ndim - taken + len(dots)), *parts[begin + len(dots) :])
+    return parts[:-1] if isinstance(parts[-1], slice) and parts[-1] == slice(None) else None
+
+
+def _chunks(tokens: int, size: int) -> list[slice]:
+    return [slice(begin, begin + size) for begin in range(0, max(tokens, 1), size)]
+
+
+_OF_SINGLE_LOGITS = frozenset(
+    ("float", "double", "half", "bfloat16", "to", "type", "clone", "contiguous", "neg", "tanh")
+    + ("mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide")
+)
+"""Names, without underscores, of functions that change each logit by itself, if all other arguments are numbers."""
+
+_OF_SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze"))
+
+_WITHOUT_VALUES = frozenset(
+    ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta")
+    + ("is_sparse", "_base", "_backward_hooks", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
+    + ("is_tensor", "register_hook", "get_device", "element_size", "__len__")
+)
+"""Names of functions and attributes that need no values of logits."""
+
+
+@contextmanager
+def _unsharded(inner: nn.Module, layer: nn.Module) -> Iterator[None]:
+    """Context manager: within the block, weights of the output layer that FSDP2 shards on their own are gathered."""
+    units = [module for module in inner.modules() if isinstance(module, FSDPModule) and layer in module.modules()]
+    sharded = [unit for unit in units if unit is not inner] if _is_distributed(layer) else []
+    for unit in sharded:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in sharded:
+            unit.reshard()
+
+
+def _is_distributed(layer: nn.Module) -> bool:
+    return any(type(each).__name__ == "DTensor" for each in layer.parameters())

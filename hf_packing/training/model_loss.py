@@ -1,0 +1,281 @@
+"""Let a model compute its own loss of a packed batch, and find out how it does that.
+
+A loss L(n) = a / n + b has a part that the model divides by the number of items n, such as the cross-entropy, and a
+part that it does not divide, such as the loss of routers, a z-loss, or what PEFT adds around the model. Nothing of it
+is computed here, except for loss="sequence" and for trees: then a weighted sum takes the place of the cross-entropy,
+wherever the model computes one of its logits.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from hf_packing.attention import (
+    NoLanguageModelError,
+    has_local_weights,
+    inner_model,
+    input_device,
+    is_patched,
+    random_documents,
+    restored_modes,
+    sees_labels,
+    small_copy_of,
+    takes_argument,
+)
+from hf_packing.collate import PackingCollator, is_tree_batch
+from hf_packing.columns import IGNORED_LABEL, LABELS
+from hf_packing.errors import PackingError
+from hf_packing.training.logits import Logits, Observed, Weighting, observed_logits
+from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
+from hf_packing.training.next_tokens import NextTokens
+from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
+
+_NOT_FOR_THE_MODEL = {LABELS, *TREE_KEYS_OF_THE_LOSS, ITEMS, TARGETS, WEIGHTS}
+
+
+def inputs_of_model(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch without what only the loss needs."""
+    return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+
+
+def with_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model gets of a packed batch or a batch of trees to compute its own loss."""
+    return {**inputs_of_model(batch), LABELS: batch[labels_key(batch)]}
+
+
+def weighting_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss, items: Any) -> Weighting | None:
+    """Return what takes the place of a model's cross-entropy, or None if it is right as it is.
+
+    Args:
+        model: a patched model, with or without wrappers.
+        batch: a packed batch with labels, or a batch of trees.
+        loss: "token" or "sequence".
+        items: the number by which the model divides the loss.
+    """
+    if loss == "token" and not is_tree_batch(batch):
+        return None
+    return weighting(model, batch, batch[labels_key(batch)], weights_of(batch, loss), items)
+
+
+def weighting(model: nn.Module, batch: Mapping[str, Any], labels: Tensor, weights: Tensor, items: Any) -> Weighting:
+    """Return a weighted sum over the labels of a batch, int64 [1, tokens], with weights of the same shape."""
+    return Weighting(NextTokens.of_batch(batch, labels, predicts_next(model)), weights, items)
+
+
+def run_with_loss(
+    model: nn.Module, batch: Mapping[str, Any], labels: Tensor, items: Any, weighting: Weighting | None = None
+) -> tuple[Tensor, Observed]:
+    """Run a model with its own loss L(items), and return the loss and what was observed of its cross-entropies.
+
+    Args:
+        model: a patched language model, with or without wrappers.
+        batch: a packed batch or a batch of trees.
+        labels: int64 [1, tokens]; -100 marks a token without a label.
+        items: the number by which the model divides the loss, a number or a scalar tensor.
+        weighting: what takes the place of the model's cross-entropy; None to leave it as it is.
+
+    Raises:
+        PackingError: there is a weighting, but the model does not compute one cross-entropy of its logits.
+    """
+    divisor = {ITEMS: items} if takes_argument(inner_model(model), ITEMS) else {}
+    with observed_logits(model, labels.shape, weighting=weighting, sums=not torch.is_grad_enabled()) as observed:
+        outputs = model(**inputs_of_model(batch), labels=labels, **divisor)
+    if weighting is not None:
+        check_is_weighted(model, observed)
+    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    if not isinstance(loss, Tensor):
+        raise PackingError(
+            f"model: expected a model that returns a loss, but {type(inner_model(model)).__name__} does not"
+        )
+    return loss, observed
+
+
+def check_is_weighted(model: nn.Module, observed: Observed) -> None:
+    """Raise PackingError unless a weighted sum has taken the place of exactly one cross-entropy in a forward."""
+    if len(observed.sums) != 1:
+        _refuse_other_losses(inner_model(model), len(observed.sums))
+
+
+@contextmanager
+def only_cross_entropy(model: nn.Module, observed: Observed, items: Tensor) -> Iterator[None]:
+    """Context manager: within the block, the loss that a model returns is its cross-entropy divided by `items`.
+
+    A model that computes none of its logits, or several, returns its loss as usual.
+    """
+
+    def replace(_: nn.Module, __: Any, outputs: Any) -> Any:
+        if len(observed.sums) == 1 and isinstance(outputs, Mapping) and outputs.get("loss") is not None:
+            outputs["loss"] = observed.sums[0] / items
+        return outputs
+
+    handle = inner_model(model).register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def with_a_label(batch: Mapping[str, Any], items: Tensor) -> dict[str, Any]:
+    """Return a batch that has a label in any case, since a mean over no labels is not a number.
+
+    Args:
+        batch: a packed batch with labels.
+        items: the number of its items, an int64 scalar; if it is 0, the loss has to be multiplied by 0.
+    """
+    labels = batch[LABELS].clone()
+    labels[0, -1] = torch.where(items > 0, labels[0, -1], (batch["input_ids"][0, -1] == 0).to(labels))
+    return {**batch, LABELS: labels}
+
+
+class OwnLoss(NamedTuple):
+    """How a model computes its own loss."""
+
+    predicts_next: bool
+    """True if the logits of a token predict the next token; False if they predict the token itself."""
+    is_divided: bool
+    """True if the loss depends on num_items_in_batch."""
+    cross_entropies: int
+    """The number of cross-entropies of the logits from which the loss is computed."""
+
+
+_KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]" = weakref.WeakKeyDictionary()
+"""For each model, the loss function that it had when `own_loss_of` was called, and the result."""
+
+
+def own_loss_of(model: nn.Module) -> OwnLoss | None:
+    """Return how a model computes its own loss, from one run on a short document; None if it returns no loss.
+
+    If the model's weights are not in memory, a small model of the same class runs instead.
+    """
+    inner = inner_model(model)
+    function = getattr(inner, "loss_function", None)
+    if inner not in _KNOWN or _KNOWN[inner][0] is not function:
+        _KNOWN[inner] = function, _ask(model)
+    return _KNOWN[inner][1]
+
+
+def predicts_next(model: nn.Module) -> bool:
+    """Return whether a model's logits at a token predict the next token, as in most causal language models.
+
+    Otherwise, the logits predict the token at the same position, as in masked language models.
+
+    Raises:
+        PackingError: this shows neither in the model's own loss nor in the name of its class.
+    """
+    if (known := own_loss_of(model)) is not None:
+        return known.predicts_next
+    inner = inner_model(model)
+    names = {base.__name__ for base in type(inner).__mro__}
+    if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return True
+    if names & set(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()):
+        return False
+    raise PackingError(
+        f"model: expected a causal or a masked language model of transformers, got {type(inner).__name__}; "
+        f"{NoLanguageModelError.SUPPORTED}. To train a token classifier, use patch_model and a Trainer with "
+        "PackingCollator(keep_first_labels=True)"
+    )
+
+
+def check_predicts_next(model: nn.Module) -> None:
+    """Raise PackingError unless a model's logits at a token predict the next token, from this token and earlier ones.
+
+    Args:
+        model: a patched model, with or without wrappers.
+    """
+    inner = inner_model(model)
+    if not predicts_next(model) or sees_labels(inner):
+        raise PackingError(
+            f"model: expected a causal language model for documents that share prefixes and for log-probabilities of "
+            f"documents, but {type(inner).__name__} sees the tokens that it predicts"
+        )
+
+
+def check_loss_of_model(model: nn.Module, loss: Loss, trees: bool = False) -> None:
+    """Refuse a model that returns no loss, or whose cross-entropy cannot be weighted where this is needed.
+
+    A model is not checked if neither its weights nor a small copy of it are in memory.
+
+    Raises:
+        PackingError: the model returns no loss; or `loss` is "sequence" or there are trees, and the model's own loss is
+            not computed from one cross-entropy of its logits.
+    """
+    inner, known = inner_model(model), own_loss_of(model)
+    if known is None and has_local_weights(model):
+        predicts_next(model)
+        raise PackingError(f"model: expected a model that returns a loss, but {type(inner).__name__} does not")
+    if known is not None and (trees or loss == "sequence") and known.cross_entropies != 1:
+        _refuse_other_losses(inner, known.cross_entropies)
+
+
+def _refuse_other_losses(inner: PreTrainedModel, found: int) -> None:
+    raise PackingError(
+        f"loss: expected a model whose own loss is computed from one F.cross_entropy of its logits for loss='sequence' "
+        f"and for documents that share prefixes, but {type(inner).__name__} computes {found}, or is compiled as a whole"
+    )
+
+
+def collator_for(
+    model: nn.Module | None, tokens: int | None = None, max_segments: int | None = None
+) -> PackingCollator:
+    """Return a PackingCollator for a model; None stands for any model that predicts the next token."""
+    keep_first_labels = model is not None and not predicts_next(model)
+    return PackingCollator(keep_first_labels, tokens, max_segments)
+
+
+_PROBED_TOKENS, _LABELED = 13, 6
+"""The number of tokens in the short document, and the only token with a label."""
+
+
+def _ask(model: nn.Module) -> OwnLoss | None:
+    """Run a model on a short document with one label. The gradient shows which token's logits the loss depends on."""
+    inner = inner_model(model)
+    if not has_local_weights(model):
+        try:
+            inner = small_copy_of(inner)
+        except Exception:  # building a model can fail in many ways, depending on the configuration
+            return None
+    documents, _ = random_documents(inner, [_PROBED_TOKENS], seed=0)
+    packed = send_to_device(PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}]), input_device(inner))
+    batch = packed if is_patched(inner) else {"input_ids": packed["input_ids"]}
+    if not is_patched(inner) and takes_argument(inner, "use_cache"):
+        batch = {**batch, "use_cache": False}
+    labels = torch.full_like(packed[LABELS], IGNORED_LABEL)
+    labels[0, _LABELED] = 3  # small, since labels out of range would put a CUDA device into an error state for good
+    items = torch.tensor(1.0, dtype=exact_type(labels.device), device=labels.device)
+
+    def run(items: Tensor) -> tuple[Tensor, Any, Observed]:
+        divisor = {ITEMS: items} if takes_argument(inner, ITEMS) else {}
+        with observed_logits(inner, labels.shape, size=_PROBED_TOKENS, sums=True) as observed:
+            outputs = inner(**{**batch, LABELS: labels}, **divisor)
+        logits = outputs["logits"]
+        return outputs["loss"], logits.whole if isinstance(logits, Logits) else logits, observed
+
+    with restored_modes(inner), torch.enable_grad():
+        inner.eval()
+        try:
+            loss, logits, observed = run(items.requires_grad_())
+            of_logits, of_items = torch.autograd.grad(loss, [logits, items], allow_unused=True)
+            is_divided = of_items is not None
+            if not is_divided and takes_argument(inner, ITEMS):
+                again = run(items.detach() * 2)[0]
+                is_divided = bool((again - loss).abs() > MUCH * loss.abs())
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+            return None
+    if of_logits is None:
+        return None
+    predictor = int(of_logits[0].abs().amax(-1).argmax())
+    if predictor not in (_LABELED - 1, _LABELED):
+        return None
+    return OwnLoss(predictor < _LABELED, is_divided, len(observed.sums))
+
+
+MUCH = 1e-3
+"""If doubling num_items_in_batch changes a loss by more than this share, the loss counts as divided by that number."""

@@ -1,0 +1,332 @@
+"""What a model, PEFT and a trainer compute is what is trained: each document alone on the stock model is the truth.
+
+The right loss of an optimizer step is the cross-entropy summed over its labels / their number, plus the mean over its
+micro-batches of whatever is not divided by that number.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from chunks import chunks_of
+from tiers import fast_only
+from tiny_models import build, exact
+from torch.nn import functional as F
+from trainers import trainer_of
+from training_process import documents
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.errors import PackingError
+
+pytestmark = [
+    pytest.mark.filterwarnings("default::FutureWarning"),  # TRL and PEFT use names that transformers has renamed
+    pytest.mark.filterwarnings("default::UserWarning"),
+]
+
+CLOSE = 1e-6
+"""transformers' own loss converts logits to float32."""
+
+BUDGET = hfp.TokenBudget(64)
+
+
+class Alone(NamedTuple):
+    """The outputs of the stock model for the documents of a micro-batch, one by one."""
+
+    logits: torch.Tensor
+    """Of the tokens that predict, float [labels, vocabulary]."""
+    labels: torch.Tensor
+    all_logits: torch.Tensor
+    """float [tokens, vocabulary]."""
+    routers: tuple[torch.Tensor, ...] | None
+    """The logits of the routers of each layer, float [tokens, experts]."""
+
+    @property
+    def cross_entropies(self):
+        return F.cross_entropy(self.logits, self.labels, reduction="sum")
+
+
+def alone(model, batch) -> Alone:
+    """Run the documents of a packed batch one by one through an unpatched model."""
+    borders = batch["cu_seq_lens_q"].tolist()
+    logits, labels, everything, routers = [], [], [], []
+    for begin, end in zip(borders, borders[1:], strict=False):
+        outputs = model(input_ids=batch["input_ids"][:, begin:end], use_cache=False)
+        own = batch["labels"][0, begin + 1 : end]
+        logits.append(outputs.logits[0, :-1][own != -100])
+        labels.append(own[own != -100])
+        everything.append(outputs.logits[0])
+        routers.append(getattr(outputs, "router_logits", None))
+    gates = None if routers[0] is None else tuple(torch.cat(each) for each in zip(*routers, strict=True))
+    return Alone(torch.cat(logits), torch.cat(labels), torch.cat(everything), gates)
+
+
+def balance(model, of: Alone, experts, top):
+    return load_balancing_loss_func(of.routers, experts, top)
+
+
+class Case(NamedTuple):
+    """A way to compute a loss."""
+
+    model: Callable[[], torch.nn.Module]
+    extra: Callable[[torch.nn.Module, Alone], Any] = lambda *_: 0.0
+    """What is not divided by the number of labels, given the model and a micro-batch."""
+    kind: type[Trainer] = Trainer
+    divided: Callable[[Alone], torch.Tensor] = lambda of: of.cross_entropies
+    arguments: dict[str, Any] = {}
+    prepare: Callable[[Trainer], Any] = lambda _: None
+
+
+class Regularized(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **others):
+        loss = super().compute_loss(model, inputs, **others)
+        return loss + norm(model)
+
+
+def norm(model):
+    return 0.02 * sum(each.square().sum() for name, each in model.named_parameters() if "q_proj" in name)
+
+
+class CallsSuper(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Mean(Trainer):
+    """Knows nothing of other micro-batches."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **_):
+        labels = inputs["labels"][0, 1:]
+        inputs = {name: each for name, each in inputs.items() if name != "labels"}
+        return F.cross_entropy(model(**inputs).logits[0, :-1], labels)
+
+
+class MeanAndNorm(Mean):
+    def compute_loss(self, model, inputs, return_outputs=False, **others):
+        return super().compute_loss(model, inputs, **others) + norm(model)
+
+
+class ByFloat(Mean):
+    """Divides by the number of items, but not as a tensor."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        count = (inputs["labels"][0, 1:] != -100).sum()
+        return super().compute_loss(model, inputs) * count / float(num_items_in_batch)
+
+
+class ZLossInTraining(LlamaForCausalLM):
+    def forward(self, **inputs):
+        outputs = super().forward(**inputs)
+        if self.training and outputs.loss is not None:
+            outputs.loss = outputs.loss + 0.1 * outputs.logits.logsumexp(-1).square().mean()
+        return outputs
+
+
+def z_loss(factor):
+    return lambda _, of: factor * of.all_logits.logsumexp(-1).square().mean()
+
+
+def in_training():
+    model = build("Llama", torch.float64)
+    model.__class__ = ZLossInTraining
+    return model
+
+
+def ada_lora(**sizes):
+    torch.manual_seed(0)
+    config = peft.AdaLoraConfig(
+        r=4, target_modules=["q_proj"], orth_reg_weight=0.5, task_type="CAUSAL_LM", total_step=100, tinit=1, tfinal=1
+    )
+    return peft.get_peft_model(build("Llama", torch.float64, **sizes), config).to(torch.float64)
+
+
+def orthogonal(model, _):
+    total, count = 0.0, 0
+    for name, each in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            product = each @ each.T if "lora_A" in name else each.T @ each
+            total = total + torch.dist(product, torch.eye(len(product), dtype=each.dtype))
+            count += 1
+    return 0.5 * total / count
+
+
+def adaption_prompt():
+    torch.manual_seed(0)
+    config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build("Llama", torch.float64), config)
+    for name, each in model.named_parameters():
+        if "gate" in name:
+            each.data.fill_(0.5)
+    return model.to(torch.float64)
+
+
+def smoothed(of: Alone):
+    log_probs = of.logits.log_softmax(-1)
+    own = -log_probs.gather(1, of.labels[:, None]).sum()
+    return 0.9 * own - 0.1 * log_probs.sum() / log_probs.shape[-1]
+
+
+def by_function(outputs, labels, num_items_in_batch=None):
+    losses = F.cross_entropy(outputs.logits[0, :-1], labels[0, 1:], reduction="none")
+    return losses.sum() / num_items_in_batch + 0.01 * outputs.logits.square().mean()
+
+
+def experts_of(name, experts, top, coefficient, **changes):
+    return Case(
+        lambda: build(name, torch.float64, output_router_logits=True, **changes),
+        lambda model, of: coefficient * load_balancing_loss_func(of.routers, experts, top),
+    )
+
+
+def tiny_experts(architecture, coefficient, change):
+    def make():
+        model = tiny_model(architecture, "causal", torch.float64, experts_implementation="eager")
+        change(model)
+        return model
+
+    return Case(make, coefficient)
+
+
+def jet_moe(model):
+    model.config.output_router_logits, model.aux_loss_coef = True, 0.5
+
+
+def dbrx(model):
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+
+
+def bamba(model):
+    model.z_loss_coefficient = 0.1
+
+
+CASES = {
+    "plain": Case(lambda: build("Llama", torch.float64)),
+    "capped": Case(lambda: build("Gemma2", torch.float64, final_logit_softcapping=3.0)),
+    "smoothed": Case(
+        lambda: build("Llama", torch.float64), divided=smoothed, arguments={"label_smoothing_factor": 0.1}
+    ),
+    "compute_loss_func": Case(
+        lambda: build("Llama", torch.float64),
+        lambda _, of: 0.01 * of.all_logits.square().mean(),
+        prepare=lambda trainer: setattr(trainer, "compute_loss_func", by_function),
+    ),
+    "regularized": Case(lambda: build("Llama", torch.float64), lambda model, _: norm(model), Regularized),
+    "mean": Case(lambda: build("Llama", torch.float64), kind=Mean),
+    "mean and norm": Case(lambda: build("Llama", torch.float64), lambda model, _: norm(model), MeanAndNorm),
+    "by float": Case(lambda: build("Llama", torch.float64), kind=ByFloat),
+    "z-loss in training": Case(in_training, z_loss(0.1)),
+    "AdaLoRA": Case(ada_lora, orthogonal),
+    "AdaptionPrompt": Case(adaption_prompt),
+    "Mixtral": experts_of("Mixtral", 4, 2, 0.5, router_aux_loss_coef=0.5),
+    "Qwen3-MoE": experts_of(
+        "Qwen3Moe", 4, 2, 0.5, router_aux_loss_coef=0.5, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "OLMoE": experts_of("Olmoe", 4, 2, 0.5, router_aux_loss_coef=0.5, num_experts=4, num_experts_per_tok=2),
+    "JetMoe": tiny_experts(
+        "jetmoe",
+        lambda model, of: 0.5 * load_balancing_loss_func(of.routers, model.num_experts, model.num_experts_per_tok),
+        jet_moe,
+    ),
+    "DBRX": tiny_experts(
+        "dbrx",
+        lambda model, of: 0.5 * load_balancing_loss_func(of.routers, model.num_experts, model.num_experts_per_tok),
+        dbrx,
+    ),
+    "Bamba": tiny_experts("bamba", z_loss(0.1), bamba),
+}
+CASES |= {f"super of {name}": CASES[name]._replace(kind=CallsSuper) for name in ("Qwen3-MoE", "Bamba", "AdaLoRA")}
+SFT = ("plain", "capped", "smoothed", "compute_loss_func", "Qwen3-MoE")  # stock itself fails with AdaptionPrompt
+CASES |= {f"SFTTrainer of {name}": CASES[name]._replace(kind=SFTTrainer) for name in SFT}
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of the first optimizer step, and the batches of the whole training."""
+
+    def __init__(self):
+        self.gradients = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        if not self.gradients:
+            self.gradients = gradients_of(model)
+
+
+def gradients_of(model):
+    return {
+        name.removeprefix("module."): each.grad.clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None and each.requires_grad
+    }
+
+
+class Trained(NamedTuple):
+    """A step of training: its loss in the logs, its gradients, and its micro-batches."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    batches: list[dict[str, torch.Tensor]]
+
+
+def train(tmp_path, case, model, accumulation, **settings) -> Trained:
+    seen = Gradients()
+    arguments = {"gradient_accumulation_steps": accumulation, "max_steps": 1, "max_grad_norm": 0.0} | case.arguments
+    trainer = trainer_of(tmp_path, case.kind, model=model, data=documents(45), **arguments)
+    case.prepare(trainer)
+    trainer.add_callback(seen)
+    hfp.attach(trainer, BUDGET, **settings)
+    loader, batches = type(trainer).get_batch_samples, []
+
+    def noting(self, *given):
+        found = loader(self, *given)
+        batches.extend(found[0])
+        return found
+
+    type(trainer).get_batch_samples = noting  # the class is this trainer's own
+    try:
+        trainer.train()
+    finally:
+        type(trainer).get_batch_samples = loader
+    (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return Trained(loss, seen.gradients, batches[:accumulation])
+
+
+def right_step(case, model, batches, count=None):
+    """The loss of a step and its gradients, from the stock model on each document alone."""
+    model.train()
+    model.zero_grad()
+    each = [alone(model, batch) for batch in batches]
+    count = sum(len(of.labels) for of in each) if count is None else count
+    loss = sum(case.divided(of) for of in each) / count
+    loss = loss + sum(case.extra(model, of) for of in each) / len(each)
+    loss.backward()
+    return float(loss.detach()), gradients_of(model)
+
+
+def check_close(found, expected, close=CLOSE):
+    assert found.keys() == expected.keys()
+    largest = max(float(each.abs().max()) for each in expected.values())
+    assert largest > 0
+    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected) / largest
+    assert worst <= close, worst
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    "name", fast_only(CASES, "plain", "regularized", "mean", "z-loss in training", "AdaLoRA", "Qwen3-MoE", "JetMoe")
+)
+def test_steps_of_attach(tmp_path, name, accumulation):
+    case = CASES[name]
+    model = case.model()
+    stock = copy.deepcopy(model)
+    found = train(tmp_path, case, model, accumulation)
+    assert len(found.batches) == accumulation
+    assert all(len(batch["cu_seq_lens_q"]) > 3 for batch in found.batches)  # several documents in each
+    loss, gradients = right_step(case, stock, found.batches)
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    check_close(found.gradients, gradients)
