@@ -3,6 +3,7 @@
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 SIZES = {
     "vocab_size": 128,
@@ -89,12 +90,14 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes) -> PreTraine
                 parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped one has no float64
+        exact(model)
     return model.to(dtype)
 
 
 def exact(model: PreTrainedModel) -> PreTrainedModel:
     """Let a model compute its loss in the dtype of its logits, which transformers converts to float32."""
-    model.loss_function = _exact_loss
+    if getattr(model, "loss_function", None) is LOSS_MAPPING["ForCausalLM"]:
+        model.loss_function = _exact_loss
     return model
 
 

@@ -66,10 +66,11 @@ from hf_packing.attention.patch import (
 from hf_packing.attention.probe import random_documents
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
-from hf_packing.attention.snapshot import restored_modes
+from hf_packing.attention.snapshot import restored, restored_modes, restored_random_state
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
+from hf_packing.attention.tree_row import labels_of_trees
 from hf_packing.attention.unpadding_proof import prove_unpadding
 from hf_packing.attention.unpatch import patched, unpatch_model
 from hf_packing.attention.varlen import kernel_of
@@ -87,6 +88,7 @@ __all__ = [
     "input_device",
     "is_patched",
     "kernel_of",
+    "labels_of_trees",
     "patch_for_training",
     "patch_model",
     "patched",
@@ -94,7 +96,9 @@ __all__ = [
     "prove_unpadding",
     "random_documents",
     "refuse_copied_labels",
+    "restored",
     "restored_modes",
+    "restored_random_state",
     "route_of",
     "sees_labels",
     "share_prefixes",

@@ -4,8 +4,10 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from operator import is_, methodcaller
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,8 @@ would reject an attention function whose package is not installed."""
 class ModuleSnapshot:
     """The state of some modules at one moment: their attributes, buffers, hooks and inner modules.
 
+    It includes what a user's forward hooks keep in Python, such as a list of losses.
+
     A snapshot may serve many forwards, since most forwards change nothing, and since it is cheap to find that out.
 
     Args:
@@ -53,10 +57,16 @@ class ModuleSnapshot:
         self._dictionaries: list[dict[str, Any]] = [
             each for module in modules for each in (vars(module), *(vars(module)[name] for name in _CHANGED_IN_PLACE))
         ]
+        kept = _KeptByHooks()
+        for module in modules:
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                kept.add(hook)
+        self._cells = [(cell, cell.cell_contents) for cell in kept.cells]
+        self._dictionaries += kept.attributes
         self._sizes, self._names, self._values = self._contents()
         self._collections = [
             (name, value, _items(value))
-            for name, value in zip(self._names, self._values, strict=True)
+            for name, value in (*zip(self._names, self._values, strict=True), *kept.variables)
             if name not in _ATTRIBUTES_OF_EVERY_MODULE and isinstance(value, (list, dict, set, deque))
         ]
 
@@ -73,6 +83,7 @@ class ModuleSnapshot:
             sizes == self._sizes
             and names == self._names
             and all(map(is_, values, self._values))
+            and all(cell.cell_contents is before for cell, before in self._cells)
             and not any(_differ(value, items) for _, value, items in self._collections)
         )
 
@@ -89,6 +100,8 @@ class ModuleSnapshot:
         if self.is_current:
             return []
         changed: list[str] = []
+        for cell, before in self._cells:
+            cell.cell_contents = before
         borders = pairwise(accumulate(self._sizes, initial=0))
         for dictionary, (start, end) in zip(self._dictionaries, borders, strict=True):
             names, values = self._names[start:end], self._values[start:end]
@@ -99,6 +112,50 @@ class ModuleSnapshot:
                 _refill(value, before)
                 changed.append(name)
         return changed
+
+
+_LIBRARIES = ("accelerate", "deepspeed", "hf_packing", "peft", "torch", "transformers", "trl")
+"""Packages whose hooks are part of how a model runs, and that keep their own state in order."""
+
+
+class _KeptByHooks:
+    """The places in which hooks may keep what they see: closures, attributes of objects, and global collections."""
+
+    def __init__(self) -> None:
+        self.cells: list[CellType] = []
+        self.attributes: list[dict[str, Any]] = []
+        self.variables: list[tuple[str, Any]] = []
+        self._seen: set[int] = set()
+
+    def add(self, hook: Any) -> None:
+        """Add the places of a hook, a function or any other object that can be called."""
+        if id(hook) in self._seen or (getattr(hook, "__module__", None) or "").split(".")[0] in _LIBRARIES:
+            return
+        self._seen.add(id(hook))
+        if isinstance(hook, partial):
+            for each in (hook.func, *hook.args, *hook.keywords.values()):
+                self._add_value("", each)
+        elif isinstance(hook, MethodType):
+            self._add_value("", hook.__self__)
+            self.add(hook.__func__)
+        elif isinstance(hook, FunctionType):
+            for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True):
+                if cell not in self.cells:
+                    self.cells.append(cell)
+                    self._add_value(name, cell.cell_contents)
+            for name in hook.__code__.co_names:
+                if isinstance(hook.__globals__.get(name), (list, dict, set, deque)):
+                    self.variables.append((name, hook.__globals__[name]))
+        else:
+            self._add_value("", hook)
+
+    def _add_value(self, name: str, value: Any) -> None:
+        if isinstance(value, (FunctionType, MethodType, partial)):
+            self.add(value)
+        elif isinstance(value, (list, dict, set, deque)):
+            self.variables.append((name, value))
+        elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type, ModuleType)):
+            self.attributes.append(vars(value))
 
 
 @contextmanager

@@ -4,7 +4,9 @@ A document is a path from a root down to a segment. Modules that are not segment
 are gathered along each path, and every token keeps the output that it has on the first path with this token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -110,6 +112,19 @@ def _as_place(tokens: Places, device: torch.device) -> Place:
 _NOT_READ = (SEGMENT_LENGTHS, PARENTS, ENDS, TRAINED, TREE_LABELS)
 """Arguments of a row of trees that the model itself does not get."""
 
+_takes_labels: ContextVar[bool] = ContextVar("_takes_labels", default=False)
+
+
+@contextmanager
+def labels_of_trees() -> Iterator[None]:
+    """Context manager: within the block, models take labels of trees, since the caller replaces their cross-entropy."""
+    token = _takes_labels.set(True)
+    try:
+        yield
+    finally:
+        _takes_labels.reset(token)
+
+
 _REFUSED = {
     LABELS: "no model computes the loss of trees by itself; call hfp.compute_loss(model, batch)",
     "attention_mask": "a row of trees has no padding",
@@ -136,7 +151,8 @@ def read_tree_row(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], PackedRow]
             raise PackingError(
                 f"{name}: expected a tensor of integers beside a row of trees, got {type(inputs.get(name)).__name__}"
             )
-    for name, reason in _REFUSED.items():
+    refused = {name: reason for name, reason in _REFUSED.items() if name != LABELS or not _takes_labels.get()}
+    for name, reason in refused.items():
         if inputs.get(name) is not None:
             raise PackingError(f"{name}: expected None with a row of trees, since {reason}")
     tensor = inputs.get("input_ids")
@@ -157,4 +173,4 @@ def read_tree_row(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], PackedRow]
             "position_ids: expected the depth of each token in its tree, or None, got positions that begin with "
             f"{positions.flatten().tolist()[:8]}"
         )
-    return {name: value for name, value in inputs.items() if name not in _NOT_READ and name not in _REFUSED}, row
+    return {name: value for name, value in inputs.items() if name not in _NOT_READ and name not in refused}, row

@@ -89,14 +89,13 @@ def _of_planned(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None, n
             )
     check_patched(model)
     if WEIGHTS in batch:
-        weights = batch[WEIGHTS]
+        weights: Tensor = batch[WEIGHTS]
         if _can_be_weighted(model):
-            return run_with_loss(model, batch, batch[TARGETS], 1, weighting(model, batch, batch[TARGETS], weights, 1))[
-                0
-            ]
+            weighted = weighting(model, batch, batch[TARGETS], weights, 1)
+            return run_with_loss(model, batch, batch[TARGETS], 1, weighted)[0]
         return _mean_loss(model, {**batch, LABELS: batch[TARGETS]}, (weights > 0).sum()) * weights.sum()
     _check_keys(batch)
-    items = batch[ITEMS]
+    items: Tensor = batch[ITEMS]
     if is_tree_batch(batch) or _is_divided(model):
         return _with_items(model, batch, "token", items)
     own = items_in(batch, "token")

@@ -63,7 +63,7 @@ def _log_probs(model: nn.Module, given: dict[str, Any], following: NextTokens) -
                 lambda rows, chunk: _scores_of(rows, following.labels[chunk])
             )
         rows = (logits.values() if isinstance(logits, Logits) else logits)[0]
-        chunks = zip(following.predictors.split(size), following.labels.split(size), strict=True)
+        chunks = zip(torch.split(following.predictors, size), torch.split(following.labels, size), strict=True)
         return torch.cat([_scores_of(rows[predictors], labels) for predictors, labels in chunks])
 
     size = min(_CHUNK_TOKENS, tokens_of_chunk(inner_model(model)))

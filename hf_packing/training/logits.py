@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hf_packing.attention import inner_model
+from hf_packing.attention import inner_model, labels_of_trees
 from hf_packing.errors import PackingError
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.sum_of_chunks import sum_of_chunks
@@ -94,7 +94,10 @@ def observed_logits(
     layer = inner.get_output_embeddings()
     head = _Head(inner, layer, shape, observed)
     reason, can_observe = _reason_against_chunks(layer, model, inner)
-    with head.installed(in_chunks and not reason) if can_observe else nullcontext():
+    with (
+        head.installed(in_chunks and not reason) if can_observe else nullcontext(),
+        labels_of_trees() if weighting is not None else nullcontext(),
+    ):
         yield observed
     if in_chunks and (reason := reason or head.reason) and _REPORTED.get(inner) != reason:
         _REPORTED[inner] = reason
@@ -182,6 +185,7 @@ class _Head:
         """Why the logits of whole rows are computed; empty if they are not."""
         self._hidden: Tensor | None = None
         self._autocast = False, torch.bfloat16
+        self.has_graph = False
 
     @contextmanager
     def installed(self, in_chunks: bool) -> Iterator[None]:
@@ -203,6 +207,7 @@ class _Head:
             return None
         device = hidden.device.type
         self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        self.has_graph = torch.is_grad_enabled()
         if _is_distributed(self.layer):
             self.reason = "the output layer is distributed by tensor parallelism"
         elif torch.float16 in (hidden.dtype, self._autocast[1] if self._autocast[0] else None):
@@ -265,7 +270,8 @@ class Logits(Tensor):
     ) -> "Logits":
         trained = [each for each in head.layer.parameters() if each.requires_grad]
         of = partial(head.of, steps=steps)
-        logits: Logits = _InGraph.apply(of, gate if like is None else like, gate, hidden, *trained).as_subclass(cls)
+        apply: Callable[..., Tensor] = _InGraph.apply
+        logits = apply(of, gate if like is None else like, gate, hidden, *trained).as_subclass(cls)
         logits.head, logits.whole, logits.places = head, None, places
         logits.hidden, logits.gate, logits.steps = hidden, gate, steps
         return logits
@@ -273,9 +279,7 @@ class Logits(Tensor):
     def values(self) -> Tensor:
         """Return the logits, and keep them."""
         if self.whole is None:
-            with torch.set_grad_enabled(
-                self.hidden.requires_grad or torch.is_grad_enabled()
-            ):  # others may need a graph
+            with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
                 self.whole = self.head.of(self.hidden, self.steps)
         return self.whole
 
@@ -342,7 +346,8 @@ class Logits(Tensor):
 
     def of_tokens(self, tokens: Tensor) -> "Logits":
         """Return the logits of some tokens of a batch, int64 [chosen], which may be the same ones."""
-        rows: Logits = self[0, tokens.to(self.device)]
+        rows: Any = self[0, tokens.to(self.device)]
+        assert isinstance(rows, Logits)
         return rows
 
     def in_chunks(self, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -396,11 +401,14 @@ def _cross_entropy(
     ndims = (input.ndim, target.ndim) if isinstance(input, Logits) else None
     if ndims != (2, 1) or (weight, size_average, reduce) != (None, None, None):
         return None
-    logits, observed, is_first = input, input.head.observed, not input.head.observed.sums
+    logits: Logits = input
+    observed, is_first = logits.head.observed, not logits.head.observed.sums
     if observed.weighting is not None:
         found = _weighted(logits, observed.weighting, observed.token_losses)
         observed.sums.append(found.detach())
-        return found if reduction == "sum" else found / observed.weighting.items
+        if reduction == "mean":
+            found = found / observed.weighting.items
+        return found
     labeled = target != ignore_index
     losses_of = partial(F.cross_entropy, ignore_index=ignore_index, label_smoothing=label_smoothing)
     if reduction == "none":
@@ -409,7 +417,10 @@ def _cross_entropy(
         return found
     if logits.whole is not None and observed.token_losses is None:
         found = losses_of(logits.whole, target, reduction=reduction)
-        observed.sums.append(found.detach() * (labeled.sum() if reduction == "mean" else 1))
+        if reduction == "mean":  # not a number without labels
+            observed.sums.append(torch.where(labeled.any(), found.detach() * labeled.sum(), 0.0))
+        else:
+            observed.sums.append(found.detach())
         return found
     chosen = labeled.nonzero()[:, 0]
     chosen = chosen if len(chosen) else chosen.new_zeros(1)
@@ -423,7 +434,9 @@ def _cross_entropy(
 
     found = logits.summed(chosen, sum_of)
     observed.sums.append(found.detach())
-    return found / labeled.sum() if reduction == "mean" else found
+    if reduction == "mean":
+        found = found / labeled.sum()
+    return found
 
 
 def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | None) -> Tensor:
@@ -469,7 +482,7 @@ class _InGraph(torch.autograd.Function):
         return nan.expand(*hidden.shape[:-1], gate.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, hidden = ctx.saved_tensors
         if not any(gradient.stride()):  # zeros that `sum_of_chunks` sends through the gate
             return None, None, torch.zeros_like(gate), *[None] * (1 + len(ctx.trained))

@@ -217,12 +217,10 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         model.eval()
         for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
             batch = send_to_device(batch, accelerator.device)
-            tokens = items_in(batch, "token")
-            items = tokens.clamp(min=1)
-            weighting = weighting_of(model, batch, "token", items)
-            own, observed = run_with_loss(model, batch, batch[labels_key(batch)], items, weighting)
-            total = observed.sums[0] if len(observed.sums) == 1 else torch.nan_to_num(own) * tokens
-            mean.add(total, tokens)
+            counted = items_in(batch, "token")
+            weighting = weighting_of(model, batch, "token", counted.clamp(min=1))
+            loss, observed = run_with_loss(model, batch, batch[labels_key(batch)], counted.clamp(min=1), weighting)
+            mean.add(observed.sums[0] if len(observed.sums) == 1 else torch.nan_to_num(loss) * counted, counted)
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
         raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")

@@ -24,7 +24,9 @@ from hf_packing.attention import (
     input_device,
     is_patched,
     random_documents,
+    restored,
     restored_modes,
+    restored_random_state,
     sees_labels,
     small_copy_of,
     takes_argument,
@@ -32,7 +34,7 @@ from hf_packing.attention import (
 from hf_packing.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
-from hf_packing.training.logits import Logits, Observed, Weighting, observed_logits
+from hf_packing.training.logits import Observed, Weighting, observed_logits
 from hf_packing.training.losses import ITEMS, TARGETS, WEIGHTS, Loss, exact_type, weights_of
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.tree_batch import TREE_KEYS_OF_THE_LOSS, labels_key
@@ -89,7 +91,7 @@ def run_with_loss(
         outputs = model(**inputs_of_model(batch), labels=labels, **divisor)
     if weighting is not None:
         check_is_weighted(model, observed)
-    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    loss = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
         raise PackingError(
             f"model: expected a model that returns a loss, but {type(inner_model(model)).__name__} does not"
@@ -111,7 +113,7 @@ def only_cross_entropy(model: nn.Module, observed: Observed, items: Tensor) -> I
     """
 
     def replace(_: nn.Module, __: Any, outputs: Any) -> Any:
-        if len(observed.sums) == 1 and isinstance(outputs, Mapping) and outputs.get("loss") is not None:
+        if len(observed.sums) == 1 and getattr(outputs, "loss", None) is not None:
             outputs["loss"] = observed.sums[0] / items
         return outputs
 
@@ -145,8 +147,8 @@ class OwnLoss(NamedTuple):
     """The number of cross-entropies of the logits from which the loss is computed."""
 
 
-_KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | None]]" = weakref.WeakKeyDictionary()
-"""For each model, the loss function that it had when `own_loss_of` was called, and the result."""
+_KNOWN: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, OwnLoss | str]]" = weakref.WeakKeyDictionary()
+"""For each model, the loss function that it had when `_known_of` was called, and the result."""
 
 
 def own_loss_of(model: nn.Module) -> OwnLoss | None:
@@ -154,6 +156,12 @@ def own_loss_of(model: nn.Module) -> OwnLoss | None:
 
     If the model's weights are not in memory, a small model of the same class runs instead.
     """
+    known = _known_of(model)
+    return known if isinstance(known, OwnLoss) else None
+
+
+def _known_of(model: nn.Module) -> OwnLoss | str:
+    """Return how a model computes its own loss, or what happened instead, as the end of a sentence."""
     inner = inner_model(model)
     function = getattr(inner, "loss_function", None)
     if inner not in _KNOWN or _KNOWN[inner][0] is not function:
@@ -207,11 +215,14 @@ def check_loss_of_model(model: nn.Module, loss: Loss, trees: bool = False) -> No
         PackingError: the model returns no loss; or `loss` is "sequence" or there are trees, and the model's own loss is
             not computed from one cross-entropy of its logits.
     """
-    inner, known = inner_model(model), own_loss_of(model)
-    if known is None and has_local_weights(model):
+    inner, known = inner_model(model), _known_of(model)
+    if isinstance(known, str):
         predicts_next(model)
-        raise PackingError(f"model: expected a model that returns a loss, but {type(inner).__name__} does not")
-    if known is not None and (trees or loss == "sequence") and known.cross_entropies != 1:
+        if has_local_weights(model):
+            raise PackingError(
+                f"model: expected a model that returns a loss of a packed batch, but {type(inner).__name__} {known}"
+            )
+    elif (trees or loss == "sequence") and known.cross_entropies != 1:
         _refuse_other_losses(inner, known.cross_entropies)
 
 
@@ -234,14 +245,14 @@ _PROBED_TOKENS, _LABELED = 13, 6
 """The number of tokens in the short document, and the only token with a label."""
 
 
-def _ask(model: nn.Module) -> OwnLoss | None:
+def _ask(model: nn.Module) -> OwnLoss | str:
     """Run a model on a short document with one label. The gradient shows which token's logits the loss depends on."""
     inner = inner_model(model)
     if not has_local_weights(model):
         try:
             inner = small_copy_of(inner)
         except Exception:  # building a model can fail in many ways, depending on the configuration
-            return None
+            return "is not in memory"
     documents, _ = random_documents(inner, [_PROBED_TOKENS], seed=0)
     packed = send_to_device(PackingCollator(keep_first_labels=True)([{"input_ids": documents[0]}]), input_device(inner))
     batch = packed if is_patched(inner) else {"input_ids": packed["input_ids"]}
@@ -251,29 +262,43 @@ def _ask(model: nn.Module) -> OwnLoss | None:
     labels[0, _LABELED] = 3  # small, since labels out of range would put a CUDA device into an error state for good
     items = torch.tensor(1.0, dtype=exact_type(labels.device), device=labels.device)
 
-    def run(items: Tensor) -> tuple[Tensor, Any, Observed]:
+    leaves: list[Tensor] = []
+
+    def cut(_: nn.Module, __: Any, output: Any) -> Any:
+        """Make the logits leaves of the graph, so that the model itself needs none."""
+        if not isinstance(output, Tensor) or output.shape[:2] != labels.shape:
+            return None
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1].clone()  # a forward may change its logits in place
+
+    def run(items: Tensor) -> tuple[Any, Observed]:
         divisor = {ITEMS: items} if takes_argument(inner, ITEMS) else {}
         with observed_logits(inner, labels.shape, size=_PROBED_TOKENS, sums=True) as observed:
             outputs = inner(**{**batch, LABELS: labels}, **divisor)
-        logits = outputs["logits"]
-        return outputs["loss"], logits.whole if isinstance(logits, Logits) else logits, observed
+        if not leaves and isinstance(logits := getattr(outputs, "logits", None), Tensor):
+            leaves.append(logits)  # of a model that does not name its output layer
+        return getattr(outputs, "loss", None), observed
 
-    with restored_modes(inner), torch.enable_grad():
+    layer, device = inner.get_output_embeddings(), input_device(inner)
+    with restored(*inner.modules()), restored_modes(inner), restored_random_state(device), torch.enable_grad():
         inner.eval()
+        if isinstance(layer, nn.Module):
+            layer.register_forward_hook(cut)
         try:
-            loss, logits, observed = run(items.requires_grad_())
-            of_logits, of_items = torch.autograd.grad(loss, [logits, items], allow_unused=True)
+            loss, observed = run(items.requires_grad_())
+            if not isinstance(loss, Tensor) or not leaves:
+                return "returns no loss, or no logits of every token"
+            *of_logits, of_items = torch.autograd.grad(loss, [*leaves, items], allow_unused=True)
             is_divided = of_items is not None
             if not is_divided and takes_argument(inner, ITEMS):
-                again = run(items.detach() * 2)[0]
-                is_divided = bool((again - loss).abs() > MUCH * loss.abs())
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-            return None
-    if of_logits is None:
-        return None
-    predictor = int(of_logits[0].abs().amax(-1).argmax())
+                is_divided = bool((run(items.detach() * 2)[0] - loss).abs() > MUCH * loss.abs())
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            return f"raises {type(error).__name__}: {error}"
+    if of_logits[0] is None:
+        return "returns a loss that does not depend on its logits"
+    predictor = int(of_logits[0][0].abs().amax(-1).argmax())
     if predictor not in (_LABELED - 1, _LABELED):
-        return None
+        return f"compares the label of a token with the logits {_LABELED - predictor} tokens before it"
     return OwnLoss(predictor < _LABELED, is_divided, len(observed.sums))
 
 

@@ -56,7 +56,7 @@ class NextTokens(NamedTuple):
         """
         if is_tree_batch(batch):
             return cls.of(torch.from_numpy(trees_of(batch).predecessors).to(labels.device), labels)
-        return cls.of(torch.arange(labels.shape[1], device=labels.device) - predicts_next, labels)
+        return cls.of(torch.arange(labels.shape[1], device=labels.device) - int(predicts_next), labels)
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """Return the log-probability of each label, float [labels]. Each token's logits are normalized once.

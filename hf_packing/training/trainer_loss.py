@@ -9,6 +9,7 @@ layer, called the fused LM head, returns `log_probs` [1, tokens - 1], whose nega
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -105,29 +106,31 @@ class TrainerLoss:
         factor = given * ranks / items
         sums_log_probs = self.sums_log_probs and not is_tree_batch(inputs)
         weighting = None if sums_log_probs else weighting_of(model, inputs, loss, given)
-        if weighting is None and not self.is_divided:
-            inputs = with_a_label(inputs, own)
         given_inputs = with_labels(inputs)
 
-        def run(given: Any) -> Any:
+        def run(inputs: dict[str, Any], given: Any) -> Any:
             with ExitStack() as stack:
                 stack.enter_context(_as_one_micro_batch(trainer))
-                if sums_log_probs:
-                    if loss == "sequence":
-                        stack.enter_context(weighted_log_probs(model, inputs))
-                    if token_losses is not None:
-                        stack.enter_context(token_losses.of_log_probs(model))
-                    return compute(dict(given_inputs), num_items_in_batch=given)
-                shape = given_inputs[LABELS].shape
-                observing = observed_logits(model, shape, weighting=weighting, token_losses=token_losses)
-                observed = stack.enter_context(observing)
-                found = compute(dict(given_inputs), num_items_in_batch=given)
+                if sums_log_probs and loss == "sequence":
+                    stack.enter_context(weighted_log_probs(model, inputs))
+                if sums_log_probs and token_losses is not None:
+                    stack.enter_context(token_losses.of_log_probs(model))
+                observed = observed_logits(
+                    model,
+                    inputs[LABELS].shape,
+                    weighting=weighting,
+                    token_losses=None if sums_log_probs else token_losses,
+                )
+                cross_entropies = stack.enter_context(observed)
+                found = compute(dict(inputs), num_items_in_batch=given.item() if _casts_inputs(model) else given)
             if weighting is not None:
-                check_is_weighted(model, observed)
+                check_is_weighted(model, cross_entropies)
             return found
 
-        if self.is_divided is None and weighting is None:
-            found, self.is_divided = _run_and_ask(run, given, model, trainer)
+        if weighting is not None or self.is_divided:
+            found = run(given_inputs, given)
+        elif self.is_divided is None:
+            found, self.is_divided = _run_and_ask(run, given_inputs, with_a_label(given_inputs, own), given, trainer)
             if not self.is_divided and self.is_scaled:
                 raise PackingError(
                     f"loss_is_scaled_for_ga: expected None or False for {self.kind.__name__}, whose loss does not "
@@ -135,7 +138,7 @@ class TrainerLoss:
                     f"the loss by {ITEMS}, or by nothing, and leave loss_is_scaled_for_ga alone"
                 )
         else:
-            found = run(given.item() if _casts_inputs(model) else given)
+            found = run(with_a_label(given_inputs, own), given)
         if weighting is None and not self.is_divided:
             factor = own * ranks / items
         return (found[0] * factor, found[1]) if isinstance(found, tuple) else found * factor
@@ -143,7 +146,7 @@ class TrainerLoss:
     def of_evaluation(
         self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], compute: Compute
     ) -> tuple[Any, Tensor, Tensor]:
-        """Return what a trainer's compute_loss returns in an evaluation, the sum of the losses of labels, and their number.
+        """Return what compute_loss returns in an evaluation, the sum of the losses of labels, and their number.
 
         The losses are the cross-entropy alone, if the model computes one of its logits, without losses of routers and
         whatever else it adds; a trainer with a compute_loss of its own may add more. The arguments are those of
@@ -245,32 +248,52 @@ def _has_pictures(dataset: Any) -> bool:
     return not _PICTURES.isdisjoint(names or ())
 
 
-def _run_and_ask(run: Compute, items: Tensor, model: nn.Module, trainer: Any) -> tuple[Any, bool]:
+def _run_and_ask(
+    run: Callable[[dict[str, Any], Tensor], Any],
+    inputs: dict[str, Any],
+    labeled: dict[str, Any],
+    items: Tensor,
+    trainer: Any,
+) -> tuple[Any, bool]:
     """Run compute_loss, and find out whether its loss depends on the number of items that it is given.
 
-    Usually the gradient with respect to the number of items tells. If there is none, for example since the number was
-    converted to a float, compute_loss runs once more with another number, without effect on metrics and random states.
+    Usually the gradient with respect to that number tells. If there is none, since the loss does not depend on the
+    number or since compute_loss makes a float of it, compute_loss runs once more with another number, with the same
+    randomness, and without an entry in the trainer's metrics. All ranks do the same.
+
+    Args:
+        run: runs compute_loss on inputs and a number of items.
+        inputs: a packed batch with labels, or maybe without any.
+        labeled: the same batch with at least one label.
+        items: the number of items, a float scalar.
+        trainer: the trainer.
     """
-    device = items.device
-    states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    device, model = items.device, trainer.model_wrapped
+    cuda = [device] if device.type == "cuda" else []
+    states = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True")  # compute_loss may do so
+        found = run(inputs, items.requires_grad_())
+    loss = _loss_in(found)
     if not _casts_inputs(model) and not any(is_compiled(module) for module in model.modules()):
-        found = run(items.requires_grad_())
-        loss = found[0] if isinstance(found, tuple) else found
-        if torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0] is not None:
+        (gradient,) = torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)
+        if gradient is not None:
             return found, True
-    else:
-        found = run(items.item())
-        loss = found[0] if isinstance(found, tuple) else found
     metrics = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=cuda):
         torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], device)
-        again = run(2 * items.item())
+        for each, state in zip(cuda, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, each)
+        again = run(labeled, 2 * items.detach())
     vars(trainer).update(metrics)
-    again = again[0] if isinstance(again, tuple) else again
-    differs = ((again - loss).abs() > MUCH * loss.abs()).to(torch.int32)
-    return found, bool(trainer.accelerator.reduce(differs.detach(), reduction="sum"))  # a rank may have no labels
+    differs = ((_loss_in(again) - loss).detach().abs() > MUCH * loss.detach().abs()).to(torch.int32)
+    is_divided = bool(trainer.accelerator.reduce(differs, reduction="sum"))  # a loss of no labels may be no number
+    return found if is_divided else again, is_divided
+
+
+def _loss_in(found: Any) -> Tensor:
+    loss: Tensor = found[0] if isinstance(found, tuple) else found
+    return loss
 
 
 def _casts_inputs(model: nn.Module) -> bool:

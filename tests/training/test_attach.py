@@ -132,16 +132,15 @@ def test_a_trainers_own_loss_is_told_what_to_divide_by(tmp_path):
 
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            seen.append(int(num_items_in_batch))
+            seen.append((float(num_items_in_batch), int((inputs["labels"] != -100).sum())))
             loss = model(**{**inputs, "num_items_in_batch": num_items_in_batch}).loss
             return (loss, None) if return_outputs else loss
 
     trainer = trainer_of(tmp_path, Own, gradient_accumulation_steps=2)
     hfp.attach(trainer, hfp.TokenBudget(64))
     trainer.train()
-    assert seen[:2] == [13, 26]  # it was asked what it does with them
-    assert len(seen) == 6
-    assert seen[2] == seen[3] != seen[4]
+    (first, here), (second, there), (third, _), _ = seen
+    assert first == second == (here + there) / 2 != third  # each micro-batch is a step of its own
 
 
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
@@ -165,15 +164,19 @@ class CallsSuper(Trainer):
 
 
 def test_a_trainers_own_loss_that_nothing_divides(tmp_path):
-    """BERT takes num_items_in_batch, and ignores it."""
-    trainer = trainer_of(tmp_path, CallsSuper, model=tiny_model("bert", "masked"), gradient_accumulation_steps=2)
-    message = "a loss that is divided by num_items_in_batch, but CallsSuper with BertForMaskedLM does not divide"
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer, hfp.TokenBudget(64))
-    assert not hfp.check_isolation(trainer.model).isolated
-    kinds = (CallsSuper, Trainer)
-    alone, usual = (attached(trainer_of(tmp_path, kind, model=patched_tiny("bert", "masked"))) for kind in kinds)
-    assert logged(alone) == pytest.approx(logged(usual))
+    """BERT takes num_items_in_batch, and ignores it. A trainer that says that the loss is divided is refused."""
+    found = []
+    for kind, accumulation, budget in ((Trainer, 1, 4000), (CallsSuper, 3, 400)):
+        options = {"gradient_accumulation_steps": accumulation, "max_steps": 1}
+        trainer = trainer_of(tmp_path, kind, model=patched_tiny("bert", "masked"), **options)
+        hfp.attach(trainer, hfp.TokenBudget(budget), match_documents_per_step=45)
+        found.append(logged(trainer))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    trainer = trainer_of(tmp_path, CallsSuper, model=patched_tiny("bert", "masked"))
+    trainer.loss_is_scaled_for_ga = True
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="loss_is_scaled_for_ga: expected None or False for CallsSuper, whose loss"):
+        trainer.train()
 
 
 def attached(trainer):
@@ -194,20 +197,10 @@ def test_asking_a_trainer_for_its_loss_leaves_no_trace(tmp_path):
     assert not trainer._total_train_tokens
 
 
-def test_a_trainer_whose_loss_cannot_be_asked(tmp_path):
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, **_):  # noqa: ARG002
-            raise KeyError(inputs["name"])
-
-    message = "expected a compute_loss that takes a packed batch, but Own.compute_loss raises"
-    with pytest.raises(PackingError, match=message):
-        hfp.attach(trainer_of(tmp_path, Own), hfp.TokenBudget(64))
-
-
 @pytest.mark.slow
 def test_labels_that_make_the_input_of_a_decoder(tmp_path):
     trainer = trainer_of(tmp_path, model=tiny_model("bart", "masked"))
-    message = "expected a compute_loss that takes a packed batch, but Trainer.compute_loss raises"
+    message = "expected a model that returns a loss of a packed batch, but BartForConditionalGeneration raises"
     with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
 
@@ -368,8 +361,12 @@ def test_a_loss_that_is_another_stays_the_models(tmp_path):
     usual = trainer_of(tmp_path)
     hfp.attach(usual, hfp.TokenBudget(64))
     assert logged(trainer)[0] == pytest.approx(2 * logged(usual)[0], rel=1e-5)
-    with pytest.raises(PackingError, match="loss: expected a model whose own loss is the cross-entropy of its logits"):
-        hfp.attach(trainer_of(tmp_path, model=model), hfp.TokenBudget(64), loss="sequence")
+    found = []
+    for each in (with_loss_times(2.0), build("Llama")):
+        trainer = trainer_of(tmp_path, model=each)
+        hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
+        found.append(logged(trainer)[0])
+    assert found[0] == pytest.approx(2 * found[1], rel=1e-5)
 
 
 def test_linear_cost():

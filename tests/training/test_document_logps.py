@@ -106,7 +106,7 @@ def kept_for_the_backward_pass(model, batch):
     kept, weight = [], model.lm_head.weight
 
     def note(tensor):
-        if tensor.shape[-1] == 128 and tensor.data_ptr() != weight.data_ptr():
+        if tensor.shape[-1:] == (128,) and tensor.data_ptr() != weight.data_ptr():
             kept.append(tensor.numel())
         return tensor
 

@@ -387,8 +387,11 @@ def test_several_gpus_in_one_process():
 
 
 def test_a_model_with_another_loss():
-    with pytest.raises(PackingError, match="loss: expected a model whose own loss is the cross-entropy"):
-        loader_of(model=with_loss_times(2.0))
+    models = with_loss_times(2.0), build("Llama")
+    found = [float(hfp.compute_loss(model, next(iter(loader_of(model=model)))).detach()) for model in models]
+    assert found[0] == pytest.approx(2 * found[1], rel=1e-5)
+    with pytest.raises(PackingError, match="model: expected a model that returns a loss of a packed batch, but Other"):
+        loader_of(model=with_loss_times(None))
 
 
 def test_sequence_weights_leave_models_no_labels():
