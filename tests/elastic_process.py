@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from datasets import Features, List, Value, load_dataset
 from process_group import end_process_group
-from tiny_models import build
+from tiny_models import build, exact
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -134,7 +134,7 @@ def train_with_trainer(folder, settings):
     )
     notes = Notes(folder, args.process_index)
     stream = open_stream(folder, settings, notes)
-    trainer = Noting(build("Llama").double(), args, train_dataset=stream, callbacks=[Kills()])
+    trainer = Noting(exact(build("Llama").double()), args, train_dataset=stream, callbacks=[Kills()])
     summary = hfp.attach(trainer, batching_of(settings))
     assert summary.ranks == args.world_size
     trainer.train(resume_from_checkpoint=settings["resume"] or None)
@@ -153,7 +153,7 @@ def train_in_a_loop(folder, settings):
         dataloader_config=DataLoaderConfiguration(dispatch_batches=settings["dispatch"]),
     )
     notes = Notes(folder, accelerator.process_index)
-    model = build("Llama").double()
+    model = exact(build("Llama").double())
     stream = open_stream(folder, settings, notes)
     loader = hfp.prepare_dataloader(
         accelerator, stream, batching_of(settings), model=model, num_workers=settings["workers"]

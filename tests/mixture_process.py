@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from document_streams import generated
 from process_group import end_process_group
-from tiny_models import build
+from tiny_models import build, exact
 from torch.nn import functional as F
 from training_process import tokenizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -58,7 +58,7 @@ class ByHand:
     """Sums over the documents of each source: tokens, documents, losses and labels; losses by an unpacked model."""
 
     def __init__(self):
-        self.model = build("Llama").double()
+        self.model = exact(build("Llama").double())
         self.sums = {name: np.zeros(4) for name in SHARES}
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ def trainer_of(folder, stream, kind=Trainer, callbacks=(), loss="token", shapes=
     config = SFTConfig if kind is SFTTrainer else TrainingArguments
     args = config(str(folder), **known | more | settings)
     more = {"processing_class": tokenizer()} if kind is SFTTrainer else {}
-    trainer = Noting(build("Llama").double(), args, train_dataset=stream, callbacks=list(callbacks), **more)
+    trainer = Noting(exact(build("Llama").double()), args, train_dataset=stream, callbacks=list(callbacks), **more)
     hfp.attach(trainer, hfp.TokenBudget(CAPACITY), loss=loss, **(shapes or {}))
     trainer.seen, trainer.by_hand = [], None
     return trainer

@@ -152,11 +152,6 @@ def test_a_facade_is_the_only_door(room):
     assert doors == {f"hf_packing.{room}"}
 
 
-def test_files_are_short_enough_to_read():
-    lines = {str(file): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
-    assert {file: number for file, number in lines.items() if number > 350} == {}
-
-
 def test_errors_are_what_callers_catch():
     assert issubclass(hfp.PackingError, ValueError)
     assert issubclass(hfp.MissingDependencyError, ImportError)

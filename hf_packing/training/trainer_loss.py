@@ -111,10 +111,10 @@ class TrainerLoss:
         def run(inputs: dict[str, Any], given: Any) -> Any:
             with ExitStack() as stack:
                 stack.enter_context(_as_one_micro_batch(trainer))
+                if sums_log_probs and token_losses is not None:  # before they are weighted
+                    stack.enter_context(token_losses.of_log_probs(model))
                 if sums_log_probs and loss == "sequence":
                     stack.enter_context(weighted_log_probs(model, inputs))
-                if sums_log_probs and token_losses is not None:
-                    stack.enter_context(token_losses.of_log_probs(model))
                 observed = observed_logits(
                     model,
                     inputs[LABELS].shape,

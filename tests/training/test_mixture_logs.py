@@ -88,7 +88,7 @@ def test_training_is_the_same_bit_for_bit_as_without_logs_of_sources(tmp_path, k
         assert torch.equal(one, two)
 
 
-def test_a_trainer_with_a_loss_of_its_own_logs_no_losses_of_sources(tmp_path):
+def test_a_cross_entropy_of_the_trainers_own_is_logged_too(tmp_path):
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
@@ -98,7 +98,14 @@ def test_a_trainer_with_a_loss_of_its_own_logs_no_losses_of_sources(tmp_path):
             )
             return (loss, outputs) if return_outputs else loss
 
-    run(tmp_path, losses=False, kind=Own, steps=2)
+    class OfProbabilities(Own):
+        def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
+            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits[0, :-1]
+            losses = -logits.log_softmax(-1).gather(1, inputs["labels"][0, 1:, None].clamp(min=0))
+            return (losses[:, 0] * (inputs["labels"][0, 1:] != -100)).sum() / num_items_in_batch
+
+    run(tmp_path, kind=Own, steps=2)
+    run(tmp_path, losses=False, kind=OfProbabilities, steps=2)
 
 
 def test_epochs_are_those_from_which_the_documents_come(tmp_path):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
-from accelerate import Accelerator
 from chunks import chunks_of
 from tiers import fast_only
 from tiny_models import build, exact

@@ -154,9 +154,9 @@ def test_a_loss_that_is_set_after_attaching(tmp_path):
 
 
 def test_a_model_whose_loss_is_refused_is_as_it_was(tmp_path):
-    trainer = trainer_of(tmp_path, model=with_loss_times(2.0))
-    with pytest.raises(PackingError, match="expected a model whose own loss is the cross-entropy of its logits"):
-        hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
+    trainer = trainer_of(tmp_path, model=with_loss_times(None))
+    with pytest.raises(PackingError, match="expected a model that returns a loss of a packed batch, but Other returns"):
+        hfp.attach(trainer, hfp.TokenBudget(64))
     with pytest.raises(PackingError, match="is not"):
         hfp.unpatch_model(trainer.model)
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from datasets.distributed import split_dataset_by_node
 from document_streams import make_documents, read_stream, stream_of, write_parquet
 from masking_process import tokenizer
-from tiny_models import build
+from tiny_models import build, exact
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -176,7 +176,7 @@ def test_documents_are_packed_with_level_attention(files, tmp_path):
 
 def test_a_trainer_and_a_loop_take_the_same_steps(files, tmp_path):
     def model():
-        return build("Llama").double()
+        return exact(build("Llama").double())
 
     arguments = TrainingArguments(
         str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=12, logging_steps=1, save_strategy="no",
@@ -309,7 +309,7 @@ def test_epochs_of_a_stream_of_fixed_order(files):
 
 
 def test_evaluation(files, tmp_path):
-    model = build("Llama").double()
+    model = exact(build("Llama").double())
     settings = {"max_steps": 2, "per_device_eval_batch_size": 3, "report_to": "none", "disable_tqdm": True}
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, bf16=False, **settings)
     rows = datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
