@@ -17,13 +17,13 @@
 | resumed_steps.py | goes on from a checkpoint whose optimizer steps had another number of micro-batches |
 | streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
-| losses.py | the loss of an optimizer step as a weighted sum over tokens; a test of how a model computes its own loss |
+| losses.py | counts and weights of the labels of an optimizer step |
+| model_loss.py | lets a model compute its own loss, and finds out how it does that |
+| trainer_loss.py | lets a trainer compute its own loss, as a part of the loss of the optimizer step |
+| logits.py, sum_of_chunks.py | logits that are computed when they are read, and in chunks where a cross-entropy reads them |
 | tree_batch.py, next_tokens.py | reads a batch of trees; its labels, each with the token that predicts it |
 | document_logps.py | `document_logps`, the log-probabilities of documents, with gradients |
-| run_with_loss.py | runs a model with the loss, in chunks of tokens where that is possible |
-| chunked_head.py, sum_of_chunks.py | hooks that replace the logits of whole rows by the loss; the sum over chunks |
 | token_losses.py | keeps the loss of every label, for the logs of mixtures; the mean loss of an evaluation |
-| trainer_loss.py | decides whether attach or the trainer computes the loss; handles SFTTrainer's fused LM head |
 | checks.py | refuses unsupported trainers, arguments and accelerators; checks labels against loss masks and tokens |
 | router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |
 | ranks.py | checks that all ranks agree, and that a resumed run matches its checkpoint; counts tokens for the logs |

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packing.attention import check_patched
+from hf_packing.attention import check_patched, inner_model
 from hf_packing.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
@@ -42,16 +42,16 @@ def compute_loss(
             batch of prepare_dataloader has its own number.
 
     Returns:
-        A float scalar. For a batch of prepare_dataloader, accelerate averages the gradients of such losses over ranks
-        and accumulated micro-batches; the average is the gradient of the mean loss over all batches of the optimizer
-        step. For a mixture of experts, the load-balancing loss times router_aux_loss_coef is added. With
-        prepare_dataloader, this part is averaged over ranks, and is always divided by gradient_accumulation_steps, even
-        if the last step of an epoch has fewer micro-batches. Otherwise, it is multiplied by the batch's share of
-        num_items_in_batch.
+        A float scalar, the loss that the model and its wrappers return. For a batch of prepare_dataloader, accelerate
+        averages the gradients of such losses over ranks and accumulated micro-batches; the average is the gradient of
+        the mean loss over all batches of the optimizer step. What the model does not divide by num_items_in_batch, such
+        as the load-balancing loss of a mixture of experts or a regularizer of PEFT, is then averaged over ranks, and
+        always divided by gradient_accumulation_steps, even if the last step of an epoch has fewer micro-batches. In
+        another loop, it is multiplied by the batch's share of num_items_in_batch.
 
     Raises:
-        PackingError: the batch has no labels or borders; the model is not patched, or is not a language model; an
-            argument is given that a batch of prepare_dataloader already has; num_items_in_batch is None on several
+        PackingError: the batch has no labels or borders; the model is not patched, or returns no loss; the model's loss
+            is not computed from one cross-entropy of its logits, for "sequence" or a batch of trees; an argument is given that a batch of prepare_dataloader already has; num_items_in_batch is None on several
             ranks or, raised by backward(), while the model has gradients of an earlier batch; in training, the
             labels of a masked language model only repeat the input tokens; or the model is a masked language model, and
             the batch is one of trees.
@@ -74,6 +74,8 @@ def compute_loss(
     result = (
         _of_planned(model, batch, loss, num_items_in_batch) if planned else _of(model, batch, loss, num_items_in_batch)
     )
+    # the number of items is in float64, whatever the model's dtype
+    result = result.to(torch.promote_types(torch.float32, next(inner_model(model).parameters()).dtype))
     if not planned and num_items_in_batch is None and result.requires_grad:
         result.register_hook(lambda _: _refuse_accumulation(model))  # type: ignore[no-untyped-call]
     return result
