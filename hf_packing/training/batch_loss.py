@@ -50,11 +50,11 @@ def compute_loss(
         another loop, it is multiplied by the batch's share of num_items_in_batch.
 
     Raises:
-        PackingError: the batch has no labels or borders; the model is not patched, or returns no loss; the model's loss
-            is not computed from one cross-entropy of its logits, for "sequence" or a batch of trees; an argument is given that a batch of prepare_dataloader already has; num_items_in_batch is None on several
-            ranks or, raised by backward(), while the model has gradients of an earlier batch; in training, the
-            labels of a masked language model only repeat the input tokens; or the model is a masked language model, and
-            the batch is one of trees.
+        PackingError: the batch has no labels or borders; the model is not patched, or returns no loss; its loss is not
+            computed from one cross-entropy of its logits, for "sequence" or a batch of trees; an argument is given that
+            a batch of prepare_dataloader already has; num_items_in_batch is None on several ranks or, raised by
+            backward(), while the model has gradients of an earlier batch; in training, the labels of a masked language
+            model only repeat the input tokens; or the model is a masked language model, and the batch is one of trees.
 
     Example:
         >>> import hf_packing as hfp, torch, transformers

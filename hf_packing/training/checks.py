@@ -45,7 +45,7 @@ from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.training.losses import Loss
 from hf_packing.training.ranks import parallelism_of
-from hf_packing.training.trainer_loss import computes_loss_as, sft_trainer_of
+from hf_packing.training.trainer_loss import sft_trainer_of
 
 _BATCH_METHODS = (
     "get_train_dataloader",
@@ -87,9 +87,8 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
     """Refuse a trainer that `attach` does not support.
 
     Raises:
-        PackingError: the object is not a Trainer; the trainer makes its own batches; the trainer has its own
-            compute_loss, but `loss` is "sequence"; or the trainer's methods, collator, accelerator or arguments do not
-            work with planned batches.
+        PackingError: the object is not a Trainer; the trainer makes its own batches; or the trainer's methods,
+            collator, accelerator or arguments do not work with planned batches.
     """
     if not isinstance(trainer, Trainer):
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer, got {type(trainer).__name__}")
@@ -103,8 +102,6 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
             else f"{kind.__name__}, which makes its own batches or losses"
         )
         raise PackingError(f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {what}")
-    if loss == "sequence" and not computes_loss_as(kind, sft_trainer or Trainer):
-        raise PackingError(f"loss: expected 'token', since {kind.__name__} has its own compute_loss, got {loss!r}")
     check_methods(trainer)
     _check_collator(trainer.data_collator)
     check_accelerator(trainer.accelerator)

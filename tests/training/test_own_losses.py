@@ -6,14 +6,16 @@ micro-batches of whatever is not divided by that number.
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from chunks import chunks_of
 from tiers import fast_only
-from tiny_models import build, exact
+from tiny_models import build
 from torch.nn import functional as F
 from trainers import trainer_of
 from training_process import documents
@@ -22,8 +24,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from trl import SFTTrainer
 
 import hf_packing as hfp
+from hf_packing.attention import inner_model
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.errors import PackingError
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning"),  # TRL and PEFT use names that transformers has renamed
@@ -56,7 +58,7 @@ def alone(model, batch) -> Alone:
     """Run the documents of a packed batch one by one through an unpatched model."""
     borders = batch["cu_seq_lens_q"].tolist()
     logits, labels, everything, routers = [], [], [], []
-    for begin, end in zip(borders, borders[1:], strict=False):
+    for begin, end in pairwise(borders):
         outputs = model(input_ids=batch["input_ids"][:, begin:end], use_cache=False)
         own = batch["labels"][0, begin + 1 : end]
         logits.append(outputs.logits[0, :-1][own != -100])
@@ -67,10 +69,6 @@ def alone(model, batch) -> Alone:
     return Alone(torch.cat(logits), torch.cat(labels), torch.cat(everything), gates)
 
 
-def balance(model, of: Alone, experts, top):
-    return load_balancing_loss_func(of.routers, experts, top)
-
-
 class Case(NamedTuple):
     """A way to compute a loss."""
 
@@ -79,12 +77,12 @@ class Case(NamedTuple):
     """What is not divided by the number of labels, given the model and a micro-batch."""
     kind: type[Trainer] = Trainer
     divided: Callable[[Alone], torch.Tensor] = lambda of: of.cross_entropies
-    arguments: dict[str, Any] = {}
+    smoothing: float = 0.0
     prepare: Callable[[Trainer], Any] = lambda _: None
 
 
 class Regularized(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **others):
+    def compute_loss(self, model, inputs, **others):
         loss = super().compute_loss(model, inputs, **others)
         return loss + norm(model)
 
@@ -101,21 +99,21 @@ class CallsSuper(Trainer):
 class Mean(Trainer):
     """Knows nothing of other micro-batches."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, **_):
+    def compute_loss(self, model, inputs, **_):
         labels = inputs["labels"][0, 1:]
         inputs = {name: each for name, each in inputs.items() if name != "labels"}
         return F.cross_entropy(model(**inputs).logits[0, :-1], labels)
 
 
 class MeanAndNorm(Mean):
-    def compute_loss(self, model, inputs, return_outputs=False, **others):
+    def compute_loss(self, model, inputs, **others):
         return super().compute_loss(model, inputs, **others) + norm(model)
 
 
 class ByFloat(Mean):
     """Divides by the number of items, but not as a tensor."""
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **_):
         count = (inputs["labels"][0, 1:] != -100).sum()
         return super().compute_loss(model, inputs) * count / float(num_items_in_batch)
 
@@ -180,7 +178,7 @@ def by_function(outputs, labels, num_items_in_batch=None):
 def experts_of(name, experts, top, coefficient, **changes):
     return Case(
         lambda: build(name, torch.float64, output_router_logits=True, **changes),
-        lambda model, of: coefficient * load_balancing_loss_func(of.routers, experts, top),
+        lambda _, of: coefficient * load_balancing_loss_func(of.routers, experts, top),
     )
 
 
@@ -208,9 +206,7 @@ def bamba(model):
 CASES = {
     "plain": Case(lambda: build("Llama", torch.float64)),
     "capped": Case(lambda: build("Gemma2", torch.float64, final_logit_softcapping=3.0)),
-    "smoothed": Case(
-        lambda: build("Llama", torch.float64), divided=smoothed, arguments={"label_smoothing_factor": 0.1}
-    ),
+    "smoothed": Case(lambda: build("Llama", torch.float64), divided=smoothed, smoothing=0.1),
     "compute_loss_func": Case(
         lambda: build("Llama", torch.float64),
         lambda _, of: 0.01 * of.all_logits.square().mean(),
@@ -251,7 +247,7 @@ class Gradients(TrainerCallback):
     def __init__(self):
         self.gradients = {}
 
-    def on_pre_optimizer_step(self, args, state, control, model, **_):
+    def on_pre_optimizer_step(self, args, state, control, model, **_):  # noqa: ARG002
         if not self.gradients:
             self.gradients = gradients_of(model)
 
@@ -274,7 +270,8 @@ class Trained(NamedTuple):
 
 def train(tmp_path, case, model, accumulation, **settings) -> Trained:
     seen = Gradients()
-    arguments = {"gradient_accumulation_steps": accumulation, "max_steps": 1, "max_grad_norm": 0.0} | case.arguments
+    arguments = {"gradient_accumulation_steps": accumulation, "max_steps": 1, "max_grad_norm": 0.0}
+    arguments["label_smoothing_factor"] = case.smoothing
     trainer = trainer_of(tmp_path, case.kind, model=model, data=documents(45), **arguments)
     case.prepare(trainer)
     trainer.add_callback(seen)
@@ -315,10 +312,11 @@ def check_close(found, expected, close=CLOSE):
     assert worst <= close, worst
 
 
+FEW = ("plain", "regularized", "mean", "z-loss in training", "AdaLoRA", "Qwen3-MoE", "JetMoe")
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize(
-    "name", fast_only(CASES, "plain", "regularized", "mean", "z-loss in training", "AdaLoRA", "Qwen3-MoE", "JetMoe")
-)
+@pytest.mark.parametrize("name", fast_only(CASES, *FEW))
 def test_steps_of_attach(tmp_path, name, accumulation):
     case = CASES[name]
     model = case.model()
@@ -329,3 +327,80 @@ def test_steps_of_attach(tmp_path, name, accumulation):
     loss, gradients = right_step(case, stock, found.batches)
     assert found.loss == pytest.approx(loss, rel=1e-5)
     check_close(found.gradients, gradients)
+
+
+@pytest.mark.parametrize("name", fast_only(CASES, "z-loss in training", "AdaLoRA", "AdaptionPrompt"))
+def test_steps_in_chunks(tmp_path, name):
+    case = CASES[name]
+    model = case.model()
+    stock, inner = copy.deepcopy(model), inner_model(model)
+    with chunks_of(5, inner) as chunks:
+        found = train(tmp_path, case, model, 2)
+    by_trl = case.kind is SFTTrainer and name not in ("SFTTrainer of compute_loss_func", "SFTTrainer of smoothed")
+    assert bool(chunks) != (by_trl or "smoothed" in name or name == "SFTTrainer of compute_loss_func")
+    check_close(found.gradients, right_step(case, stock, found.batches)[1])
+
+
+def by_document(of_batch):
+    """The sum over the documents of a micro-batch of their mean cross-entropy."""
+    return sum(of.cross_entropies / len(of.labels) for of in of_batch if len(of.labels))
+
+
+def documents_in(batch):
+    """A micro-batch of each document."""
+    for begin, end in pairwise(batch["cu_seq_lens_q"].tolist()):
+        own = {name: batch[name][:, begin:end] for name in ("input_ids", "labels")}
+        yield {**own, "cu_seq_lens_q": torch.tensor([0, end - begin])}
+
+
+@pytest.mark.parametrize("name", fast_only(["plain", "Qwen3-MoE", "Bamba", "AdaLoRA", "super of Bamba"], "Bamba"))
+def test_losses_by_document(tmp_path, name):
+    case = CASES[name]
+    model = case.model()
+    stock = copy.deepcopy(model)
+    found = train(tmp_path, case, model, 4, loss="sequence")
+    stock.train()
+    documents_of = [[alone(stock, each) for each in documents_in(batch)] for batch in found.batches]
+    count = sum(len(of.labels) > 0 for batch in documents_of for of in batch)
+    loss = sum(map(by_document, documents_of)) / count
+    loss = loss + sum(case.extra(stock, alone(stock, batch)) for batch in found.batches) / 4
+    loss.backward()
+    check_close(found.gradients, gradients_of(stock))
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "DBRX", "Bamba"], "AdaLoRA"))
+def test_loops(name):
+    """compute_loss in a loop of accelerate, and in a plain one, where what is not divided has the batch's share."""
+    case = CASES[name]
+    model = case.model()
+    stock = copy.deepcopy(model)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    loader = hfp.prepare_dataloader(accelerator, documents(30), BUDGET, model=model)
+    model.train()
+    batches = []
+    for batch, _ in zip(loader, range(3), strict=False):
+        batches.append({**batch, "labels": batch.get("labels", batch.get("targets"))})
+        accelerator.backward(hfp.compute_loss(model, batch))
+    _, gradients = right_step(case, stock, batches)
+    check_close(gradients_of(model), gradients)
+    model.zero_grad()
+    plain = {name: each for name, each in batches[0].items() if name != "num_items_in_batch"}
+    found = hfp.compute_loss(model, plain)
+    assert float(found.detach()) == pytest.approx(right_step(case, stock, batches[:1])[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", fast_only(["plain", "AdaLoRA", "Qwen3-MoE", "JetMoe", "DBRX", "Bamba"], "JetMoe"))
+def test_evaluation_leaves_out_what_models_add(tmp_path, name):
+    case = CASES[name]
+    model = case.model()
+    stock, data = copy.deepcopy(model).eval(), documents(9)
+    with torch.no_grad():
+        each = [alone(stock, batch) for batch in documents_in(hfp.PackingCollator()(list(data)))]
+    right = sum(float(of.cross_entropies) for of in each) / sum(len(of.labels) for of in each)
+    trainer = trainer_of(tmp_path, model=model, data=documents(45))
+    hfp.attach(trainer, BUDGET)
+    for rows in (1, 4):
+        trainer.args.per_device_eval_batch_size = rows
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(right, rel=1e-6)
+    assert hfp.evaluation_loss(Accelerator(cpu=True), trainer.model, data) == pytest.approx(right, rel=1e-6)

@@ -79,25 +79,22 @@ def test_a_model_that_leaks_in_mixed_precision(tmp_path, monkeypatch):
         hfp.unpatch_model(trainer.model)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"label_smoothing_factor": 0.1},
-            "label_smoothing_factor: expected 0 with loss='sequence', got 0.1",
-        ),
-        ({"kind": "own"}, "loss: expected 'token', since Own has its own compute_loss, got 'sequence'"),
-    ],
-)
-def test_losses_that_contradict(tmp_path, changes, message):
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    kind = Own if changes.pop("kind", None) else Trainer
-    trainer = trainer_of(tmp_path, kind, **changes)
-    with pytest.raises(PackingError, match=message):
+def test_losses_that_contradict(tmp_path):
+    trainer = trainer_of(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(PackingError, match="label_smoothing_factor: expected 0 with loss='sequence', got 0.1"):
         hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
+
+
+def test_a_loss_by_document_of_a_trainer_that_computes_no_cross_entropy(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, **_):
+            labels = inputs.pop("labels")[0, 1:, None]
+            return -model(**inputs).logits[0, :-1].log_softmax(-1).gather(1, labels.clamp(min=0)).mean()
+
+    trainer = trainer_of(tmp_path, Own)
+    hfp.attach(trainer, hfp.TokenBudget(64), loss="sequence")
+    with pytest.raises(PackingError, match="computed from one F.cross_entropy of its logits .* computes 0"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
