@@ -7,11 +7,13 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from hf_packing.collate_trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.columns import (
@@ -30,6 +32,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
     find_unmasked_label,
 )
+from hf_packing.data.packing_trace import refuse_lost_borders, stored_datasets
 from hf_packing.errors import PackingError
 from hf_packing.fixed_shapes import check_shapes, fill_to_shape
 from hf_packing.planning.lengths import IntArray
@@ -262,11 +265,8 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
 
     This is accelerate's default for an IterableDataset. If accelerate is imported, its active data loader tells.
     """
-    state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
-    if state is None or data_loader is None:
-        return
-    loader = state.GradientState().active_dataloader
-    if not isinstance(loader, data_loader.DataLoaderDispatcher):
+    loader = active_loader()
+    if loader is None or not isinstance(loader, sys.modules["accelerate.data_loader"].DataLoaderDispatcher):
         return
     used = loader.base_dataloader.collate_fn
     if getattr(used, "data_collator", used) is collator:  # Trainer wraps the collator, to remove columns
@@ -278,13 +278,32 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
         )
 
 
+def active_loader() -> Any:
+    """Return the data loader of accelerate that is being read; None without accelerate, or outside of its loops."""
+    state = sys.modules.get("accelerate.state")
+    return None if state is None else state.GradientState().active_dataloader
+
+
+def _datasets_being_read() -> list[Any]:
+    """Return the datasets whose rows a DataLoader of torch is giving to its collator; none outside of a loader."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(fetcher := frame.f_locals.get("self"), _BaseDatasetFetcher):
+            return stored_datasets(fetcher.dataset)
+        frame = frame.f_back
+    return []
+
+
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
     A row without tokens has no segments; any other row without segment columns is one segment. If a row has
     position_ids and another segment column, the position_ids are not read here; `check_positions` checks them.
     """
-    if set().union(*rows).isdisjoint((*SEGMENT_COLUMNS, ATTENTION_MASK)):
+    if (names := set().union(*rows)).isdisjoint(SEGMENT_COLUMNS):
+        for dataset in _datasets_being_read():
+            refuse_lost_borders(dataset, sorted(names))
+    if names.isdisjoint((*SEGMENT_COLUMNS, ATTENTION_MASK)):
         return np.array([len(ids) for ids in tokens if len(ids)], dtype=np.int64)
     numbered = enumerate(zip(rows, tokens, strict=True))
     return np.concatenate(

@@ -232,7 +232,7 @@ def pack_split(
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
     for change in changes:
         warnings.warn(f"pack {change}", stacklevel=3)
-    info = info_of_packed(dataset, table.column_names, rows.schema)
+    info = info_of_packed(dataset, table.column_names, rows)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 

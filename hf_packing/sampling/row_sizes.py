@@ -24,6 +24,7 @@ from hf_packing.columns import (
 )
 from hf_packing.data.lazy.lazy_columns import LazyColumn
 from hf_packing.data.lazy.packed_tokens import PackedTokens
+from hf_packing.data.packing_trace import refuse_lost_borders, refuse_packed_again
 from hf_packing.data.token_columns import (
     TokenColumn,
     is_list,
@@ -157,6 +158,7 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     offsets = np.concatenate([[0], np.cumsum(column.length, dtype=np.int64)])
     sizes = sizes_of_packs(seq_lengths, offsets, _buckets_in_table(table, numbers))
     _check_seq_lengths(seq_lengths, sizes, columns[INPUT_IDS].length if INPUT_IDS in columns else sizes.tokens)
+    refuse_packed_again(dataset, int(sizes.tokens.sum()), len(seq_lengths))
     return replace(sizes, sample=sample)
 
 
@@ -291,6 +293,7 @@ def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
     This happens, for example, if a dataset with a transform for documents was packed by `map`, which keeps the
     transform.
     """
+    refuse_lost_borders(dataset, dataset.column_names)
     if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
         raise PackingError(
             f"column {borders[0]!r}: expected this column in the output of the dataset's transform, since the stored "
