@@ -241,7 +241,9 @@ def info_of_packed(dataset: datasets.Dataset, column_names: list[str], rows: pa.
     description = known.description
     if SEQ_LENGTHS in rows.column_names:
         lengths = pc.list_flatten(rows.column(SEQ_LENGTHS))
-        if len(lengths) > rows.num_rows:
+        if hasattr(features[INPUT_IDS], "decode_example"):  # lazy packs, which datasets joins if their infos are equal
+            description = with_trace(description)
+        elif len(lengths) > rows.num_rows:
             description = with_trace(description, pc.sum(lengths.cast(pa.int64())).as_py(), len(lengths))
     others = {
         name

@@ -12,7 +12,7 @@ from typing import Any
 from hf_packing.columns import SEGMENT_COLUMNS
 from hf_packing.errors import PackingError
 
-_TRACE = re.compile(r"Packed by hf_packing: (?:(\d+) tokens in (\d+) segments|a stream)\.")
+_TRACE = re.compile(r"Packed by hf_packing: (?:(\d+) tokens in (\d+) segments|several documents in a row)\.")
 
 _FORGET = "if the rows are documents again, set dataset.info.description = ''"
 
@@ -22,10 +22,10 @@ def with_trace(description: str, tokens: int | None = None, segments: int | None
 
     Args:
         description: the description of the documents.
-        tokens: the number of tokens in all rows; None for a stream.
-        segments: the number of segments in all rows; None for a stream.
+        tokens: the number of tokens in all rows; None for a stream and for lazy packs.
+        segments: the number of segments in all rows.
     """
-    of_rows = "a stream" if tokens is None else f"{tokens} tokens in {segments} segments"
+    of_rows = "several documents in a row" if tokens is None else f"{tokens} tokens in {segments} segments"
     return f"{description}\n\nPacked by hf_packing: {of_rows}.".lstrip()
 
 
@@ -79,6 +79,6 @@ def refuse_packed_again(dataset: Any, tokens: int, segments: int) -> None:
 
 
 def _traces(dataset: Any) -> list[tuple[str, str]]:
-    """Return the numbers of tokens and of segments in each trace of a dataset; two empty texts for a stream."""
+    """Return the numbers of tokens and of segments in each trace of a dataset; two empty texts if they are not known."""
     description = getattr(getattr(dataset, "info", None), "description", None)
     return _TRACE.findall(description) if isinstance(description, str) else []

@@ -24,7 +24,7 @@ from hf_packing.columns import (
 )
 from hf_packing.data.lazy.lazy_columns import LazyColumn
 from hf_packing.data.lazy.packed_tokens import PackedTokens
-from hf_packing.data.packing_trace import refuse_lost_borders, refuse_packed_again
+from hf_packing.data.packing_trace import refuse_lost_borders
 from hf_packing.data.token_columns import (
     TokenColumn,
     is_list,
@@ -158,7 +158,6 @@ def _sizes_in_table(dataset: datasets.Dataset) -> RowSizes:
     offsets = np.concatenate([[0], np.cumsum(column.length, dtype=np.int64)])
     sizes = sizes_of_packs(seq_lengths, offsets, _buckets_in_table(table, numbers))
     _check_seq_lengths(seq_lengths, sizes, columns[INPUT_IDS].length if INPUT_IDS in columns else sizes.tokens)
-    refuse_packed_again(dataset, int(sizes.tokens.sum()), len(seq_lengths))
     return replace(sizes, sample=sample)
 
 
