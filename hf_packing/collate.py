@@ -49,9 +49,10 @@ class PackingCollator:
 
     A segment is a document, or a part of one, in a row. The segments of a row are read from `seq_lengths`, `seq_idx`,
     `cu_seq_lens_q`, `cu_seq_lens_k` or from `position_ids`, which restart at 0 at every segment. If a row has several
-    of these columns, all must give the same segments. If a row has none of them, the row is one document. The collator
-    also uses `input_ids`, `labels` and `token_type_ids`, and drops other columns. Loss masks must be applied to the
-    labels, as in the rows that `pack` returns, since Trainer drops mask columns before the collator runs.
+    of these columns, all must give the same segments. If a row has none of them, the row is one document; it is an
+    error if a DataLoader has read it from a dataset that `pack` returned. The collator also uses `input_ids`, `labels`
+    and `token_type_ids`, and drops other columns. Loss masks must be applied to the labels, as in the rows that `pack`
+    returns, since Trainer drops mask columns before the collator runs.
 
     With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
@@ -87,9 +88,9 @@ class PackingCollator:
         tree_labels: int64 [1, tokens], the label of each token that any document trains on, and otherwise -100.
 
     Raises:
-        PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
-            different segments; only some rows have labels or token_type_ids; an attention_mask has a value other than
-            1; a loss mask contradicts the labels; the rows have more than `tokens` tokens, or more segments than
+        PackingError: the rows have no tokens or no input_ids; packed rows have lost their borders; the columns of a row
+            have different lengths or give different segments; only some rows have labels or token_type_ids; an
+            attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than `tokens` tokens, or more segments than
             max_segments; accelerate splits batches between processes (dispatch_batches); or only some rows are rows of
             trees, they lack a column or have columns that contradict each other, or an argument does not apply to them.
 

@@ -79,6 +79,6 @@ def refuse_packed_again(dataset: Any, tokens: int, segments: int) -> None:
 
 
 def _traces(dataset: Any) -> list[tuple[str, str]]:
-    """Return the numbers of tokens and of segments in each trace of a dataset; two empty texts if they are not known."""
+    """Return the numbers of tokens and of segments in each trace of a dataset; empty texts if they are not known."""
     description = getattr(getattr(dataset, "info", None), "description", None)
     return _TRACE.findall(description) if isinstance(description, str) else []
