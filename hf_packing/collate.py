@@ -90,9 +90,10 @@ class PackingCollator:
     Raises:
         PackingError: the rows have no tokens or no input_ids; packed rows have lost their borders; the columns of a row
             have different lengths or give different segments; only some rows have labels or token_type_ids; an
-            attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than `tokens` tokens, or more segments than
-            max_segments; accelerate splits batches between processes (dispatch_batches); or only some rows are rows of
-            trees, they lack a column or have columns that contradict each other, or an argument does not apply to them.
+            attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than
+            `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
+            (dispatch_batches); or only some rows are rows of trees, they lack a column or have columns that contradict
+            each other, or an argument does not apply to them.
 
     Example:
         >>> import hf_packing as hfp
