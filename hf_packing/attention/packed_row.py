@@ -316,6 +316,10 @@ def find_borders(shape: torch.Size, inputs: Mapping[str, Any]) -> Tensor | None:
     if seq_idx is not None:
         given["seq_idx"] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
     if (lengths := inputs.get(SEQ_LENGTHS)) is not None:
+        if not isinstance(lengths, Tensor):
+            raise PackingError(
+                f"seq_lengths: expected a tensor, got {type(lengths).__name__}; pass cu_seq_lens_q instead"
+            )
         given[SEQ_LENGTHS] = F.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
     if not given:
         return None

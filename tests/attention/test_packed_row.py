@@ -100,6 +100,8 @@ class TestBorders:
         assert read_row(inputs)[1].lengths == (5, 1, 2, 4)
         with pytest.raises(hfp.PackingError, match="seq_lengths: expected the same segment borders as in position_ids"):
             read_row({**inputs, "position_ids": torch.arange(6).expand(2, 6)})
+        with pytest.raises(hfp.PackingError, match="seq_lengths: expected a tensor, got list"):
+            read_row({**inputs, "seq_lengths": [[5, 1], [2, 4]]})
 
     def test_plain_rows_are_one_segment_each(self):
         inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4), use_cache=True)
