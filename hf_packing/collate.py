@@ -7,11 +7,13 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 
 from hf_packing.collate_trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.columns import (
@@ -30,6 +32,7 @@ from hf_packing.columns import (
     TREE_COLUMNS,
     find_unmasked_label,
 )
+from hf_packing.data.packing_trace import refuse_lost_borders, stored_datasets
 from hf_packing.errors import PackingError
 from hf_packing.fixed_shapes import check_shapes, fill_to_shape
 from hf_packing.planning.lengths import IntArray
@@ -46,9 +49,10 @@ class PackingCollator:
 
     A segment is a document, or a part of one, in a row. The segments of a row are read from `seq_lengths`, `seq_idx`,
     `cu_seq_lens_q`, `cu_seq_lens_k` or from `position_ids`, which restart at 0 at every segment. If a row has several
-    of these columns, all must give the same segments. If a row has none of them, the row is one document. The collator
-    also uses `input_ids`, `labels` and `token_type_ids`, and drops other columns. Loss masks must be applied to the
-    labels, as in the rows that `pack` returns, since Trainer drops mask columns before the collator runs.
+    of these columns, all must give the same segments. If a row has none of them, the row is one document; it is an
+    error if a DataLoader has read it from a dataset that `pack` returned. The collator also uses `input_ids`, `labels`
+    and `token_type_ids`, and drops other columns. Loss masks must be applied to the labels, as in the rows that `pack`
+    returns, since Trainer drops mask columns before the collator runs.
 
     With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
@@ -84,11 +88,12 @@ class PackingCollator:
         tree_labels: int64 [1, tokens], the label of each token that any document trains on, and otherwise -100.
 
     Raises:
-        PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
-            different segments; only some rows have labels or token_type_ids; an attention_mask has a value other than
-            1; a loss mask contradicts the labels; the rows have more than `tokens` tokens, or more segments than
-            max_segments; accelerate splits batches between processes (dispatch_batches); or only some rows are rows of
-            trees, they lack a column or have columns that contradict each other, or an argument does not apply to them.
+        PackingError: the rows have no tokens or no input_ids; packed rows have lost their borders; the columns of a row
+            have different lengths or give different segments; only some rows have labels or token_type_ids; an
+            attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than
+            `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
+            (dispatch_batches); or only some rows are rows of trees, they lack a column or have columns that contradict
+            each other, or an argument does not apply to them.
 
     Example:
         >>> import hf_packing as hfp
@@ -262,11 +267,8 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
 
     This is accelerate's default for an IterableDataset. If accelerate is imported, its active data loader tells.
     """
-    state, data_loader = (sys.modules.get(f"accelerate.{name}") for name in ("state", "data_loader"))
-    if state is None or data_loader is None:
-        return
-    loader = state.GradientState().active_dataloader
-    if not isinstance(loader, data_loader.DataLoaderDispatcher):
+    loader = active_loader()
+    if loader is None or not isinstance(loader, sys.modules["accelerate.data_loader"].DataLoaderDispatcher):
         return
     used = loader.base_dataloader.collate_fn
     if getattr(used, "data_collator", used) is collator:  # Trainer wraps the collator, to remove columns
@@ -278,13 +280,32 @@ def _refuse_dispatched_batches(collator: PackingCollator) -> None:
         )
 
 
+def active_loader() -> Any:
+    """Return the data loader of accelerate that is being read; None without accelerate, or outside of its loops."""
+    state = sys.modules.get("accelerate.state")
+    return None if state is None else state.GradientState().active_dataloader
+
+
+def _datasets_being_read() -> list[Any]:
+    """Return the datasets whose rows a DataLoader of torch is giving to its collator; none outside of a loader."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if isinstance(fetcher := frame.f_locals.get("self"), _BaseDatasetFetcher):
+            return stored_datasets(fetcher.dataset)
+        frame = frame.f_back
+    return []
+
+
 def read_segment_lengths(rows: Sequence[Row], tokens: Sequence[IntArray]) -> IntArray:
     """Return the lengths of all segments in the rows, int64 [segments], in tokens.
 
     A row without tokens has no segments; any other row without segment columns is one segment. If a row has
     position_ids and another segment column, the position_ids are not read here; `check_positions` checks them.
     """
-    if set().union(*rows).isdisjoint((*SEGMENT_COLUMNS, ATTENTION_MASK)):
+    if (names := set().union(*rows)).isdisjoint(SEGMENT_COLUMNS):
+        for dataset in _datasets_being_read():
+            refuse_lost_borders(dataset, sorted(names))
+    if names.isdisjoint((*SEGMENT_COLUMNS, ATTENTION_MASK)):
         return np.array([len(ids) for ids in tokens if len(ids)], dtype=np.int64)
     numbered = enumerate(zip(rows, tokens, strict=True))
     return np.concatenate(

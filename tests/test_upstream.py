@@ -1,6 +1,7 @@
 """Names of other libraries that are not public, and what of ours breaks when they change."""
 
 import inspect
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from datasets.table import ConcatenationTable, MemoryMappedTable
 from tiny_models import build
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import (
     AttentionInterface,
@@ -58,6 +60,44 @@ def test_a_dataset_takes_a_table_from_a_file_and_a_fingerprint():
     """data.pack.pack_split: without it, the packed dataset is not memory-mapped."""
     assert callable(MemoryMappedTable.from_file)
     assert {"arrow_table", "split", "fingerprint"} <= set(inspect.signature(datasets.Dataset.__init__).parameters)
+
+
+def test_a_data_loader_gives_rows_to_its_collator_in_a_fetcher_that_knows_the_dataset():
+    """collate._datasets_being_read: without it, rows that have lost their borders are taken for documents."""
+    seen = []
+
+    def collate(rows):
+        frame = sys._getframe(1)
+        while not isinstance(frame.f_locals.get("self"), _BaseDatasetFetcher):
+            frame = frame.f_back
+        seen.append(frame.f_locals["self"].dataset)
+        return rows
+
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1], [2]]})
+    stream = dataset.to_iterable_dataset()
+    list(DataLoader(dataset, collate_fn=collate))
+    list(DataLoader(stream, collate_fn=collate))
+    assert seen == [dataset, dataset, stream, stream]
+
+
+def test_accelerate_knows_the_loader_that_is_being_read():
+    """collate.active_loader: without it, a patched model does not know the collator that made its batch."""
+    accelerator = Accelerator(cpu=True)
+    rows = [{"input_ids": torch.ones(2)}] * 2
+    loader = accelerator.prepare(DataLoader(rows, batch_size=2, collate_fn=list))
+    assert accelerator.gradient_state.active_dataloader is None
+    for _ in loader:
+        assert accelerator.gradient_state.active_dataloader is loader
+        assert (loader.dataset, loader.collate_fn, loader.batch_sampler.batch_size) == (rows, list, 2)
+
+
+def test_datasets_keeps_descriptions():
+    """data.packing_trace: without it, packed rows that have lost their borders are taken for documents."""
+    info = datasets.DatasetInfo(description="Mine")
+    one, other = (datasets.Dataset.from_dict({"a": [1], "b": [2]}, info=each) for each in (info, None))
+    joined = datasets.concatenate_datasets([other, one])
+    changed = (joined, one.select_columns("a"), one.map(lambda _: {"c": 1}), one.with_format("torch").shuffle())
+    assert [each.info.description for each in changed] == ["Mine"] * 4
 
 
 def test_features_of_other_packages(tmp_path):

@@ -6,7 +6,7 @@ the thirteen ideas behind the code. The names in parentheses are the files that 
 1. A packed row is a sequence of tokens that contains several segments. A segment is a document, or a part of a document
    that was cut, and a border is the boundary between two segments. A patched model reads the borders from its inputs,
    and its modules can look up the borders while the model's forward runs (packed_row). An attention mask must not hide
-   tokens (mask_check).
+   tokens (mask_check), and the data loader must not take packed rows for documents (loader_check).
 2. Attention is computed within each segment. The attention function `packed_varlen` is registered with transformers,
    and calls a CUDA kernel or exact attention in plain torch. A table contains the kernels; a call runs on the first
    kernel that takes it and passes a trial (varlen, local_masks, choose_kernel, kernel_trials, kernels, flex,

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_packing.attention.group_lengths import group_equal_lengths, group_similar_lengths
 from hf_packing.attention.mask_check import refuse_hiding_mask
 from hf_packing.attention.token_axes import Place, length_of
-from hf_packing.columns import PADDING_SEGMENT, PARENTS, SEGMENT_LENGTHS
+from hf_packing.columns import PADDING_SEGMENT, PARENTS, SEGMENT_LENGTHS, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 
 Sharing = Literal["ragged", "equal", "none"]
@@ -186,7 +186,7 @@ def has_trees(inputs: Mapping[str, Any]) -> bool:
 def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, Any], PackedRow]:
     """Read the segment borders of one or more packed rows from a model's inputs.
 
-    The borders are read from cu_seq_lens_q, position_ids or seq_idx.
+    The borders are read from cu_seq_lens_q, position_ids, seq_idx or seq_lengths.
 
     Args:
         inputs: keyword arguments of a model's forward, with input_ids or inputs_embeds.
@@ -219,7 +219,7 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
             "row would attend to the same encoder states"
         )
     rows, tokens = tensor.shape[:2]
-    borders = _find_borders(tensor.shape[:2], inputs)
+    borders = find_borders(tensor.shape[:2], inputs)
     if borders is None:
         if training:
             raise PackingError(
@@ -282,12 +282,12 @@ def borders_from_positions(position_ids: Tensor, step: int = 1) -> Tensor:
     return torch.cat([starts.flatten().nonzero()[:, 0], end]).to(torch.int32)
 
 
-def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
-    """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, position_ids and seq_idx.
+def find_borders(shape: torch.Size, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Read the segment borders of a batch from cu_seq_lens_q, cu_seq_lens_k, position_ids, seq_idx and seq_lengths.
 
     Args:
         shape: numbers of rows and tokens in the batch, (rows, tokens).
-        inputs: keyword arguments of a model's forward.
+        inputs: keyword arguments of a model's forward, or a batch.
 
     Returns:
         Cumulative segment lengths, int32 [segments + 1]; None if `inputs` contains none of these arguments.
@@ -315,6 +315,12 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
         )
     if seq_idx is not None:
         given["seq_idx"] = borders_from_positions(seq_idx.expand(rows, -1), step=0)
+    if (lengths := inputs.get(SEQ_LENGTHS)) is not None:
+        if not isinstance(lengths, Tensor):
+            raise PackingError(
+                f"seq_lengths: expected a tensor, got {type(lengths).__name__}; pass cu_seq_lens_q instead"
+            )
+        given[SEQ_LENGTHS] = F.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
     if not given:
         return None
     first, *others = given
@@ -327,7 +333,7 @@ def _find_borders(shape: torch.Size, inputs: dict[str, Any]) -> Tensor | None:
     return given[first]
 
 
-def _padding(shape: torch.Size, inputs: dict[str, Any]) -> int:
+def _padding(shape: torch.Size, inputs: Mapping[str, Any]) -> int:
     """Return the number of tokens at the end that only fill a batch of fixed shapes, as PackingCollator marks them.
 
     A batch of fixed shapes has a single row, and a max_length_q that is not less than its number of tokens.

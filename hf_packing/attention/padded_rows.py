@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_packing.attention.packed_row import PackedRow, Sharing, borders_from_positions
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
-from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX
+from hf_packing.columns import CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 Side = Literal["right", "left", "both"]
@@ -52,7 +52,7 @@ class Unpadding:
         return f"{how}; padding on the {sides} is taken out"
 
 
-_BORDERS = (*CU_SEQ_LENS, SEQ_IDX)
+_BORDERS = (*CU_SEQ_LENS, SEQ_IDX, SEQ_LENGTHS)
 
 
 @dataclass(frozen=True, eq=False)

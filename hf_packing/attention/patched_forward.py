@@ -21,6 +21,7 @@ from hf_packing.attention.end_to_end import fold_into_rows
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.keep_row import KeepRow
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
+from hf_packing.attention.loader_check import check_loader
 from hf_packing.attention.packed_row import PackedRow, current_row, has_trees, read_row
 from hf_packing.attention.padded_rows import current_rows
 from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, is_patched, mark_changing_sizes
@@ -35,7 +36,7 @@ from hf_packing.attention.unpadding import (
     install_unpadding,
 )
 from hf_packing.attention.varlen import register
-from hf_packing.columns import CU_SEQ_LENS
+from hf_packing.columns import CU_SEQ_LENS, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 
 _PLACES = (*BORDER_ARGUMENTS, "position_ids")
@@ -79,8 +80,8 @@ class PatchedForward(UnpaddedForward):
         self.segmented = segmented
         self.signature = Signature(module)
         self.masks_routers = len(_entry_modules(model)) > 1 and hasattr(model.config.get_text_config(), _ROUTER_SETTING)
-        # Trainer reads this attribute to find out which columns a model takes
-        self.__signature__ = inspect.signature(module.forward)
+        # Trainer reads this attribute to find out which columns a model takes, and drops all others
+        self.__signature__ = _with_seq_lengths(inspect.signature(module.forward))
 
     @property
     def patch(self) -> "Patch":
@@ -172,6 +173,7 @@ class PatchedForward(UnpaddedForward):
         is_unpadded = row is not None
         if row is None:
             inputs, row = self._read_trees(inputs) if has_trees(inputs) else read_row(inputs, training)
+            check_loader(self.model, row, inputs.get("labels"))
         ids = inputs.get("input_ids")
         self.route.check_tokens(ids)
         if training and self.route.sees_labels and not is_unpadded:
@@ -231,6 +233,14 @@ class PatchedForward(UnpaddedForward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
         self.__dict__.update(state)
+
+
+def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature of a forward that also takes the lengths of segments."""
+    lengths = inspect.Parameter(SEQ_LENGTHS, inspect.Parameter.KEYWORD_ONLY, default=None)
+    *others, last = signature.parameters.values()
+    last_is_any = last.kind is inspect.Parameter.VAR_KEYWORD
+    return signature.replace(parameters=[*others, *([lengths, last] if last_is_any else [last, lengths])])
 
 
 class InnerForward(PatchedForward):

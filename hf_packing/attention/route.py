@@ -19,13 +19,13 @@ from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.padded_rows import Unpadding
 from hf_packing.attention.tree_row import TreeRow
 from hf_packing.attention.varlen import NAME, NAME_WITH_LOCAL_MASKS, Observed
-from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEGMENT_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, MAX_LENGTHS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, SEQ_LENGTHS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 PATCH = "_hf_packing_patch"
 """The attribute of a patched model that holds its patch."""
 
-BORDER_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+BORDER_ARGUMENTS = (*CU_SEQ_LENS, *MAX_LENGTHS, SEQ_IDX, SEQ_LENGTHS)
 
 READ_ARGUMENTS = (*BORDER_ARGUMENTS, SEGMENT_LENGTHS, PARENTS, "position_ids", "attention_mask", "use_cache")
 """Arguments that a patch reads itself. If a model does not take one of these arguments, the patch drops the argument.

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from hf_packing.attention.by_segment import ReplacedForward
 from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
 from hf_packing.attention.label_check import refuse_copied_labels
+from hf_packing.attention.loader_check import check_loader
 from hf_packing.attention.packed_row import PackedRow, use_row
 from hf_packing.attention.padded_rows import (
     PaddedRows,
@@ -135,6 +136,7 @@ class UnpaddedForward(ReplacedForward, ABC):
                     "backbone gets the tokens of a padded batch without padding"
                 )
             rows = rows_without_padding(inputs)
+        check_loader(self.model, rows.row, inputs.get("labels"))
         if self.route.unpadding is None:
             self.patch.prove_unpadding(self.model)
         _check_rows(self.model, rows, inputs, self.route)

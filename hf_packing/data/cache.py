@@ -20,12 +20,14 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from filelock import FileLock
 
-from hf_packing.columns import INPUT_IDS, LABELS, TREE_INPUT_IDS
+from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.data.packed_rows import FACT_NAMES, SPLITS, Origin, describe_changes
+from hf_packing.data.packing_trace import with_trace
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import ARRAYS, SEGMENT_SHARED, PackingPlan
 from hf_packing.planning.storage import load_arrays, put_in_place
@@ -223,16 +225,26 @@ def _remove_at_exit_of(process: int, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: pa.Schema) -> datasets.DatasetInfo:
+def info_of_packed(dataset: datasets.Dataset, column_names: list[str], rows: pa.Table) -> datasets.DatasetInfo:
     """Return the DatasetInfo of packed rows: the description of the documents, and the features of packed rows.
+
+    If a row has several segments, the description also has a trace of packing. Rows of trees need none, since trainers
+    cannot take them for documents.
 
     Args:
         dataset: the documents.
         column_names: names of the documents' columns that the dataset's format shows.
-        schema: schema of the packed rows.
+        rows: the packed rows.
     """
     known = dataset.info
-    features = datasets.Features.from_arrow_schema(schema)
+    features = datasets.Features.from_arrow_schema(rows.schema)
+    description = known.description
+    if SEQ_LENGTHS in rows.column_names:
+        lengths = pc.list_flatten(rows.column(SEQ_LENGTHS))
+        if hasattr(features[INPUT_IDS], "decode_example"):  # lazy packs, which datasets joins if their infos are equal
+            description = with_trace(description)
+        elif len(lengths) > rows.num_rows:
+            description = with_trace(description, pc.sum(lengths.cast(pa.int64())).as_py(), len(lengths))
     others = {
         name
         for name, each in features.items()
@@ -240,7 +252,7 @@ def info_of_packed(dataset: datasets.Dataset, column_names: list[str], schema: p
     }
     kept = {name: _of_any_length(dataset.features[name]) for name in column_names if name in others}
     return datasets.DatasetInfo(
-        description=known.description,
+        description=description,
         citation=known.citation,
         homepage=known.homepage,
         license=known.license,

@@ -82,7 +82,7 @@ def pack(
         strategy: a strategy such as BestFit(2048).
         position_ids: whether packed rows get a column `position_ids`. Without this column the dataset is a third
             smaller, but works only with trainers that pass seq_lengths to the collator: SFTTrainer with
-            padding_free, or Trainer with remove_unused_columns=False.
+            padding_free, or Trainer with a patched model or remove_unused_columns=False.
         load_from_cache_file: whether to reuse rows that were packed before from the same data, with the same strategy
             and the same version of hf_packing. Rows of a stream are not stored.
         window_packs: packs in a window of a stream, at least 1. A window has at least 16 documents per pack, unless
@@ -114,6 +114,8 @@ def pack(
         before it in the row, or -1), `ends` (for each document, the index of its last run) and `trained` (three numbers
         for each run of tokens that a document trains on: index of the document in the row, start in the document,
         length). Other token columns are in the rows, too; documents share a token only if all its values are equal.
+        The description in `info` says that rows are packed, so that rows which lose `position_ids` and `seq_lengths`
+        are refused instead of trained as one document each.
 
     Raises:
         PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
@@ -232,7 +234,7 @@ def pack_split(
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
     for change in changes:
         warnings.warn(f"pack {change}", stacklevel=3)
-    info = info_of_packed(dataset, table.column_names, rows.schema)
+    info = info_of_packed(dataset, table.column_names, rows)
     packed = datasets.Dataset(rows, info=info, split=dataset.split, fingerprint=fingerprint)
     return packed.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASKS, SEGMENT_COLUMNS, TREE_INPUT_IDS
+from hf_packing.data.packing_trace import refuse_lost_borders
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 
@@ -185,9 +186,11 @@ def visible_columns(dataset: Any) -> list[str]:
         Column names, in the order of the dataset.
 
     Raises:
-        PackingError: the format hides all columns that mark segments, so packed rows would look like documents.
+        PackingError: the dataset has lost all columns that mark segments, or its format hides them, so packed rows
+            would look like documents.
     """
     form, schema = dataset.format, dataset.data.table.schema
+    refuse_lost_borders(dataset, schema.names)
     if form["output_all_columns"]:
         return list(schema.names)
     hidden = {name for name in schema.names if name not in form["columns"]}

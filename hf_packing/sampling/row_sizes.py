@@ -24,6 +24,7 @@ from hf_packing.columns import (
 )
 from hf_packing.data.lazy.lazy_columns import LazyColumn
 from hf_packing.data.lazy.packed_tokens import PackedTokens
+from hf_packing.data.packing_trace import refuse_lost_borders
 from hf_packing.data.token_columns import (
     TokenColumn,
     is_list,
@@ -291,6 +292,7 @@ def _check_transform_keeps_borders(dataset: datasets.Dataset) -> None:
     This happens, for example, if a dataset with a transform for documents was packed by `map`, which keeps the
     transform.
     """
+    refuse_lost_borders(dataset, dataset.column_names)
     if borders := [name for name in SEGMENT_COLUMNS if name in dataset.column_names]:
         raise PackingError(
             f"column {borders[0]!r}: expected this column in the output of the dataset's transform, since the stored "

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from hf_packing.attention import inner_model, input_device, patch_model, patched, restored_modes, sees_labels
 from hf_packing.collate import read_integers
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS
+from hf_packing.data.packing_trace import refuse_lost_borders
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.planning.tree_plan import check_fewest_shared
@@ -176,9 +177,15 @@ def _read(documents: Any) -> list[_Document]:
     """Return the tokens and labels of all documents."""
     if isinstance(documents, (str, bytes)) or not hasattr(documents, "__iter__"):
         raise PackingError(f"documents: expected lists of token ids or a Dataset, got {type(documents).__name__}")
+    refuse_lost_borders(documents, getattr(documents, "column_names", None) or (INPUT_IDS,))
     found = []
     for number, each in enumerate(documents):
         row = each if hasattr(each, "keys") else {INPUT_IDS: each}
+        if packed := [name for name in SEGMENT_COLUMNS if name in row]:
+            raise PackingError(
+                f"documents: expected documents, but the column {packed[0]!r} says that row {number} is packed; pass "
+                "unpack(packed), or remove the column if the rows are not packed"
+            )
         tokens = read_integers(INPUT_IDS, row, number).astype(np.int64)
         labels = read_integers(LABELS, row, number).astype(np.int64) if row.get(LABELS) is not None else tokens.copy()
         if len(labels) != len(tokens):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_packing.columns import ATTENTION_MASK, INPUT_IDS, SEGMENT_COLUMNS
+from hf_packing.data.packing_trace import refuse_lost_borders
 from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
@@ -141,6 +142,7 @@ def refuse_streams_and_packs(name: str, dataset: Any) -> None:
     if not len(dataset):
         raise PackingError(f"{name}: expected at least one row, got an empty dataset")
     columns = dataset.column_names if isinstance(dataset, datasets.Dataset) else ()
+    refuse_lost_borders(dataset, columns)
     if packed := [column for column in SEGMENT_COLUMNS if column in columns]:
         raise PackingError(
             f"{name}: expected one document or one pair in each row, but the column {packed[0]!r} says that rows are "

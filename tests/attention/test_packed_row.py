@@ -84,6 +84,7 @@ class TestBorders:
             {"cu_seq_lens_q": BORDERS},
             {"position_ids": POSITIONS},
             {"seq_idx": torch.tensor([[0] * 5 + [1] * 3 + [2] * 4])},
+            {"seq_lengths": torch.tensor([[5, 3, 4]])},
         ],
     )
     def test_inputs_get_all_of_them(self, given):
@@ -93,6 +94,14 @@ class TestBorders:
         assert torch.equal(inputs["position_ids"], POSITIONS)
         assert borders_from_positions(inputs["seq_idx"], step=0).tolist() == BORDERS.tolist()
         assert inputs["use_cache"] is False
+
+    def test_lengths_of_several_rows_that_disagree_with_positions(self):
+        inputs = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "seq_lengths": torch.tensor([[5, 1], [2, 4]])}
+        assert read_row(inputs)[1].lengths == (5, 1, 2, 4)
+        with pytest.raises(hfp.PackingError, match="seq_lengths: expected the same segment borders as in position_ids"):
+            read_row({**inputs, "position_ids": torch.arange(6).expand(2, 6)})
+        with pytest.raises(hfp.PackingError, match="seq_lengths: expected a tensor, got list"):
+            read_row({**inputs, "seq_lengths": [[5, 1], [2, 4]]})
 
     def test_plain_rows_are_one_segment_each(self):
         inputs = told(inputs_embeds=torch.zeros(2, 4, 8), attention_mask=torch.ones(2, 4), use_cache=True)

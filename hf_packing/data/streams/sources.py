@@ -7,6 +7,7 @@ import datasets
 import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS, LABELS
+from hf_packing.data.packing_trace import refuse_lost_borders
 from hf_packing.data.streams import upstream
 from hf_packing.data.streams.wrapped import checked
 from hf_packing.data.token_columns import columns_left_out, find_token_columns
@@ -48,6 +49,7 @@ def open_source(name: str, stream: datasets.IterableDataset, unread: Sequence[st
             "of every window in random order, and every epoch after the first reads the files in another order"
         )
     schema = known.features.arrow_schema.remove_metadata()
+    refuse_lost_borders(stream, schema.names)
     columns = find_token_columns(schema.empty_table())
     read = [column for column in columns if column not in unread]
     return Source(examples, _types_to_read(schema, read), schema.names, columns_left_out(schema))

@@ -22,6 +22,8 @@ from datasets.iterable_dataset import (
     _BaseExamplesIterable,
 )
 
+from hf_packing.columns import SEQ_LENGTHS
+from hf_packing.data.packing_trace import with_trace
 from hf_packing.errors import PackingError
 
 Examples = Any
@@ -111,13 +113,14 @@ def stream_of(examples: Examples, features: datasets.Features, like: datasets.It
     Args:
         examples: the object that reads the examples.
         features: names and types of their columns.
-        like: the stream whose description, split, format, and share of a node the result gets; None for none.
+        like: the stream whose description, with the trace of packing, split, format, and share of a node the result
+            gets; None for none.
     """
     if like is None:
         return datasets.IterableDataset(examples, info=datasets.DatasetInfo(features=features))
     known = like.info
     info = datasets.DatasetInfo(
-        description=known.description,
+        description=with_trace(known.description) if SEQ_LENGTHS in features else known.description,
         citation=known.citation,
         homepage=known.homepage,
         license=known.license,

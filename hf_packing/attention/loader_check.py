@@ -1,0 +1,118 @@
+"""Refuse the batches of a data loader that takes packed rows for documents.
+
+A batch of one document in each row does not show whether a collator has lost their borders. So the collator of the data
+loader that accelerate is reading gets a row of two documents, and its batch must show both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_packing.attention.inspect_model import has_vocabulary
+from hf_packing.attention.packed_row import PackedRow, find_borders
+from hf_packing.attention.route import sees_labels
+from hf_packing.collate import active_loader
+from hf_packing.columns import CU_SEQ_LENS, IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_IDX, SEQ_LENGTHS
+from hf_packing.data.packing_trace import is_packed, refuse_lost_borders, refuse_packed_again, stored_datasets
+from hf_packing.data.token_columns import TokenColumn, row_numbers
+from hf_packing.errors import PackingError
+from hf_packing.planning.lengths import IntArray
+
+_TWO_DOCUMENTS = {
+    INPUT_IDS: [1, 1, 1, 1],
+    LABELS: [-100, 1, -100, 1],
+    POSITION_IDS: [0, 1, 0, 1],
+    SEQ_IDX: [0, 0, 1, 1],
+    **{name: [0, 2, 4] for name in CU_SEQ_LENS},
+    SEQ_LENGTHS: [2, 2],
+}
+"""A packed row, with all columns that collators read."""
+
+_checked: "WeakSet[Any]" = WeakSet()
+"""The data loaders that were checked."""
+
+
+def check_loader(model: PreTrainedModel, row: PackedRow, labels: Any) -> None:
+    """Check the data loader that is being read, if the rows of its dataset are packed.
+
+    Args:
+        model: the patched model that gets the batch.
+        row: the borders of the documents in the batch. If there are more documents than rows were read, the borders of
+            packed rows are known, however the caller has found them, and the collator is not asked.
+        labels: the labels of the batch, or None.
+
+    Raises:
+        PackingError: the rows of the dataset have lost their borders, or packed rows were packed again; the collator
+            makes one document of a row; or labels cross the borders.
+    """
+    loader = active_loader()
+    if loader is None or loader in _checked:
+        return
+    rows_read = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    keeps_borders = rows_read is not None and len(row.lengths) > rows_read
+    for dataset in stored_datasets(getattr(loader, "dataset", None)):
+        names = _visible(dataset)
+        segments = _segment_lengths(dataset) if SEQ_LENGTHS in names else None
+        if segments is not None:
+            refuse_packed_again(dataset, int(segments.sum(dtype=np.int64)), len(segments))
+        of_packs = SEQ_LENGTHS in names and (segments is None or len(segments) > len(dataset))
+        if not names or not (of_packs or is_packed(dataset)):
+            continue
+        if not keeps_borders:
+            refuse_lost_borders(dataset, names)
+            _ask(loader.collate_fn, names)
+        if has_vocabulary(model) and not sees_labels(model):
+            _refuse_labels_across_borders(row, labels)
+    _checked.add(loader)
+
+
+def _refuse_labels_across_borders(row: PackedRow, labels: Any) -> None:
+    """Raise PackingError if a model would learn to predict the first token of a document from the document before."""
+    begin = row.cu_seq_lens[: len(row.lengths)].long()
+    begin = begin[begin % row.tokens > 0]
+    if not isinstance(labels, Tensor) or labels.shape != (row.rows, row.tokens):
+        return
+    if bool((labels.flatten()[begin.to(labels.device)] != IGNORED_LABEL).any()):
+        raise PackingError(
+            "labels: expected -100 at the first token of every document in a row, got a label that the model would "
+            "learn to predict from the document before. PackingCollator and SFTConfig(padding_free=True) leave such "
+            "labels out; DataCollatorForLanguageModeling of transformers makes labels of its own"
+        )
+
+
+def _segment_lengths(dataset: Any) -> IntArray | None:
+    """Return the lengths of all segments of a dataset, integers [segments]; None for a stream."""
+    if not hasattr(dataset, "data"):
+        return None
+    column = TokenColumn(SEQ_LENGTHS, dataset.data.table.column(SEQ_LENGTHS), row_numbers(dataset))
+    rows = np.arange(len(column.length))
+    return column.gather(rows, np.zeros_like(rows), column.length)
+
+
+def _visible(dataset: Any) -> list[str]:
+    """Return the columns that a dataset of `datasets` shows; none for a stream whose columns are not known."""
+    form, names = getattr(dataset, "format", None), getattr(dataset, "column_names", None)
+    return list((form["columns"] if isinstance(form, dict) and not form["output_all_columns"] else names) or ())
+
+
+def _ask(collate: Callable[[list[dict[str, Any]]], Any], names: list[str]) -> None:
+    """Raise PackingError if a collator makes one document of a row of two documents with these columns."""
+    row = {name: values for name, values in _TWO_DOCUMENTS.items() if name in names}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            batch = collate([row])
+        borders = find_borders(batch[INPUT_IDS].shape, batch)
+    except Exception:  # the collator needs other columns, or makes other batches: it cannot be asked
+        return
+    if borders is None or borders[:3].tolist() != [0, 2, 4]:
+        raise PackingError(
+            "data_collator: expected a collator that reads where documents begin in packed rows, got "
+            f"{type(getattr(collate, 'data_collator', collate)).__name__}, which makes one document of each row. Pass "
+            "data_collator=PackingCollator() to Trainer, padding_free=True and max_length=None to SFTConfig, or call "
+            "attach(trainer, TokenBudget(max_tokens))"
+        )

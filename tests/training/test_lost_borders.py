@@ -1,0 +1,287 @@
+"""A packed row never trains as one document in silence: it trains right, or is refused."""
+
+from functools import cache
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from patched_models import patched
+from tiny_models import build
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+from trainers import arguments, logged
+from training_process import tokenizer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+import hf_packing as hfp
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+ROWS = 6
+COLUMNS = ["input_ids", "labels"]
+DOCUMENTS = [np.random.default_rng(length).integers(5, 100, length).tolist() for length in (9, 5, 8, 10, 7, 6) * 4]
+
+
+def documents():
+    return datasets.Dataset.from_dict({"input_ids": DOCUMENTS})
+
+
+def packed(**changes):
+    return hfp.pack(documents(), hfp.BestFit(32, seed=None), **changes)
+
+
+def mapped():
+    return documents().map(hfp.BestFit(32, seed=None), batched=True, remove_columns=["input_ids"])
+
+
+def packed_stream(**changes):
+    return hfp.pack(documents().to_iterable_dataset(), hfp.BestFit(32, seed=None), **changes)
+
+
+def lazily_packed(folder):
+    documents().save_to_disk(folder)
+    return hfp.pack(datasets.load_from_disk(folder), hfp.BestFit(32, seed=None), lazy=True)
+
+
+def from_parquet(folder, dataset):
+    dataset.to_parquet(folder / "rows.parquet")
+    return datasets.load_dataset("parquet", data_files=str(folder / "rows.parquet"), split="train", cache_dir=folder)
+
+
+def from_disk(folder, dataset):
+    dataset.save_to_disk(folder)
+    return datasets.load_from_disk(folder)
+
+
+@cache
+def loss_alone():
+    """The mean loss over all labels of the stock model that runs each document alone."""
+    model, documents = build("Llama", torch.float64), [torch.tensor([each]) for each in DOCUMENTS]
+    with torch.no_grad():
+        losses = [float(model(ids, labels=ids).loss) * (ids.numel() - 1) for ids in documents]
+    return sum(losses) / sum(ids.numel() - 1 for ids in documents)
+
+
+def trainer(folder, dataset, kind=Trainer, collator=None, model=None, **changes):
+    """A stock trainer whose step has all rows, on a patched model."""
+    config = SFTConfig if kind is SFTTrainer else TrainingArguments
+    known = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 24, "max_length": None}
+    if kind is Trainer:
+        known.pop("max_length")
+    more = {} if collator is None else {"data_collator": collator}
+    more |= {"processing_class": tokenizer()} if kind is SFTTrainer else {}
+    model = model or patched("Llama", torch.float64)
+    return kind(model, arguments(folder, config, **known | changes), train_dataset=dataset, **more)
+
+
+FLAT = hfp.PackingCollator()
+NOT_DISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        pytest.param(lambda _: packed(), {"collator": FLAT}, id="pack"),
+        pytest.param(lambda _: packed(position_ids=False), {"collator": FLAT}, id="without position_ids"),
+        pytest.param(lambda _: packed().remove_columns("position_ids"), {"collator": FLAT}, id="remove_columns"),
+        pytest.param(lambda _: mapped().remove_columns("position_ids"), {"collator": FLAT}, id="map"),
+        pytest.param(lambda f: from_parquet(f, packed(position_ids=False)), {"collator": FLAT}, id="parquet"),
+        pytest.param(lambda f: lazily_packed(f), {"collator": FLAT}, id="lazy"),
+        pytest.param(lambda _: packed(position_ids=False), ONE_BY_ONE, id="default collator"),
+        pytest.param(
+            lambda _: packed_stream().map(lambda row: row).remove_columns("position_ids"),
+            {"collator": FLAT, **NOT_DISPATCHED},
+            id="stream",
+        ),
+        pytest.param(lambda _: packed(), {"kind": SFTTrainer, "padding_free": True}, id="padding_free"),
+        pytest.param(lambda _: documents(), {"collator": FLAT}, id="documents"),
+        pytest.param(lambda _: documents(), {"collator": DataCollatorWithFlattening()}, id="flattened documents"),
+        pytest.param(lambda _: documents(), {"kind": SFTTrainer}, id="padded documents"),
+    ],
+)
+def test_rows_that_keep_their_borders_train_right(tmp_path, make, how):
+    assert packed().num_rows == ROWS < len(DOCUMENTS)
+    (loss,) = logged(trainer(tmp_path, make(tmp_path / "data"), **how))
+    assert loss == pytest.approx(loss_alone(), rel=1e-6)
+
+
+LOST = "dataset: expected the column seq_lengths or position_ids in packed rows"
+NOT_READ = "data_collator: expected a collator that reads where documents begin"
+AGAIN = "column 'seq_lengths': expected the 24 segments in which pack"
+CROSSED = "labels: expected -100 at the first token of every document in a row"
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "message"),
+    [
+        pytest.param(lambda _: packed().select_columns(COLUMNS), {"collator": FLAT}, LOST, id="select_columns"),
+        pytest.param(
+            lambda _: packed().with_format("torch", columns=COLUMNS), {"collator": FLAT}, LOST, id="with_format"
+        ),
+        pytest.param(
+            lambda f: from_disk(f, packed()).select_columns(COLUMNS), {"collator": FLAT}, LOST, id="save_to_disk"
+        ),
+        pytest.param(
+            lambda _: packed().map(lambda _: {"n": 1}).shuffle().flatten_indices().select_columns(COLUMNS),
+            {"collator": FLAT},
+            LOST,
+            id="map and shuffle",
+        ),
+        pytest.param(
+            lambda _: packed().train_test_split(0.4)["train"].select_columns(COLUMNS),
+            {"collator": FLAT},
+            LOST,
+            id="train_test_split",
+        ),
+        pytest.param(
+            lambda _: datasets.concatenate_datasets([packed().select_columns(["input_ids"]), documents()]),
+            {"collator": FLAT},
+            LOST,
+            id="concatenated with documents",
+        ),
+        pytest.param(
+            lambda _: Subset(packed().select_columns(COLUMNS), range(4)), {"collator": FLAT}, LOST, id="Subset"
+        ),
+        pytest.param(
+            lambda _: ConcatDataset([documents(), packed().select_columns(["input_ids"])]),
+            {"collator": FLAT},
+            LOST,
+            id="ConcatDataset",
+        ),
+        pytest.param(
+            lambda _: packed_stream().map(lambda row: row).select_columns(COLUMNS),
+            {"collator": FLAT, **NOT_DISPATCHED},
+            LOST,
+            id="stream",
+        ),
+        pytest.param(lambda f: lazily_packed(f).select_columns(COLUMNS), {"collator": FLAT}, LOST, id="lazy"),
+        pytest.param(lambda _: packed(), {"collator": DataCollatorWithFlattening()}, NOT_READ, id="flattening"),
+        pytest.param(lambda _: mapped(), {"collator": DataCollatorWithFlattening()}, NOT_READ, id="flattening of map"),
+        pytest.param(
+            lambda _: packed_stream(), {"collator": DataCollatorWithFlattening()}, NOT_READ, id="flattening of a stream"
+        ),
+        pytest.param(lambda _: packed(), {"kind": SFTTrainer}, NOT_READ, id="without padding_free"),
+        pytest.param(lambda _: mapped(), {"kind": SFTTrainer}, NOT_READ, id="map without padding_free"),
+        pytest.param(
+            lambda _: packed().remove_columns("seq_lengths"),
+            {"kind": SFTTrainer, "padding_free": True},
+            LOST,
+            id="padding_free without seq_lengths",
+        ),
+        pytest.param(
+            lambda _: packed(), {"kind": SFTTrainer, "packing": True, "max_length": 128}, AGAIN, id="packing=True"
+        ),
+        pytest.param(
+            lambda _: packed(), {"kind": SFTTrainer, "packing": True, "max_length": 32}, AGAIN, id="packing=True, full"
+        ),
+        pytest.param(
+            lambda _: packed(),
+            {"kind": SFTTrainer, "packing": True, "max_length": 32, "packing_strategy": "wrapped"},
+            LOST,
+            id="wrapped",
+        ),
+        pytest.param(
+            lambda _: packed(),
+            {"collator": DataCollatorForLanguageModeling(tokenizer(), mlm=False), **ONE_BY_ONE},
+            CROSSED,
+            id="labels of its own",
+        ),
+    ],
+)
+def test_rows_that_lose_their_borders_are_refused(tmp_path, make, how, message):
+    with pytest.raises(hfp.PackingError, match=message):
+        logged(trainer(tmp_path, make(tmp_path / "data"), **how))
+
+
+def test_the_refusal_comes_again_until_the_rows_are_right(tmp_path):
+    stock = trainer(tmp_path, packed(), collator=DataCollatorWithFlattening())
+    for _ in range(2):
+        with pytest.raises(hfp.PackingError, match=NOT_READ):
+            stock.train()
+    stock.data_collator = FLAT
+    assert logged(stock)[-1] == pytest.approx(loss_alone(), rel=1e-6)
+
+
+def test_evaluation_of_rows_without_borders_is_refused(tmp_path):
+    settings = {"report_to": "none", "use_cpu": True, "dataloader_pin_memory": False, "per_device_eval_batch_size": 24}
+    args = TrainingArguments(str(tmp_path), **settings)
+    model = patched("Llama", torch.float64)
+    right = Trainer(model, args, eval_dataset=packed(), data_collator=FLAT).evaluate()["eval_loss"]
+    assert right == pytest.approx(loss_alone(), rel=1e-6)
+    for dataset, collator, message in (
+        (packed().select_columns(COLUMNS), FLAT, LOST),
+        (packed(), DataCollatorWithFlattening(), NOT_READ),
+    ):
+        with pytest.raises(hfp.PackingError, match=message):
+            Trainer(model, args, eval_dataset=dataset, data_collator=collator).evaluate()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_loop_without_accelerate(workers):
+    model = patched("Llama", torch.float64)
+    (batch,) = DataLoader(packed(), batch_size=ROWS, collate_fn=FLAT, num_workers=workers)
+    assert model(**batch).loss.item() == pytest.approx(loss_alone(), rel=1e-6)
+    with pytest.raises(hfp.PackingError, match=LOST):
+        list(DataLoader(packed().select_columns(COLUMNS), batch_size=ROWS, collate_fn=FLAT, num_workers=workers))
+    (batch,) = DataLoader(documents(), batch_size=24, collate_fn=FLAT, num_workers=workers)
+    assert model(**batch).loss.item() == pytest.approx(loss_alone(), rel=1e-6)
+
+
+def test_a_loop_that_finds_the_borders_itself():
+    """The collator joins rows without borders, and the loop adds them before the model gets the batch."""
+    model, dataset = patched("Llama", torch.float64), packed()
+    loader = Accelerator(cpu=True).prepare(
+        DataLoader(dataset, batch_size=ROWS, collate_fn=DataCollatorWithFlattening())
+    )
+    (batch,) = loader
+    first = next(rows := iter(loader))
+    with pytest.raises(hfp.PackingError, match=NOT_READ):
+        model(**first)
+    del rows
+    batch["position_ids"] = torch.tensor([[position for row in dataset["position_ids"] for position in row]])
+    for _ in loader:
+        assert model(**batch).loss.item() == pytest.approx(loss_alone(), rel=1e-6)
+
+
+def test_attach_and_the_rest_of_the_package_refuse_rows_without_borders(tmp_path):
+    lost = packed().select_columns(COLUMNS)
+    model = patched("Llama", torch.float64)
+    stream = packed_stream(streams=2).select_columns(COLUMNS)
+    for call in (
+        lambda: hfp.attach(trainer(tmp_path, lost), hfp.TokenBudget(64)),
+        lambda: hfp.attach(trainer(tmp_path, lost.with_transform(lambda rows: rows)), hfp.TokenBudget(64)),
+        lambda: hfp.attach(trainer(tmp_path, stream), hfp.TokenBudget(64)),
+        lambda: hfp.prepare_dataloader(Accelerator(cpu=True), lost, hfp.TokenBudget(64), model=model),
+        lambda: hfp.pack(lost, hfp.BestFit(64)),
+        lambda: hfp.pack(stream, hfp.BestFit(64)),
+        lambda: lost.map(hfp.BestFit(64), batched=True),
+        lambda: hfp.score(model, lost, max_tokens=64),
+    ):
+        with pytest.raises(hfp.PackingError, match=LOST):
+            call()
+    with pytest.raises(hfp.PackingError, match="column 'seq_lengths' says that row 0 is packed"):
+        hfp.score(model, packed(), max_tokens=64)
+
+
+def test_rows_that_are_documents_again_can_be_used(tmp_path):
+    def unpack(rows):
+        ids = [
+            np.split(row, np.cumsum(ends)[:-1])
+            for row, ends in zip(rows["input_ids"], rows["seq_lengths"], strict=True)
+        ]
+        return {"input_ids": [each.tolist() for row in ids for each in row]}
+
+    dataset = packed().map(unpack, batched=True, remove_columns=packed().column_names)
+    with pytest.raises(hfp.PackingError, match="set dataset.info.description = ''"):
+        logged(trainer(tmp_path, dataset, collator=FLAT))
+    dataset.info.description = ""
+    (loss,) = logged(trainer(tmp_path, dataset, collator=FLAT))
+    assert loss == pytest.approx(loss_alone(), rel=1e-6)
