@@ -56,6 +56,7 @@ from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
 from hf_packing.attention.label_check import refuse_copied_labels
+from hf_packing.attention.packed_row import borders_required
 from hf_packing.attention.patch import (
     ProveInTraining,
     check_patched,
@@ -80,6 +81,7 @@ __all__ = [
     "NoLanguageModelError",
     "ProveInTraining",
     "architectures",
+    "borders_required",
     "check_isolation",
     "check_patched",
     "has_local_weights",

@@ -33,7 +33,7 @@ from hf_packing.training.ranks import (
 )
 from hf_packing.training.resumed_steps import EpochOfSteps
 from hf_packing.training.trainer_loss import as_it_was_on_error, keeps_rows_whole, subclass_with
-from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
+from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows
 
 
@@ -144,7 +144,7 @@ def attach(
     check_and_plan = partial(_check_and_plan, trainer, batching, loss=loss or "token", prove=prove)
     shapes, documents = (tokens, max_segments), match_documents_per_step
     planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))
-    with as_it_was_on_error(trainer):
+    with models_unpatched_on_error(trainer), as_it_was_on_error(trainer):
         on_all_ranks(partial(_isolate_and_settle, trainer, planned.batches))
     _install(trainer, planned)
     return planned.summary
@@ -192,7 +192,7 @@ def _check_and_plan(
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
-    """Patch the trainer's model, decide whether attach or the trainer computes the loss, and check the labels."""
+    """Patch the trainer's models, decide whether attach or the trainer computes the loss, and check the labels."""
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)

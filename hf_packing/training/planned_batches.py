@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model, patch_for_training
+from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
@@ -55,6 +55,7 @@ from hf_packing.training.trainer_loss import (
     refuse_undivided,
     settle_loss,
 )
+from hf_packing.training.unpad_models import patch_models
 
 Check = Callable[[Trainer], None]
 
@@ -167,13 +168,13 @@ class PlannedBatches:
         return self._sampler(trainer, name, dataset, planned_from, batching)
 
     def settle(self, trainer: Trainer) -> None:
-        """Patch the trainer's model, choose the collator, and decide whether attach or the trainer computes the loss.
+        """Patch the trainer's models, choose the collator, and decide whether attach or the trainer computes the loss.
 
         Raises:
             PackingError: the model's loss is not supported.
             ModelNotSupportedError: it cannot be verified that the model isolates documents.
         """
-        patch_for_training(trainer.model, trainer.accelerator, self.decided.prove)
+        patch_models(trainer, self.decided.prove)
         if self.decided.shapes != (None, None):
             refuse_padding_in_router_loss(trainer.model)
         collator = collator_for(trainer.model, *self.decided.shapes)
@@ -269,7 +270,7 @@ class PlannedBatches:
             self.settle(trainer)
             trainer.data_collator = self.collator
         else:
-            patch_for_training(trainer.model, trainer.accelerator, self.decided.prove)
+            patch_models(trainer, self.decided.prove)
             if loss_of_model(trainer.model) == self.settled.of_model:
                 return
             self.settled = settle_loss(trainer, self.decided.trainer_loss, self.decided.loss)
