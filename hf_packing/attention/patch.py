@@ -13,7 +13,13 @@ from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
-from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
+from hf_packing.attention.inspect_model import (
+    WeightsLocation,
+    configurations,
+    has_local_weights,
+    inner_model,
+    weights_location,
+)
 from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.patched_forward import install, remove
 from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
@@ -90,8 +96,8 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     Raises:
         ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
             model is left unpatched if it was unpatched before.
-        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; `prove` is
-            neither "model" nor "small"; or `prove` is "model", and the weights are not in memory.
+        PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or returns
+            tuples by its configuration; `prove` is neither "model" nor "small"; or `prove` is "model", and the weights are not in memory.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -112,7 +118,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
                 prove_trees(inner)
     if is_patched(inner):
         return model
-    _refuse_shared_configuration(inner)
+    _check_configuration(inner)
     _use_hub_kernels_of(inner)
     if prove == "small":
         install(inner, find_and_prove_on_small_copy(inner).route, attention_of(inner))
@@ -136,9 +142,16 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     return model
 
 
-def _refuse_shared_configuration(model: PreTrainedModel) -> None:
-    """Raise PackingError if the model shares its configuration with a patched model. A patch changes the attention
-    setting in the configuration, and therefore changes all models that share the configuration."""
+def _check_configuration(model: PreTrainedModel) -> None:
+    """Raise PackingError if the model shares its configuration with a patched model, or returns tuples.
+
+    A patch changes the attention setting in the configuration, and therefore changes all models that share the
+    configuration."""
+    if any(getattr(config, "return_dict", True) is False for config in configurations(model)):
+        raise PackingError(
+            f"return_dict: expected True in the configuration of {type(model).__name__}, got False; outputs have to "
+            "have names. Set model.config.return_dict = True, and call the model with return_dict=False for a tuple"
+        )
     if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
             "model: expected a model with a configuration of its own, but the attention in the configuration of "
@@ -252,7 +265,7 @@ def _patch_as_small_copy(model: PreTrainedModel) -> None:
     Raises:
         ModelNotSupportedError: the weights are not in memory, and no route is found on a small copy.
     """
-    _refuse_shared_configuration(model)
+    _check_configuration(model)
     _use_hub_kernels_of(model)
     before = attention_of(model)
     try:

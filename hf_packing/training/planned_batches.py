@@ -116,7 +116,7 @@ class PlannedBatches:
         """Refuse changes, made to the trainer after attach, that do not work with planned batches.
 
         Raises:
-            PackingError: the collator, a method or a setting that decides the loss has changed.
+            PackingError: the collator, a method, an argument or a setting that decides the loss has changed.
         """
         if trainer.data_collator is not self.collator:
             raise PackingError(
@@ -124,17 +124,17 @@ class PlannedBatches:
                 "which would not isolate the documents of planned batches"
             )
         check_methods(trainer)
+        check_arguments(trainer, self.decided.loss)
         refuse_changed_settings(self._loss_settings, trainer)
 
     def check_training(self, trainer: Trainer) -> None:
         """Refuse changes, made to the trainer after attach, that do not work with training on planned batches.
 
         Raises:
-            PackingError: `check` refuses a change; an argument does not work with planned batches; or the model was
+            PackingError: `check` refuses a change; the accelerator does not work with planned batches; or the model was
                 replaced after attach, in a trainer without model_init.
         """
         self.check(trainer)
-        check_arguments(trainer, self.decided.loss)
         check_accelerator(trainer.accelerator)
         if trainer.model_init is None and self.decided.model() is not inner_model(trainer.model):
             raise PackingError(
@@ -285,6 +285,11 @@ class PlannedBatches:
         batching: Batching,
         accumulation: int = 1,
     ) -> RankBatchSampler:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise PackingError(
+                f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}. "
+                "Make one of its first rows, by datasets.Dataset.from_list(list(stream.take(1000)))"
+            )
         sizes = self._sizes(dataset)
         planned_from.note_data(name, dataset, sizes)
         self._rows_of(trainer, planned_from)

@@ -23,6 +23,7 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.errors import PackingError
+from hf_packing.training.checks import check_no_noise
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.shared_randomness import warn_of_shared_randomness
 
@@ -60,7 +61,7 @@ def unpad_models(
         fewest_shared: the fewest tokens that rows of a batch share to be computed once; None to compute every row.
 
     Raises:
-        PackingError: the trainer has no model; an option is given; two models share a configuration; or the weights of
+        PackingError: the trainer has no model, or adds noise to embeddings; an option is given; two models share a configuration; or the weights of
             a model are not in memory.
         ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
             rows can share prefixes. All models are left unpatched.
@@ -72,6 +73,7 @@ def unpad_models(
         )
     if prove not in get_args(ProveInTraining):
         raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
+    check_no_noise(trainer)
     with models_unpatched_on_error(trainer) as found:
         on_all_ranks(partial(_patch_and_prove, trainer, found, prove, fewest_shared))
     return UnpaddedModels({name: _describe(inner_model(model)) for name, model in found.items()})

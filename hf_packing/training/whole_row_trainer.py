@@ -187,9 +187,16 @@ def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
             f"trainer: expected a trainer that takes its batches from its dataset, got {kind}, which overrides "
             f"{own[0]}; attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise PackingError(
+            f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of {model}, "
+            "which depends on which rows share a micro-batch; got "
+            f"{getattr(trainer, 'router_aux_loss_coef', None)}. attach(trainer, None) keeps the trainer's batches, and "
+            "takes out their padding"
+        )
     refuse_streams_and_packs("train_dataset", trainer.train_dataset)
     check_methods(trainer)
-    check_arguments(trainer, "token")
+    check_arguments(trainer, None)
     check_accelerator(trainer.accelerator)
     check_not_dispatched(trainer.accelerator)
 

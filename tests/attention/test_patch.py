@@ -1,5 +1,6 @@
 """patch_model on tiny models: equal to the unpacked model, and isolated however it is fed."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -170,6 +171,27 @@ def test_an_attention_of_the_users_own_is_not_replaced(prove):
     route = hfp.check_isolation(model).route
     assert route.modules == {"LlamaAttention": 2}
     assert "a document's logits differ" in route.tried[0]
+
+
+def test_a_configuration_that_asks_for_tuples_is_named():
+    model = build("Llama")
+    model.config.return_dict = False
+    with pytest.raises(hfp.PackingError, match="return_dict: expected True in the configuration of LlamaForCausalLM"):
+        hfp.patch_model(model)
+    model.config.return_dict = True
+    outputs = hfp.patch_model(model)(**batch_of(DOCUMENTS), return_dict=False)
+    assert isinstance(outputs, tuple)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_model_built_from_a_patched_models_configuration_is_told_the_cause(name):
+    model = patched(name)
+    built = type(model)(copy.deepcopy(model.config))
+    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]])
+    with pytest.raises(hfp.PackingError, match="its configuration is that of a patched model: build each model from"):
+        built(ids, attention_mask=(ids > 0).long())
+    built.set_attn_implementation("sdpa")
+    built(ids, attention_mask=(ids > 0).long())
 
 
 def test_models_that_share_a_configuration():
