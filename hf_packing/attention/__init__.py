@@ -64,7 +64,7 @@ from hf_packing.attention.patch import (
     patch_model,
     unpatched_on_error,
 )
-from hf_packing.attention.probe import random_documents
+from hf_packing.attention.probe import predicts_tokens, random_documents
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import restored_modes
@@ -92,6 +92,7 @@ __all__ = [
     "patch_for_training",
     "patch_model",
     "patched",
+    "predicts_tokens",
     "prove_on_batch",
     "prove_unpadding",
     "random_documents",

@@ -252,6 +252,15 @@ def weights_location(model: nn.Module) -> WeightsLocation:
     return WeightsLocation.MEMORY
 
 
+def refuse_meta_device() -> None:
+    """Raise PackingError within `torch.device("meta")`, where our own tensors would have no values."""
+    if torch.get_default_device().type == "meta":
+        raise PackingError(
+            "device: expected a default device with memory, got 'meta'; only build the model within "
+            "torch.device('meta'), and call this function afterwards"
+        )
+
+
 def has_local_weights(model: nn.Module) -> bool:
     """Return whether this process has all weights of a model. The result is False if a weight is on the meta device, or
     sharded over processes."""

@@ -18,6 +18,7 @@ from hf_packing.attention.inspect_model import (
     configurations,
     has_local_weights,
     inner_model,
+    refuse_meta_device,
     weights_location,
 )
 from hf_packing.attention.isolation import check_isolation
@@ -41,6 +42,7 @@ Prove = Literal["model", "small"]
 """The model on which `patch_model` proves isolation."""
 
 
+@torch.inference_mode(False)  # gradients are compared
 def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) -> Model:
     """Patch a model so that documents packed in one row do not affect each other, and prove this by running the model.
 
@@ -110,6 +112,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     """
     if prove not in get_args(Prove):
         raise PackingError(f"prove: expected one of {', '.join(get_args(Prove))}, got {prove!r}")
+    refuse_meta_device()
     inner = inner_model(model)
     if trees and not ((route := route_of(inner)) and route.takes_trees):
         with unpatched_on_error(model):
@@ -220,6 +223,7 @@ _FEW_PARAMETERS = 5_000_000
 """A model with at most this number of parameters is as fast as its small copy, so the route is found on the model."""
 
 
+@torch.inference_mode(False)  # gradients are compared
 def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveInTraining) -> None:
     """Patch a model that a trainer or a training loop will train.
 

@@ -31,6 +31,7 @@ _NOT_COMPARED = ("loss", "hidden_states", "attentions", "past_key_values", "aux_
 _SHARING: tuple[Sharing, ...] = ("ragged", "equal", "none")
 
 
+@torch.inference_mode(False)  # gradients are compared
 def prove_unpadding(model: PreTrainedModel, by_length: bool = False) -> None:
     """Find a way in which a patched model runs padded batches, prove it, and install it.
 

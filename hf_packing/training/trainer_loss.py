@@ -23,6 +23,7 @@ from hf_packing.attention import (
     has_local_weights,
     inner_model,
     input_device,
+    predicts_tokens,
     random_documents,
     takes_argument,
     unpatched_on_error,
@@ -150,7 +151,7 @@ def keeps_rows_whole(trainer: Any) -> bool:
     names = {base.__name__ for base in type(inner).__mro__}
     if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:
         return False
-    return inner.get_output_embeddings() is None and not isinstance(trainer.data_collator, PackingCollator)
+    return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner)
 
 
 def _has_pictures(dataset: Any) -> bool:

@@ -16,6 +16,7 @@ from hf_packing.attention import (
     inner_model,
     is_patched,
     patch_for_training,
+    predicts_tokens,
     prove_unpadding,
     route_of,
     share_prefixes,
@@ -114,15 +115,10 @@ def _patch_and_prove(
             if has_local_weights(model):
                 with trainer.accelerator.autocast():
                     prove_unpadding(inner_model(model))
-                    if name == "model" or _is_language_model(inner_model(model)):
+                    if name == "model" or predicts_tokens(inner_model(model)):  # reward models share no prefixes
                         share_prefixes(inner_model(model), fewest_shared)
                         if fewest_shared is not None:
                             warn_of_shared_randomness(model)
-
-
-def _is_language_model(model: PreTrainedModel) -> bool:
-    """Return whether a model predicts tokens. Other models of a trainer, such as reward models, share no prefixes."""
-    return model.get_output_embeddings() is not None
 
 
 @contextmanager
