@@ -57,8 +57,9 @@ def _check_peft_method(peft_model: Any) -> None:
     if getattr(config, "is_prompt_learning", False):
         raise PackingError(
             f"model: expected a PEFT method that adds no tokens, got {config.peft_type.value}; "
-            "with this method, a packed row would get a single prompt for all of its documents. Use another method, "
-            "such as LoRA"
+            "with this method, a packed row would get a single prompt for all of its documents. Padded rows would get "
+            "theirs outside of the model that is patched, where the proof does not see them. Use another method, such "
+            "as LoRA, or train without hf_packing"
         )
     for name, config in peft_model.peft_config.items():
         if invocation := getattr(config, "alora_invocation_tokens", None):
