@@ -184,8 +184,8 @@ _needs_borders: ContextVar[bool] = ContextVar("_needs_borders", default=False)
 
 @contextmanager
 def borders_required() -> Iterator[None]:
-    """Context manager: within the block, rows without borders are refused in every mode. The block runs models on packed
-    rows, and a teacher in evaluation mode may get only some columns of the batch."""
+    """Context manager: within the block, which runs models on packed rows, rows without borders are refused in every
+    mode. A teacher in evaluation mode may get only some columns of a batch."""
     token = _needs_borders.set(True)
     try:
         yield
@@ -214,8 +214,7 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
     Raises:
         PackingError: input_ids and inputs_embeds are both missing; attention_mask is not all ones; past_key_values is
             not empty; encoder_hidden_states are given; or borders are missing where they are required, contradict
-            each other,
-            or do not fit the tokens.
+            each other, or do not fit the tokens.
     """
     tensor = inputs.get("input_ids")
     tensor = inputs.get("inputs_embeds") if tensor is None else tensor

@@ -99,7 +99,8 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
         ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
             model is left unpatched if it was unpatched before.
         PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or returns
-            tuples by its configuration; `prove` is neither "model" nor "small"; or `prove` is "model", and the weights are not in memory.
+            tuples by its configuration; `prove` is neither "model" nor "small"; `prove` is "model", and the weights are
+            not in memory; or the default device is meta.
 
     Example:
         >>> import hf_packing as hfp, transformers

@@ -58,9 +58,9 @@ class Documents:
     """An iterable over the rows of one source. Every iteration reads the source again.
 
     Args:
-        data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines with text are documents; a folder of files
-            with rows; a folder of text files, where every file is one document; a folder that `save_to_disk` made; or
-            the name of a dataset on the hub. JSON files and text files may be compressed.
+        data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines with text are documents; a folder
+            of files with rows; a folder of text files, where every file is one document; a folder that `save_to_disk`
+            made; or the name of a dataset on the hub. JSON files and text files may be compressed.
         split: name of the split to read from a dataset with several splits; None for "train". Files have no splits.
         glob: pattern for the names of the files to read in a folder, such as "*.py"; None for all files.
         skip_bad: True to leave out rows that cannot be read and list them in `skipped`; False to raise an error.

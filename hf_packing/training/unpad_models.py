@@ -62,8 +62,8 @@ def unpad_models(
         fewest_shared: the fewest tokens that rows of a batch share to be computed once; None to compute every row.
 
     Raises:
-        PackingError: the trainer has no model, or adds noise to embeddings; an option is given; two models share a configuration; or the weights of
-            a model are not in memory.
+        PackingError: the trainer has no model, or adds noise to embeddings; an option is given; two models share a
+            configuration; or the weights of a model are not in memory.
         ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
             rows can share prefixes. All models are left unpatched.
     """

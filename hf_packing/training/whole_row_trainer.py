@@ -189,10 +189,9 @@ def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
         )
     if getattr(trainer, "aux_loss_enabled", False):
         raise PackingError(
-            f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of {model}, "
-            "which depends on which rows share a micro-batch; got "
-            f"{getattr(trainer, 'router_aux_loss_coef', None)}. attach(trainer, None) keeps the trainer's batches, and "
-            "takes out their padding"
+            f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of "
+            f"{model}, which depends on which rows share a micro-batch; got {trainer.router_aux_loss_coef}. "
+            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
     refuse_streams_and_packs("train_dataset", trainer.train_dataset)
     check_methods(trainer)

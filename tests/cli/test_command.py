@@ -144,7 +144,10 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         (["report", "{folder}/none.jsonl"], "DATA: expected a file, a folder or a dataset's name"),
         (["report", "{data}"], "--tokenizer: expected a tokenizer for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
-        (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "fields text; --field names the field with the text"),
+        (
+            ["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"],
+            "fields text; --field names the field with the text",
+        ),
         (["report", "{data}", "--max-length", "0"], "--max-length: expected an integer of at least 1, got '0'"),
         (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer of at least 1, got 'some'"),
         (["report", "{data}", "--output", "{folder}"], "--output: expected a file for the page, such as report.html"),

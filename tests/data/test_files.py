@@ -180,7 +180,9 @@ def test_names_on_the_hub_may_have_dots(name):
     assert find_files(Path(name), None).to_read == []
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "org/a.txt", "a.md", "org/a.parquet", "a.csv.gz", "a/b/c", "../a", "x.tar"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "org/a.txt", "a.md", "org/a.parquet", "a.csv.gz", "a/b/c", "../a", "x.tar"]
+)
 def test_names_of_files_are_not_looked_up_on_the_hub(name):
     with pytest.raises(PackingError, match="does not exist"):
         find_files(Path(name), None)

@@ -66,7 +66,9 @@ def test_evaluation_that_generates(tmp_path, changes_after_attach):
     """Trainer would generate from packed rows, after the first epoch."""
     generates = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=not changes_after_attach, use_cpu=True)
     trainer = Seq2SeqTrainer(patched(), generates, train_dataset=documents(45), processing_class=tokenizer())
-    with pytest.raises(PackingError, match="predict_with_generate: expected False, since evaluation batches are packed"):
+    with pytest.raises(
+        PackingError, match="predict_with_generate: expected False, since evaluation batches are packed"
+    ):
         hfp.attach(trainer, hfp.TokenBudget(64))
         assert changes_after_attach
         trainer.args.predict_with_generate = True

@@ -130,11 +130,11 @@ def test_losses_of_routers_are_named(tmp_path):
         arguments = {"max_length": None, "router_aux_loss_coef": coefficient, "report_to": "none", "use_cpu": True}
         config = trl.DPOConfig(str(tmp_path), **arguments)
         rows = datasets.Dataset.from_list(paired()[:24])
-        return trl.DPOTrainer(
-            model, args=config, train_dataset=rows, processing_class=tokenizer(), ref_model=reference
-        )
+        return trl.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer(), ref_model=reference)
 
-    with pytest.raises(hfp.PackingError, match=r"router_aux_loss_coef: expected 0\.0 .* of MixtralForCausalLM.* got 0\.1"):
+    with pytest.raises(
+        hfp.PackingError, match=r"router_aux_loss_coef: expected 0\.0 .* of MixtralForCausalLM.* got 0\.1"
+    ):
         hfp.attach(trainer(0.1), hfp.TokenBudget(400))
     balanced = trainer(0.0)
     hfp.attach(balanced, hfp.TokenBudget(400))
