@@ -344,7 +344,7 @@ class OwnLanguageModel(PreTrainedModel):
     def get_input_embeddings(self):
         return self.layers.embed_tokens
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None, num_items_in_batch=None, **more):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **more):
         hidden = self.layers(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
         logits = self.to_words(hidden)
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)

@@ -9,7 +9,7 @@ from tiny_models import build
 from torch.nn.functional import kl_div
 from trainers import trainer_of
 from training_process import documents
-from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched

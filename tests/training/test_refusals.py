@@ -61,17 +61,17 @@ def test_arguments_that_contradict(tmp_path, changes, message):
     assert vars(trainer) == before
 
 
-@pytest.mark.parametrize("changes_after_attach", [False, True])
-def test_evaluation_that_generates(tmp_path, changes_after_attach):
+def test_evaluation_that_generates(tmp_path):
     """Trainer would generate from packed rows, after the first epoch."""
-    generates = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=not changes_after_attach, use_cpu=True)
-    trainer = Seq2SeqTrainer(patched(), generates, train_dataset=documents(45), processing_class=tokenizer())
-    with pytest.raises(
-        PackingError, match="predict_with_generate: expected False, since evaluation batches are packed"
-    ):
+    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True)
+    trainer = Seq2SeqTrainer(patched(), args, train_dataset=documents(45), processing_class=tokenizer())
+    message = "predict_with_generate: expected False, since evaluation batches are packed"
+    with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
-        assert changes_after_attach
-        trainer.args.predict_with_generate = True
+    args.predict_with_generate = False
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    args.predict_with_generate = True
+    with pytest.raises(PackingError, match=message):
         trainer.evaluate(documents(4))
 
 
