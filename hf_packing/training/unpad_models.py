@@ -2,7 +2,7 @@
 teacher or a reference model. `attach(trainer, None)` only does this, so that padding is not computed."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -127,7 +127,8 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except PackingError as error:
-        raise type(error)(f"{name}: {error}") from error
+        hint = "" if name == "trainer.model" else ". Keep a model that reads no batches of the trainer outside of it"
+        raise type(error)(f"{name}: {error}{hint}") from error
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
@@ -142,11 +143,22 @@ def models_of(trainer: Any) -> dict[str, nn.Module]:
     callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
     for owner, of_callback in [(trainer, ""), *((each, f"{type(each).__name__}.") for each in callbacks)]:
         for name, module in _modules_in(vars(owner)):
-            read_tokens = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
-            if not read_tokens <= seen:
+            inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
+            if _reads_tokens(module) and not inside <= seen:
                 found[of_callback + name] = module
                 seen.update(module.modules())
     return found
+
+
+def _reads_tokens(module: nn.Module) -> bool:
+    """Return whether a module, or a model of transformers in it, embeds tokens, unlike losses and vision towers."""
+    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    if not models:
+        return any(isinstance(each, nn.Embedding) for each in module.modules())
+    with suppress(NotImplementedError):
+        weights = [getattr(each.get_input_embeddings(), "weight", None) for each in models]
+        return any(weight is not None and weight.ndim == 2 for weight in weights)
+    return False
 
 
 def _modules_in(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:

@@ -9,7 +9,7 @@ from tiny_models import build
 from torch.nn.functional import kl_div
 from trainers import trainer_of
 from training_process import documents
-from transformers import Trainer, TrainerCallback
+from transformers import CLIPVisionConfig, CLIPVisionModel, Trainer, TrainerCallback
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -90,6 +90,8 @@ def test_all_models_of_a_trainer_are_found(tmp_path):
     trainer.by_task = {"chat": build("GPT2")}
     trainer.part, trainer.whole = student.model, torch.nn.ModuleList([student])
     trainer.loss_fn, trainer.projection = torch.nn.CrossEntropyLoss(), torch.nn.Linear(64, 64)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    trainer.tower = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=16))
 
     class Averaging(TrainerCallback):
         def __init__(self, average):
@@ -106,7 +108,7 @@ def test_a_model_that_is_not_of_transformers_is_refused_by_name(tmp_path):
     student, teacher = models()
     trainer = distilling(tmp_path, student, teacher)
     trainer.judge = torch.nn.Sequential(torch.nn.Embedding(128, 4), torch.nn.GRU(4, 4))
-    with pytest.raises(hfp.PackingError, match=r"trainer\.judge: .*expected a transformers PreTrainedModel"):
+    with pytest.raises(hfp.PackingError, match=r"trainer\.judge: .*expected a transformers PreTrainedModel.* outside"):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert not is_patched(student)
     assert not is_patched(teacher)
