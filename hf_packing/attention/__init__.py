@@ -56,6 +56,7 @@ from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation
 from hf_packing.attention.label_check import refuse_copied_labels
+from hf_packing.attention.packed_row import borders_required
 from hf_packing.attention.patch import (
     ProveInTraining,
     check_patched,
@@ -63,7 +64,7 @@ from hf_packing.attention.patch import (
     patch_model,
     unpatched_on_error,
 )
-from hf_packing.attention.probe import random_documents
+from hf_packing.attention.probe import predicts_tokens, random_documents
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
 from hf_packing.attention.snapshot import restored, restored_modes, restored_random_state
@@ -81,6 +82,7 @@ __all__ = [
     "NoLanguageModelError",
     "ProveInTraining",
     "architectures",
+    "borders_required",
     "check_isolation",
     "check_patched",
     "has_local_weights",
@@ -92,6 +94,7 @@ __all__ = [
     "patch_for_training",
     "patch_model",
     "patched",
+    "predicts_tokens",
     "prove_on_batch",
     "prove_unpadding",
     "random_documents",

@@ -101,6 +101,7 @@ class BatchProof:
         return f"isolated on {self.where}; {compared}, {gradients}{kernel}"
 
 
+@torch.inference_mode(False)  # gradients are compared
 def prove_on_batch(model: nn.Module, batch: Mapping[str, Any], training: bool = True) -> BatchProof:
     """Run a model on a batch as described at the top of this file, and return what was proven.
 

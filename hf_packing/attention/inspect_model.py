@@ -57,8 +57,9 @@ def _check_peft_method(peft_model: Any) -> None:
     if getattr(config, "is_prompt_learning", False):
         raise PackingError(
             f"model: expected a PEFT method that adds no tokens, got {config.peft_type.value}; "
-            "with this method, a packed row would get a single prompt for all of its documents. Use another method, "
-            "such as LoRA"
+            "with this method, a packed row would get a single prompt for all of its documents. Padded rows would get "
+            "theirs outside of the model that is patched, where the proof does not see them. Use another method, such "
+            "as LoRA, or train without hf_packing"
         )
     for name, config in peft_model.peft_config.items():
         if invocation := getattr(config, "alora_invocation_tokens", None):
@@ -250,6 +251,15 @@ def weights_location(model: nn.Module) -> WeightsLocation:
             if parameter.is_meta and not hasattr(module, "_hf_hook"):
                 return WeightsLocation.META
     return WeightsLocation.MEMORY
+
+
+def refuse_meta_device() -> None:
+    """Raise PackingError within `torch.device("meta")`, where our own tensors would have no values."""
+    if torch.get_default_device().type == "meta":
+        raise PackingError(
+            "device: expected a default device with memory, got 'meta'; only build the model within "
+            "torch.device('meta'), and call this function afterwards"
+        )
 
 
 def has_local_weights(model: nn.Module) -> bool:

@@ -7,11 +7,19 @@ from functools import partial
 from html import escape
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.batch_proof import prove_on_batch
-from hf_packing.attention.inspect_model import distinctive_lengths, has_vocabulary, inner_model
+from hf_packing.attention.inspect_model import (
+    WeightsLocation,
+    distinctive_lengths,
+    has_vocabulary,
+    inner_model,
+    refuse_meta_device,
+    weights_location,
+)
 from hf_packing.attention.probe import DocumentTokens, Probe
 from hf_packing.attention.proof import RANDOM, VARYING
 from hf_packing.attention.route import Route, is_patched, route_of
@@ -68,6 +76,7 @@ class IsolationReport:
 Collator = Callable[[list[dict[str, list[int]]]], Mapping[str, Any]]
 
 
+@torch.inference_mode(False)  # gradients are compared
 def check_isolation(
     model: PreTrainedModel,
     *,
@@ -113,7 +122,8 @@ def check_isolation(
         model uses.
 
     Raises:
-        PackingError: `model` is not a PreTrainedModel, or cannot be called with token ids; its logits are not finite,
+        PackingError: `model` is not a PreTrainedModel, is on the meta device, or cannot be called with token ids; its
+            logits are not finite,
             are nondeterministic, or do not depend on the tokens; `rows` is less than 1; the collator fails or cuts
             documents; a patched model refuses the batch; `batch` has a single document, or is given together with a
             collator or `rows`; or `trees` is True for a model that is not patched, or together with another argument.
@@ -128,6 +138,12 @@ def check_isolation(
         >>> report.isolated, report.route.name
         (True, 'varlen')
     """
+    refuse_meta_device()
+    if weights_location(model) is WeightsLocation.META:
+        raise PackingError(
+            f"model: expected weights in memory, but the weights of {type(model).__name__} are on the meta device; "
+            "call check_isolation after they are loaded"
+        )
     if trees:
         if collator is not None or rows != 1 or batch is not None:
             raise PackingError("trees: expected True without `collator`, `rows` and `batch`, which make other batches")

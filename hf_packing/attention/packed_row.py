@@ -178,6 +178,21 @@ def use_row(row: PackedRow | None) -> Iterator[None]:
         current_row.reset(token)
 
 
+_needs_borders: ContextVar[bool] = ContextVar("_needs_borders", default=False)
+"""Whether rows without borders are refused in evaluation mode, too."""
+
+
+@contextmanager
+def borders_required() -> Iterator[None]:
+    """Context manager: within the block, which runs models on packed rows, rows without borders are refused in every
+    mode. A teacher in evaluation mode may get only some columns of a batch."""
+    token = _needs_borders.set(True)
+    try:
+        yield
+    finally:
+        _needs_borders.reset(token)
+
+
 def has_trees(inputs: Mapping[str, Any]) -> bool:
     """Return whether the arguments of a model's forward are a row of trees, which `read_tree_row` reads."""
     return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
@@ -190,16 +205,16 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
 
     Args:
         inputs: keyword arguments of a model's forward, with input_ids or inputs_embeds.
-        training: whether the model is in training mode. In training mode, borders are required. In evaluation mode, a
-            row without borders counts as a single document.
+        training: whether the model is in training mode. In training mode, and within `borders_required`, borders are
+            required. Otherwise, a row without borders counts as a single document.
 
     Returns:
         The inputs without attention_mask, and a PackedRow with the borders of all rows.
 
     Raises:
         PackingError: input_ids and inputs_embeds are both missing; attention_mask is not all ones; past_key_values is
-            not empty; encoder_hidden_states are given; or borders are missing in training mode, contradict each other,
-            or do not fit the tokens.
+            not empty; encoder_hidden_states are given; or borders are missing where they are required, contradict
+            each other, or do not fit the tokens.
     """
     tensor = inputs.get("input_ids")
     tensor = inputs.get("inputs_embeds") if tensor is None else tensor
@@ -221,11 +236,12 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
     rows, tokens = tensor.shape[:2]
     borders = find_borders(tensor.shape[:2], inputs)
     if borders is None:
-        if training:
+        if training or _needs_borders.get():
+            where = "in training mode" if training else "for packed rows of a trainer"
             raise PackingError(
-                "position_ids: expected position_ids, cu_seq_lens_q or seq_idx in training mode, got none of them, so "
-                "the borders between packed documents are not known. PackingCollator and SFTConfig(padding_free=True) "
-                "add position_ids to every batch"
+                f"position_ids: expected position_ids, cu_seq_lens_q or seq_idx {where}, got none of them, so the "
+                "borders between packed documents are not known. PackingCollator and SFTConfig(padding_free=True) add "
+                "position_ids to every batch; pass them to all models that get the batch, such as a teacher"
             )
         return inputs, PackedRow.from_lengths([tokens] * rows, tensor.device, rows)
     lengths = tuple(b - a for a, b in pairwise(check_borders(borders, rows, tokens)))

@@ -13,7 +13,14 @@ from transformers.integrations.hub_kernels import is_kernel
 
 from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
-from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
+from hf_packing.attention.inspect_model import (
+    WeightsLocation,
+    configurations,
+    has_local_weights,
+    inner_model,
+    refuse_meta_device,
+    weights_location,
+)
 from hf_packing.attention.isolation import check_isolation
 from hf_packing.attention.patched_forward import install, remove
 from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
@@ -35,6 +42,7 @@ Prove = Literal["model", "small"]
 """The model on which `patch_model` proves isolation."""
 
 
+@torch.inference_mode(False)  # gradients are compared
 def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) -> Model:
     """Patch a model so that documents packed in one row do not affect each other, and prove this by running the model.
 
@@ -90,8 +98,9 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     Raises:
         ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
             model is left unpatched if it was unpatched before.
-        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; `prove` is
-            neither "model" nor "small"; or `prove` is "model", and the weights are not in memory.
+        PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or returns
+            tuples by its configuration; `prove` is neither "model" nor "small"; `prove` is "model", and the weights are
+            not in memory; or the default device is meta.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -104,6 +113,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     """
     if prove not in get_args(Prove):
         raise PackingError(f"prove: expected one of {', '.join(get_args(Prove))}, got {prove!r}")
+    refuse_meta_device()
     inner = inner_model(model)
     if trees and not ((route := route_of(inner)) and route.takes_trees):
         with unpatched_on_error(model):
@@ -112,7 +122,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
                 prove_trees(inner)
     if is_patched(inner):
         return model
-    _refuse_shared_configuration(inner)
+    _check_configuration(inner)
     _use_hub_kernels_of(inner)
     if prove == "small":
         install(inner, find_and_prove_on_small_copy(inner).route, attention_of(inner))
@@ -136,9 +146,16 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     return model
 
 
-def _refuse_shared_configuration(model: PreTrainedModel) -> None:
-    """Raise PackingError if the model shares its configuration with a patched model. A patch changes the attention
-    setting in the configuration, and therefore changes all models that share the configuration."""
+def _check_configuration(model: PreTrainedModel) -> None:
+    """Raise PackingError if the model shares its configuration with a patched model, or returns tuples.
+
+    A patch changes the attention setting in the configuration, and therefore changes all models that share the
+    configuration."""
+    if any(getattr(config, "return_dict", True) is False for config in configurations(model)):
+        raise PackingError(
+            f"return_dict: expected True in the configuration of {type(model).__name__}, got False; outputs have to "
+            "have names. Set model.config.return_dict = True, and call the model with return_dict=False for a tuple"
+        )
     if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
             "model: expected a model with a configuration of its own, but the attention in the configuration of "
@@ -207,6 +224,7 @@ _FEW_PARAMETERS = 5_000_000
 """A model with at most this number of parameters is as fast as its small copy, so the route is found on the model."""
 
 
+@torch.inference_mode(False)  # gradients are compared
 def patch_for_training(model: nn.Module, accelerator: Accelerator, prove: ProveInTraining) -> None:
     """Patch a model that a trainer or a training loop will train.
 
@@ -252,7 +270,7 @@ def _patch_as_small_copy(model: PreTrainedModel) -> None:
     Raises:
         ModelNotSupportedError: the weights are not in memory, and no route is found on a small copy.
     """
-    _refuse_shared_configuration(model)
+    _check_configuration(model)
     _use_hub_kernels_of(model)
     before = attention_of(model)
     try:

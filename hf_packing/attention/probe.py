@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from hf_packing.attention.inspect_model import (
     distinctive_lengths,
     embedding_of,
     gradient_by_token,
+    has_local_weights,
+    has_vocabulary,
     input_device,
     record_embeddings,
 )
@@ -348,3 +350,16 @@ class Probe:
         by_token = gradient_by_token(score, embedded, max(map(max, self.documents)), keep)
         owners = Counter(token for document in self.documents for token in set(document))
         return [by_token[[token for token in sorted(set(each)) if owners[token] == 1]] for each in self.documents]
+
+
+def predicts_tokens(model: PreTrainedModel) -> bool:
+    """Return whether a model is a language model: whether it has an output layer or, if it does not name one, returns
+    as many numbers for each token of a document as its vocabulary has."""
+    if has_vocabulary(model) or model.config.is_encoder_decoder or not has_local_weights(model):
+        return has_vocabulary(model)
+    with suppress(Exception):  # custom model code may raise anything
+        probe = Probe(model)
+        with probe.undisturbed():
+            width = probe.logits(input_ids=torch.tensor(probe.documents[:1])).shape[-1]
+        return width in (len(embedding_of(model).weight), model.config.get_text_config().vocab_size)
+    return False

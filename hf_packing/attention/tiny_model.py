@@ -195,7 +195,7 @@ _NAMES_BY_SIZE = {
     256: (
         *("max_position_embeddings", "n_positions", "max_seq_len", "context_length", "n_ctx", "max_target_positions"),
     ),
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm", "entity_vocab_size"),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "mamba_d_ssm", "entity_vocab_size", "unpadded_vocab_size"),
     32: (
         *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "num_buckets"),
         *("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"),
@@ -225,7 +225,7 @@ _NAMES_BY_SIZE = {
         *("moe_num_experts", "mamba_dt_rank", "time_step_rank", "linear_num_value_heads", "linear_num_heads"),
         *("swa_num_attention_heads", "mask_token_id", "prompt_length", "index_block_size", "gated_norm_rank"),
     ),
-    3: ("decoder_layers", "num_decoder_layers", "moe_layer_end_index", "sep_token_id"),
+    3: ("decoder_layers", "num_decoder_layers", "moe_layer_end_index", "sep_token_id", "loop_layer_index_end"),
     2: (
         *("encoder_layers", "num_encoder_layers", "num_key_value_heads", "num_kv_heads", "num_experts_per_tok"),
         *("moe_k", "moe_topk", "linear_num_key_heads", "type_vocab_size", "index_n_heads", "swa_num_key_value_heads"),
@@ -235,7 +235,7 @@ _NAMES_BY_SIZE = {
     1: (
         *("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "bos_token_id"),
         *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "mamba_n_groups", "n_groups"),
-        *("mamba_ngroups", "pretraining_tp", "decoder_start_token_id", "cls_token_id"),
+        *("mamba_ngroups", "pretraining_tp", "decoder_start_token_id", "cls_token_id", "loop_layer_index_start"),
     ),
     0: ("pad_token_id", "num_kv_shared_layers", "num_nextn_predict_layers", "num_mtp_layers"),
 }

@@ -30,6 +30,10 @@ class NoLanguageModelError(NotCallableError):
     """Text for the end of an error message, which says which models are supported."""
 
 
+LONGEST_TESTED = 29
+"""The most tokens of a random document with which isolation is tested."""
+
+
 def what_is_missing(model: PreTrainedModel) -> str:
     """Return the reason why a model cannot be called with input_ids alone, as text for the end of an error message.
 
@@ -39,6 +43,9 @@ def what_is_missing(model: PreTrainedModel) -> str:
         return (
             f"; {type(model).__name__} is an encoder-decoder, which takes two texts; {NoLanguageModelError.SUPPORTED}"
         )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < LONGEST_TESTED:
+        return f"; isolation is tested on up to {LONGEST_TESTED} tokens, but max_position_embeddings is {positions}"
     with suppress(Exception):  # custom model code may raise anything
         if model.get_output_embeddings() is None:
             return f"; {type(model).__name__} has no head for a vocabulary; {NoLanguageModelError.SUPPORTED}"

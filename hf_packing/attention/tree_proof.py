@@ -53,6 +53,7 @@ class TreeProof(NamedTuple):
     """The reason why training mode is not fully proven, or an empty string."""
 
 
+@torch.inference_mode(False)  # gradients are compared
 def prove_trees(model: PreTrainedModel) -> TreeProof:
     """Prove that a patched model runs rows of trees, and note this in its route.
 

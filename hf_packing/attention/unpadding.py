@@ -157,7 +157,8 @@ def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: 
             f"{decoder or 'model'}: expected a padded batch of one text for each row, but {type(model).__name__} takes "
             "two texts, an encoder's and a decoder's; call unpatch_model"
         )
-    if inputs.get("input_ids") is None and not route.takes_packed_rows and min(rows.lengths) < rows.kept.shape[1]:
+    takes_embeddings = route.takes_packed_rows or route.unpadding.takes_embeddings
+    if inputs.get("input_ids") is None and not takes_embeddings and min(rows.lengths) < rows.kept.shape[1]:
         raise PackingError(
             f"inputs_embeds: expected input_ids in a padded batch, since {type(model).__name__} may find the padding "
             "by its token, got inputs_embeds"

@@ -28,6 +28,9 @@ from hf_packing.errors import ModelNotSupportedError
 _NOT_COMPARED = ("loss", "hidden_states", "attentions", "past_key_values", "aux_loss", "router_logits")
 """Names of outputs that the proof does not compare."""
 
+_CLOSE = 1e-3
+"""Largest difference between outputs for tokens and for their embeddings, in standard deviations of the output."""
+
 _SHARING: tuple[Sharing, ...] = ("ragged", "equal", "none")
 
 
@@ -63,6 +66,7 @@ def _find_and_prove(model: PreTrainedModel, by_length: bool) -> None:
                 install_unpadding(model, unpadding)
                 refused = exams.refused_sides()
                 if not refused:
+                    _note_embeddings(model, unpadding, exams.probe)
                     return
                 reasons += refused.values()
                 found.append(replace(unpadding, refused=tuple(refused.items())))
@@ -73,7 +77,20 @@ def _find_and_prove(model: PreTrainedModel, by_length: bool) -> None:
     if best is None or len(best.refused) == len(SIDES):
         install_unpadding(model, None)
         raise ModelNotSupportedError(f"{type(model).__name__}: padded batches are not supported: {reasons[0]}")
-    install_unpadding(model, best)
+    _note_embeddings(model, best, exams.probe)
+
+
+def _note_embeddings(model: PreTrainedModel, unpadding: Unpadding, probe: "RowProbe") -> None:
+    """Install a proven way, and note whether embeddings in place of tokens give the same outputs. A head that looks for
+    the pad token, as those of GPT-2 and Llama do, does not find it among embeddings."""
+    install_unpadding(model, replace(unpadding, takes_embeddings=True))
+    refused = dict(unpadding.refused)
+    with suppress(Exception), probe.undisturbed():  # the model may not take embeddings
+        at_sides = [probe.with_padding(side) for side in SIDES if side not in refused]
+        both = [(torch.cat(each.packed(each.documents, embedded)) for embedded in (True, False)) for each in at_sides]
+        if all(torch.allclose(one, other, rtol=0, atol=_CLOSE) for one, other in both):
+            return
+    install_unpadding(model, unpadding)
 
 
 Patch.prove_unpadding = staticmethod(prove_unpadding)  # a patched model calls it when it gets its first padded batch
@@ -264,7 +281,6 @@ class RowProbe(Probe):
 
     def packed(self, documents: DocumentTokens, embedded: bool = False, **options: Any) -> list[Tensor]:
         """Run the documents as the rows of a padded batch, and return the outputs of each document."""
-        assert not embedded
         longest = max(map(len, documents))
         ids = torch.full((len(documents), longest), pad_token_of(self.model) or 0)
         mask, slices = torch.zeros_like(ids), []
@@ -274,11 +290,14 @@ class RowProbe(Probe):
             slices.append((start, start + len(tokens)))
             ids[number, start : start + len(tokens)] = torch.tensor(tokens)
             mask[number, start : start + len(tokens)] = 1
-        return list(torch.split(self._run(ids, mask, slices, **options), self._sizes))
+        return list(torch.split(self._run(ids, mask, slices, embedded, **options), self._sizes))
 
-    def _run(self, ids: Tensor, mask: Tensor, slices: list[tuple[int, int]], **options: Any) -> Tensor:
+    def _run(
+        self, ids: Tensor, mask: Tensor, slices: list[tuple[int, int]], embedded: bool = False, **options: Any
+    ) -> Tensor:
         self._slices = slices
-        inputs = {"input_ids": ids, "attention_mask": mask}
+        embeddings = {"inputs_embeds": embedding_of(self.model)(ids.to(self.device))} if embedded else {}
+        inputs = {**(embeddings or {"input_ids": ids}), "attention_mask": mask}
         if self._has_choices:
             inputs = {name: value[:, None] for name, value in inputs.items()}
         if "use_cache" not in self.signature.names:  # some models pass their own

@@ -188,17 +188,28 @@ def _check_arguments(
     if isinstance(attention_mask, Tensor):
         raise PackingError(
             f"attention_mask: {NAME} takes no mask, but {where} passed a mask of shape {list(attention_mask.shape)}"
+            f"{_cause()}"
         )
     if query.shape[2] != key.shape[2]:
         raise PackingError(
             f"{where} has {query.shape[2]} queries for {key.shape[2]} keys; {NAME} supports neither generation nor "
-            "cross-attention"
+            f"cross-attention{_cause()}"
         )
     if others.get("output_attentions"):
         raise PackingError(f"output_attentions: {NAME} returns no attention weights, but {where} requests them")
     for name, value in others.items():
         if value is not None and value is not False and name not in _HARMLESS:
             raise PackingError(f"{name}: {NAME} does not support this argument of {where}")
+
+
+def _cause() -> str:
+    """Return why the attention function may be called outside of a patched model's forward, where it is of no use."""
+    if torch.compiler.is_compiling() or current_row.get() is not None:
+        return ""
+    return (
+        ". If this model is not patched, its configuration is that of a patched model: build each model from its own "
+        "copy.deepcopy(config), made before patch_model, or call model.set_attn_implementation('sdpa')"
+    )
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **options: Any) -> Kernel | None:  # noqa: ARG001
@@ -238,7 +249,7 @@ def _borders_and_lengths(
     if position_ids is None or position_ids.ndim != 2:
         raise PackingError(
             f"{type(module).__name__} was given neither cu_seq_lens_q nor position_ids of shape [rows, tokens], so the "
-            "borders between segments are unknown; pass one of these arguments to the model"
+            f"borders between segments are unknown; pass one of these arguments to the model{_cause()}"
         )
     return borders_from_positions(position_ids.expand(rows, -1)), None
 

@@ -148,7 +148,8 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
     if not weights and not Path(name).exists():
         for kind in _KINDS:
             if name in architectures(kind):
-                return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
+                with _building(name):
+                    return tiny_model(name, kind), f"a small {kind} model of this architecture, with random weights"
     options = {"local_files_only": not Path(name).exists() and not hub_answers(name)}
     config = _load_config(name, trust_remote_code, options)
     head, note = _head_of(config, name, trust_remote_code)
@@ -161,19 +162,25 @@ def _model_named(name: str, weights: bool, trust_remote_code: bool) -> tuple[Pre
             else ""
         )
         return model, f"the model itself{drawn}{note}"
-    try:
+    with _building(name):
         with torch.device("meta"):
             large = head._from_config(config) if _is_model(head) else head.from_config(config, **code)
         small = small_copy_of(large)
+    return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
+
+
+@contextmanager
+def _building(name: str) -> Iterator[None]:
+    """Context manager: an error in the block says that no model can be built from a configuration."""
+    try:
+        yield
     except PackingError:
         raise
     except Exception as error:  # building a model from any configuration may raise any error
-        reason = f"{type(error).__name__}: {reason_of(error)}"
         raise PackingError(
             f"MODEL: expected a configuration from which a model can be built, but building a model from {name!r} "
-            f"failed: {reason}"
+            f"failed: {type(error).__name__}: {reason_of(error)}"
         ) from None
-    return small, f"a small {type(small).__name__} of this configuration, with as many layers and random weights{note}"
 
 
 def _load_config(name: str, trust_remote_code: bool, options: dict[str, bool]) -> PreTrainedConfig:

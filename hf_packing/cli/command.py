@@ -19,7 +19,7 @@ from hf_packing.cli.flags import (
     positive,
 )
 from hf_packing.cli.given import STRATEGIES
-from hf_packing.cli.screen import ReaderGoneError, prepare_streams, say_error, say_warning, swallow_the_rest
+from hf_packing.cli.screen import ReaderGoneError, in_flags, prepare_streams, say_error, say_warning, swallow_the_rest
 from hf_packing.errors import MissingDependencyError, PackingError
 
 BAD_INPUT, INTERRUPTED, READER_GONE = 2, 130, 141
@@ -51,7 +51,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             warnings.showwarning = say_warning
             code: int = given.run(given)
     except (PackingError, MissingDependencyError) as error:
-        say_error(str(error))
+        say_error(in_flags(str(error)))
         return BAD_INPUT
     except (OSError, EOFError, UnicodeError, pa.ArrowException) as error:  # errors of files or the disk
         say_error(f"{type(error).__name__}: {error}")

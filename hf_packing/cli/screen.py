@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,21 @@ err = _Screen(stderr=True)
 def say(console: Console, text: str, style: str | None = None) -> None:
     """Print a text unchanged: it is not wrapped, and not interpreted as markup."""
     console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+_FLAGS = {
+    r"\b(tokenizer|separator)(?=: expected)": r"--\1",
+    r"\btext_field\b": "--field",
+    r"\bskip_bad=True\b": "--skip-bad",
+}
+"""Flags of the command by patterns of the Python arguments that they stand for."""
+
+
+def in_flags(text: str) -> str:
+    """Return an error message with flags of the command in place of Python arguments."""
+    for argument, flag in _FLAGS.items():
+        text = re.sub(argument, flag, text)
+    return text
 
 
 def say_error(text: str) -> None:

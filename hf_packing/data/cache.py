@@ -25,6 +25,7 @@ from datasets.fingerprint import Hasher
 from datasets.table import MemoryMappedTable
 from filelock import FileLock
 
+import hf_packing
 from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
 from hf_packing.data.packed_rows import FACT_NAMES, SPLITS, Origin, describe_changes
 from hf_packing.data.packing_trace import with_trace
@@ -173,9 +174,9 @@ def fingerprint_of(dataset: datasets.Dataset, *how: Any) -> str:
 
     Args:
         dataset: the documents.
-        how: the packing settings, among them the strategy, which has a field with the version of hf_packing.
+        how: the packing settings, among them the strategy.
     """
-    return str(Hasher.hash((dataset._fingerprint, how)))
+    return str(Hasher.hash((dataset._fingerprint, hf_packing.__version__, how)))
 
 
 def cache_for(dataset: datasets.Dataset, fingerprint: str) -> CachedPacks:

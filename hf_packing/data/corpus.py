@@ -156,15 +156,15 @@ class Corpus:
     def _check_options(self) -> None:
         """Raise PackingError if an option of the command is missing, or would have no effect on rows of this kind."""
         if self.kind != "input_ids" and self.tokenizer is None:
-            raise PackingError(f"--tokenizer: expected a tokenizer for documents with {self.kind}, got none")
+            raise PackingError(f"tokenizer: expected a tokenizer for documents with {self.kind}, got none")
         if self.kind == "input_ids" and self.tokenizer is not None:
             raise PackingError(
-                "--tokenizer: expected no tokenizer, since documents with input_ids are already tokenized; to tokenize "
-                "a text field instead, pass the name of that field as --field"
+                "tokenizer: expected no tokenizer, since documents with input_ids are already tokenized; to tokenize "
+                "a text field instead, pass the name of that field as text_field"
             )
         if self.kind != "prompt" and self.separator is not None:
             raise PackingError(
-                f"--separator: expected documents with prompt and completion, got documents with {self.kind}"
+                f"separator: expected documents with prompt and completion, got documents with {self.kind}"
             )
 
 

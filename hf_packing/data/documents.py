@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hf_packing.data.files import (
+    ARCHIVES,
     JSON,
     ROWS,
     SEPARATORS,
+    SPREADSHEET,
     FoundFiles,
     find_files,
     is_saved_dataset,
@@ -33,9 +36,6 @@ from hf_packing.errors import PackingError
 
 DocumentRow = dict[str, Any]
 
-_SPREADSHEET = ".xlsx"
-_ARCHIVES = (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather")
-"""Suffixes of files that the user must unpack or convert first. The content of such a file can look like text."""
 _NO_TEXT = "expected text in UTF-8, got NUL bytes, which are typical of archives, arrays and UTF-16"
 
 _TRAIN = "train"
@@ -49,14 +49,18 @@ _PATIENCE = 5
 """Seconds to wait for the hub's answer."""
 
 
+class _UnreadableError(Exception):
+    """The error for a file whose rows cannot be read. The message gives what was expected, and the reason."""
+
+
 @dataclass
 class Documents:
     """An iterable over the rows of one source. Every iteration reads the source again.
 
     Args:
-        data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines are documents; a folder of files
-            with rows; a folder of text files, where every file is one document; a folder that `save_to_disk` made; or
-            the name of a dataset on the hub. JSON files and text files may be compressed.
+        data: a .jsonl, .json, .parquet, .csv or .tsv file; a text file, whose lines with text are documents; a folder
+            of files with rows; a folder of text files, where every file is one document; a folder that `save_to_disk`
+            made; or the name of a dataset on the hub. JSON files and text files may be compressed.
         split: name of the split to read from a dataset with several splits; None for "train". Files have no splits.
         glob: pattern for the names of the files to read in a folder, such as "*.py"; None for all files.
         skip_bad: True to leave out rows that cannot be read and list them in `skipped`; False to raise an error.
@@ -76,6 +80,11 @@ class Documents:
     _found: FoundFiles = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if "://" in self.data:
+            raise PackingError(
+                f"DATA: expected a path or a name on the hub, got the URL {self.data!r}; hf-packing fleet and "
+                "hf_packing.fleet.pack read URLs"
+            )
         path = Path(self.data)
         self._found = find_files(path, self.glob)
         self.files = self._found.to_read
@@ -116,7 +125,7 @@ class Documents:
             PackingError: `skip_bad` is False.
         """
         if not self.skip_bad:
-            raise PackingError(f"{why}; --skip-bad leaves such rows out and counts them")
+            raise PackingError(f"{why}; skip_bad=True leaves out what cannot be read, and counts it")
         self.skipped.append(why)
 
     def identity(self) -> list[Any]:
@@ -141,13 +150,15 @@ class Documents:
         """
         try:
             yield from rows(file)
-        except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
-            self.leave_out(f"{file}: expected a file that can be read to its end, got the error: {error}")
+        except _UnreadableError as error:
+            self.leave_out(f"{file}: {error}")
+        except (zlib.error, lzma.LZMAError, EOFError, OSError, pa.ArrowException) as error:
+            self.leave_out(f"{file}: expected a file that can be read to its end, got the error: {reason_of(error)}")
 
     def _rows(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
         """Yield pairs (place, row), such as ("line 3", row), from a file. Every line of a text file is a row."""
         kind = kind_of_file(file)
-        if kind in (_SPREADSHEET, *_ARCHIVES):
+        if kind in (SPREADSHEET, *ARCHIVES):
             self.leave_out(f"{file}: expected JSONL, parquet, CSV or text, got a {kind} file")
         elif kind == ".parquet":
             yield from _numbered(_parquet_rows(file))
@@ -183,7 +194,7 @@ class Documents:
                 yield f"line {number}", row
 
     def _lines(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
-        """Yield a pair (place, row), such as ("line 3", {"text": "..."}), for every line of a text file."""
+        """Yield a pair (place, row), such as ("line 3", {"text": "..."}), for every line of a text file with text."""
         with open_file(file) as stream:
             for number, line in enumerate(stream, start=1):
                 try:
@@ -191,7 +202,8 @@ class Documents:
                 except UnicodeDecodeError as error:
                     self.leave_out(f"{file}, line {number}: expected text in UTF-8, got the error: {error}")
                     continue
-                yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
+                if text.strip():
+                    yield f"line {number}", {"text": text.removesuffix("\n").removesuffix("\r")}
 
     def _text(self, file: Path) -> Iterator[tuple[str, DocumentRow]]:
         """Yield one pair (place, row) for a whole text file. The place is an empty string.
@@ -199,7 +211,7 @@ class Documents:
         A file that is not text, such as an image, is added to `skipped`. A spreadsheet is passed to `leave_out`
         instead, which raises PackingError unless `skip_bad` is True.
         """
-        if kind_of_file(file) == _SPREADSHEET:
+        if kind_of_file(file) == SPREADSHEET:
             yield from self._rows(file)
         elif not _is_text(file):
             self.skipped.append(f"{file}: {_NO_TEXT}")
@@ -207,7 +219,10 @@ class Documents:
             with open_file(file) as stream:
                 content = stream.read()
             try:
-                yield "", {"text": content.decode("utf-8-sig")}
+                if (text := content.decode("utf-8-sig")).strip():
+                    yield "", {"text": text}
+                else:
+                    self.skipped.append(f"{file}: expected text, got an empty file")
             except UnicodeDecodeError as error:
                 self.skipped.append(f"{file}: expected text in UTF-8, got the error: {error}")
 
@@ -310,14 +325,14 @@ def _json_array(file: Path) -> list[Any]:
     try:
         return list(json.loads(content.decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
-        raise PackingError(f"{file}: expected a JSON array, got the error: {error}") from None
+        raise _UnreadableError(f"expected a JSON array, got the error: {error}") from None
 
 
 def _parquet_rows(file: Path) -> Iterator[DocumentRow]:
     try:
         table = pq.ParquetFile(file)
     except Exception as error:  # pyarrow raises errors of its own
-        raise PackingError(f"{file}: expected a parquet file, got the error: {error}") from None
+        raise _UnreadableError(f"expected a parquet file, got the error: {error}") from None
     for batch in table.iter_batches(batch_size=1024):
         yield from batch.to_pylist()
 
@@ -335,8 +350,8 @@ def _table_rows(file: Path, separator: str) -> Iterator[DocumentRow]:
     try:
         yield from datasets.load_dataset("csv", data_files=str(file), split=_TRAIN, **options)
     except (ValueError, OSError) as error:
-        raise PackingError(
-            f"{file}: expected a table whose first line names the columns, got the error: {reason_of(error)}"
+        raise _UnreadableError(
+            f"expected a table whose first line names the columns, got the error: {reason_of(error)}"
         ) from None
     finally:
         datasets.logging.set_verbosity(verbosity)

@@ -7,7 +7,9 @@ and does not report which files are left out.
 import bz2
 import gzip
 import lzma
+import mimetypes
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -22,6 +24,13 @@ JSON = ".json"
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = (".jsonl", ".ndjson", ".parquet", *SEPARATORS)
 """Suffixes of files with one row per document. If a folder has such files, no other files of the folder are read."""
+
+
+SPREADSHEET = ".xlsx"
+ARCHIVES = (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".arrow", ".feather")
+"""Suffixes of files that the user must unpack or convert first. The content of such a file can look like text."""
+_ON_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
+"""The pattern of names of datasets on the hub."""
 
 
 class FoundFiles(NamedTuple):
@@ -45,7 +54,7 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
     Raises:
         PackingError: there are no files, a pattern is given without a folder, or a folder cannot be read.
     """
-    may_be_on_hub = not (path.exists() or path.suffix or path.is_absolute() or str(path).startswith("."))
+    may_be_on_hub = not path.exists() and _ON_HUB.fullmatch(str(path)) and not _names_a_kind_of_file(path)
     if not path.exists() and not may_be_on_hub:
         raise PackingError(f"DATA: expected a file, a folder or a dataset's name, but {str(path)!r} does not exist")
     if path.is_dir() and not is_saved_dataset(path):
@@ -58,6 +67,12 @@ def find_files(path: Path, glob: str | None) -> FoundFiles:
             "content in a file"
         )
     return FoundFiles([path] if path.is_file() else [], [], [])
+
+
+def _names_a_kind_of_file(path: Path) -> bool:
+    """Return whether the end of a name, such as .txt, says that it is a file, unlike that of org/Name-2.5."""
+    known = (JSON, *ROWS, *_OPENERS, *ARCHIVES, SPREADSHEET)
+    return path.suffix.lower() in known or mimetypes.guess_type(path.name)[0] is not None
 
 
 def is_saved_dataset(path: Path) -> bool:

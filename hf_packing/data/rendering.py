@@ -72,7 +72,7 @@ def kind_of_row(row: Mapping[str, Any], field: str | None) -> str:
         expected = "prompt and completion" if field == "prompt" else field
         raise BadRowError(
             f"expected {expected or 'text, prompt and completion, messages or input_ids'}, got the fields "
-            f"{', '.join(row) or 'none'}; use --field to name the field with the text"
+            f"{', '.join(row) or 'none'}; text_field names the field with the text"
         )
     return found
 

@@ -108,7 +108,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
             return TextTokenizer(name, _without_limits(Tokenizer.from_file(str(path))))
         except Exception as error:  # tokenizers raises bare exceptions
             raise PackingError(
-                f"--tokenizer: expected a tokenizer.json file, got {name!r}, which cannot be loaded: {reason_of(error)}"
+                f"tokenizer: expected a tokenizer.json file, got {name!r}, which cannot be loaded: {reason_of(error)}"
             ) from None
     from transformers import AutoTokenizer
 
@@ -117,11 +117,11 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> TextTokenizer:
         loaded = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # errors of the hub, the network or files
         raise PackingError(
-            f"--tokenizer: expected a name on the hub, a folder or a tokenizer.json, but {name!r} cannot be loaded "
+            f"tokenizer: expected a name on the hub, a folder or a tokenizer.json, but {name!r} cannot be loaded "
             f"here: {reason_of(error)}"
         ) from None
     if not hasattr(loaded, "backend_tokenizer"):
-        raise PackingError(f"--tokenizer: expected a fast tokenizer, but {name!r} is a {type(loaded).__name__}")
+        raise PackingError(f"tokenizer: expected a fast tokenizer, but {name!r} is a {type(loaded).__name__}")
     return text_tokenizer(loaded)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, overload
 import datasets
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
+from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.planning.tree_plan import check_fewest_shared
@@ -30,7 +30,7 @@ from hf_packing.training.ranks import (
 )
 from hf_packing.training.resumed_steps import EpochOfSteps
 from hf_packing.training.trainer_loss import keeps_rows_whole, subclass_with
-from hf_packing.training.unpad_models import UnpaddedModels, unpad_models
+from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows
 
 
@@ -141,7 +141,7 @@ def attach(
     check_and_plan = partial(_check_and_plan, trainer, batching, loss=loss or "token", prove=prove)
     shapes, documents = (tokens, max_segments), match_documents_per_step
     planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))
-    with unpatched_on_error(trainer.model):
+    with models_unpatched_on_error(trainer):
         on_all_ranks(partial(_isolate_and_settle, trainer, planned.batches))
     _install(trainer, planned)
     return planned.summary
@@ -189,7 +189,7 @@ def _check_and_plan(
 
 
 def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
-    """Patch the trainer's model, and check its loss and the labels."""
+    """Patch the trainer's models, and check the loss and the labels."""
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)

@@ -80,6 +80,16 @@ _EXPECTED_ARGUMENTS = {
 }
 """Training arguments that planned batches restrict: the name, the value that is needed, and the reason."""
 
+_EXPECTED_WITH_PACKED_ROWS = {
+    "predict_with_generate": (False, "evaluation batches are packed rows; generate from prompts after evaluate()"),
+}
+"""The same for batches of packed rows."""
+
+_EXPECTED_WITHOUT_PADDING = {
+    "neftune_noise_alpha": (None, "its noise becomes weaker with the length of a row, and rows are laid end to end"),
+}
+"""The same for all trainers, also those that make their own batches."""
+
 _ROWS_READ = 16
 
 
@@ -101,7 +111,10 @@ def check_trainer(trainer: Any, loss: Loss) -> None:
             if own
             else f"{kind.__name__}, which makes its own batches or losses"
         )
-        raise PackingError(f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {what}")
+        raise PackingError(
+            f"trainer: expected a Trainer or an SFTTrainer without its own batches, got {what}; "
+            "attach(trainer, None) keeps its batches, and takes out their padding"
+        )
     check_methods(trainer)
     _check_collator(trainer.data_collator)
     check_accelerator(trainer.accelerator)
@@ -129,13 +142,25 @@ def check_methods(trainer: Trainer) -> None:
             )
 
 
-def check_arguments(trainer: Trainer, loss: Loss) -> None:
-    """Refuse training arguments that do not work with planned batches or with `loss`."""
-    args = trainer.args
-    for name, (value, why) in _EXPECTED_ARGUMENTS.items():
+def check_no_noise(trainer: Any) -> None:
+    """Refuse noise on embeddings, whose strength would depend on the other rows of a batch."""
+    _check_values(getattr(trainer, "args", None), _EXPECTED_WITHOUT_PADDING)
+
+
+def _check_values(args: Any, expected: dict[str, tuple[Any, str]]) -> None:
+    for name, (value, why) in expected.items():
         given = getattr(args, name, value)
         if given is not None and given != value:
             raise PackingError(f"{name}: expected {value!r}, since {why}; got {given!r}")
+
+
+def check_arguments(trainer: Trainer, loss: Loss | None) -> None:
+    """Refuse training arguments that do not work with planned batches or with `loss`; None if rows stay whole."""
+    args = trainer.args
+    _check_values(args, _EXPECTED_ARGUMENTS)
+    check_no_noise(trainer)
+    if loss is not None:
+        _check_values(args, _EXPECTED_WITH_PACKED_ROWS)
     if args.n_gpu > 1:
         raise PackingError(
             f"n_gpu: expected 1 GPU for each process, got {args.n_gpu}, since nn.DataParallel would split batches; "

@@ -36,8 +36,8 @@ def log_probs_and_hidden(
     """
     inner = inner_model(model)
     given = {name: value for name, value in inputs.items() if name != LABELS}
-    states: list[Tensor] = []
-    handle = inner.base_model.register_forward_hook(lambda _, __, output: states.append(_last_hidden_state(output)))
+    outputs: list[Any] = []
+    handle = inner.base_model.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:
         if following is not None:
             log_probs, is_greedy = _log_probs(model, given, following)
@@ -46,7 +46,7 @@ def log_probs_and_hidden(
             log_probs, is_greedy = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.bool)
     finally:
         handle.remove()
-    return log_probs, is_greedy, states[-1][0] if hidden else None
+    return log_probs, is_greedy, _last_hidden_state(outputs[-1])[0] if hidden else None
 
 
 def _last_hidden_state(output: Any) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
+from hf_packing.attention import borders_required
 from hf_packing.collate import is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.cut_batch import with_segments_cut
@@ -124,11 +125,17 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             self, model, inputs, compute, planned.decided.loss, num_items_in_batch, planned.token_losses
         )
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with borders_required():
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            return loss
+
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
         if is_tree_batch(inputs):
             inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        with borders_required():
+            return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _cut_for_this_step(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with the extra borders that the length_schedule of the batching asks for in this step."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from hf_packing.attention import ProveInTraining, inner_model, patch_for_training
+from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
@@ -49,6 +49,7 @@ from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenLosses, TokenMean
 from hf_packing.training.train_on_trees import check_takes_trees, check_takes_trees_as, trees_to_train
 from hf_packing.training.trainer_loss import loss_of_trainer, loss_settings, refuse_changed_settings
+from hf_packing.training.unpad_models import patch_models
 
 Check = Callable[[Trainer], None]
 
@@ -106,7 +107,7 @@ class PlannedBatches:
         """Refuse changes, made to the trainer after attach, that do not work with planned batches.
 
         Raises:
-            PackingError: the collator, a method or a setting that decides the loss has changed.
+            PackingError: the collator, a method, an argument or a setting that decides the loss has changed.
         """
         if trainer.data_collator is not self.collator:
             raise PackingError(
@@ -114,17 +115,17 @@ class PlannedBatches:
                 "which would not isolate the documents of planned batches"
             )
         check_methods(trainer)
+        check_arguments(trainer, self.decided.loss)
         refuse_changed_settings(self._loss_settings, trainer)
 
     def check_training(self, trainer: Trainer) -> None:
         """Refuse changes, made to the trainer after attach, that do not work with training on planned batches.
 
         Raises:
-            PackingError: `check` refuses a change; an argument does not work with planned batches; or the model was
+            PackingError: `check` refuses a change; the accelerator does not work with planned batches; or the model was
                 replaced after attach, in a trainer without model_init.
         """
         self.check(trainer)
-        check_arguments(trainer, self.decided.loss)
         check_accelerator(trainer.accelerator)
         if trainer.model_init is None and self.decided.model() is not inner_model(trainer.model):
             raise PackingError(
@@ -158,13 +159,13 @@ class PlannedBatches:
         return self._sampler(trainer, name, dataset, planned_from, batching)
 
     def settle(self, trainer: Trainer) -> None:
-        """Patch the trainer's model, check its loss, and choose the collator.
+        """Patch the trainer's models, check the loss, and choose the collator.
 
         Raises:
             PackingError: the model's loss is not supported.
             ModelNotSupportedError: it cannot be verified that the model isolates documents.
         """
-        patch_for_training(trainer.model, trainer.accelerator, self.decided.prove)
+        patch_models(trainer, self.decided.prove)
         if self.decided.shapes != (None, None):
             refuse_padding_in_router_loss(trainer.model)
         collator = collator_for(trainer.model, *self.decided.shapes)
@@ -248,9 +249,9 @@ class PlannedBatches:
         return self._trees
 
     def _settle_again(self, trainer: Trainer) -> None:
-        """Patch the trainer's model again if needed, and settle again if the trainer has another model."""
+        """Patch the trainer's models again if needed, and settle again if the trainer has another model."""
         if self._settled() is inner_model(trainer.model):
-            patch_for_training(trainer.model, trainer.accelerator, self.decided.prove)
+            patch_models(trainer, self.decided.prove)
             return
         self.settle(trainer)
         trainer.data_collator = self.collator
@@ -265,6 +266,11 @@ class PlannedBatches:
         batching: Batching,
         accumulation: int = 1,
     ) -> RankBatchSampler:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise PackingError(
+                f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}. "
+                "Make one of its first rows, by datasets.Dataset.from_list(list(stream.take(1000)))"
+            )
         sizes = self._sizes(dataset)
         planned_from.note_data(name, dataset, sizes)
         self._rows_of(trainer, planned_from)

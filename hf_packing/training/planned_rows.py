@@ -90,7 +90,7 @@ class PlannedRows:
                 f"{type(trainer.data_collator).__name__}; set the collator before you call attach"
             )
         check_methods(trainer)
-        check_arguments(trainer, "token")
+        check_arguments(trainer, None)
         check_accelerator(trainer.accelerator)
         check_not_dispatched(trainer.accelerator)
         refuse_changed_settings(self._settings, trainer)

@@ -15,7 +15,15 @@ from accelerate.utils import gather_object
 from datasets.utils import tqdm
 from torch import Tensor, nn
 
-from hf_packing.attention import inner_model, input_device, patch_model, patched, restored_modes, sees_labels
+from hf_packing.attention import (
+    inner_model,
+    input_device,
+    patch_model,
+    patched,
+    predicts_tokens,
+    restored_modes,
+    sees_labels,
+)
 from hf_packing.collate import read_integers
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, SEGMENT_COLUMNS
 from hf_packing.data.packing_trace import refuse_lost_borders
@@ -206,7 +214,7 @@ def _read(documents: Any) -> list[_Document]:
 def _has_likelihoods(model: nn.Module, required: bool) -> bool:
     """Return whether a patched model has likelihoods of documents; raise PackingError if it does not but must."""
     inner, reason = inner_model(model), ""
-    if inner.get_output_embeddings() is None:
+    if not predicts_tokens(inner):
         reason = "has no head that predicts tokens"
     elif not predicts_next(model) or sees_labels(inner):
         reason = "sees the tokens that it predicts, so their probabilities are no likelihood of the document"

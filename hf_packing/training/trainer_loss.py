@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hf_packing.attention import inner_model
+from hf_packing.attention import inner_model, predicts_tokens
 from hf_packing.collate import PackingCollator, is_tree_batch
 from hf_packing.columns import LABELS
 from hf_packing.errors import PackingError
@@ -237,7 +237,7 @@ def keeps_rows_whole(trainer: Any) -> bool:
     names = {base.__name__ for base in type(inner).__mro__}
     if names & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}:
         return False
-    return inner.get_output_embeddings() is None and not isinstance(trainer.data_collator, PackingCollator)
+    return not isinstance(trainer.data_collator, PackingCollator) and not predicts_tokens(inner)
 
 
 def _has_pictures(dataset: Any) -> bool:

@@ -1,7 +1,8 @@
-"""Patch the models of a trainer that makes its own batches, so that the padding of these batches is not computed."""
+"""Find and patch the models of a trainer: the model that is trained, and those that read the same batches, such as a
+teacher or a reference model. `attach(trainer, None)` only does this, so that padding is not computed."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -13,7 +14,9 @@ from hf_packing.attention import (
     ProveInTraining,
     has_local_weights,
     inner_model,
+    is_patched,
     patch_for_training,
+    predicts_tokens,
     prove_unpadding,
     route_of,
     share_prefixes,
@@ -21,11 +24,9 @@ from hf_packing.attention import (
     unpatched_on_error,
 )
 from hf_packing.errors import PackingError
+from hf_packing.training.checks import check_no_noise
 from hf_packing.training.ranks import PlannedFrom, on_all_ranks
 from hf_packing.training.shared_randomness import warn_of_shared_randomness
-
-_MODELS = ("model", "ref_model", "teacher_model", "reward_model", "reward_models", "reward_funcs", "value_model")
-"""Names of attributes in which trainers store models, or lists of models and other functions."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def unpad_models(
         fewest_shared: the fewest tokens that rows of a batch share to be computed once; None to compute every row.
 
     Raises:
-        PackingError: the trainer has no model; an option is given; two models share a configuration; or the weights of
-            a model are not in memory.
+        PackingError: the trainer has no model, or adds noise to embeddings; an option is given; two models share a
+            configuration; or the weights of a model are not in memory.
         ModelNotSupportedError: it cannot be proven that a model takes padded batches or, for language models, that
             rows can share prefixes. All models are left unpatched.
     """
@@ -73,12 +74,31 @@ def unpad_models(
         )
     if prove not in get_args(ProveInTraining):
         raise PackingError(f"prove: expected one of {', '.join(get_args(ProveInTraining))}, got {prove!r}")
-    found = models_of(trainer)
-    with ExitStack() as as_before:
-        for model in found.values():
-            as_before.enter_context(unpatched_on_error(model))
+    check_no_noise(trainer)
+    with models_unpatched_on_error(trainer) as found:
         on_all_ranks(partial(_patch_and_prove, trainer, found, prove, fewest_shared))
     return UnpaddedModels({name: _describe(inner_model(model)) for name, model in found.items()})
+
+
+@contextmanager
+def models_unpatched_on_error(trainer: Any) -> Iterator[dict[str, nn.Module]]:
+    """Context manager: yield the models of a trainer by name. If the block raises an error, its patches are removed."""
+    found = models_of(trainer)
+    with ExitStack() as as_before:
+        for name, model in found.items():
+            with _named(f"trainer.{name}"):
+                as_before.enter_context(unpatched_on_error(model))
+        yield found
+
+
+def patch_models(trainer: Any, prove: ProveInTraining) -> None:
+    """Patch the models of a trainer. Only the model that is trained can wait for the proof on the first batch."""
+    for name, model in models_of(trainer).items():
+        with _named(f"trainer.{name}"):
+            if name == "model":
+                patch_for_training(model, trainer.accelerator, prove)
+            elif not is_patched(inner_model(model)):
+                patch_for_training(model, trainer.accelerator, "small" if prove == "small" else "model")
 
 
 def _patch_and_prove(
@@ -89,21 +109,16 @@ def _patch_and_prove(
     planned_from: PlannedFrom,
 ) -> None:
     planned_from.note_settings(batching=None, prove=prove, models=list(models), share_prefixes=fewest_shared)
+    patch_models(trainer, "small" if prove == "small" else "model")
     for name, model in models.items():
         with _named(f"trainer.{name}"):
-            patch_for_training(model, trainer.accelerator, "small" if prove == "small" else "model")
             if has_local_weights(model):
                 with trainer.accelerator.autocast():
                     prove_unpadding(inner_model(model))
-                    if name == "model" or _is_language_model(inner_model(model)):
+                    if name == "model" or predicts_tokens(inner_model(model)):  # reward models share no prefixes
                         share_prefixes(inner_model(model), fewest_shared)
                         if fewest_shared is not None:
                             warn_of_shared_randomness(model)
-
-
-def _is_language_model(model: PreTrainedModel) -> bool:
-    """Return whether a model predicts tokens. Other models of a trainer, such as reward models, share no prefixes."""
-    return model.get_output_embeddings() is not None
 
 
 @contextmanager
@@ -112,21 +127,48 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except PackingError as error:
-        raise type(error)(f"{name}: {error}") from error
+        hint = "" if name == "trainer.model" else ". Keep a model that reads no batches of the trainer outside of it"
+        raise type(error)(f"{name}: {error}{hint}") from error
 
 
 def models_of(trainer: Any) -> dict[str, nn.Module]:
-    """Return the models of a trainer by name, without duplicates."""
-    found: dict[str, nn.Module] = {}
-    for name in _MODELS:
-        value = getattr(trainer, name, None)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        for number, each in enumerate(values):
-            if isinstance(each, nn.Module) and not any(each is other for other in found.values()):
-                found[name if each is value else f"{name}[{number}]"] = each
-    if "model" not in found:
+    """Return the models of a trainer and its callbacks that read tokens, by name, the trained model first.
+
+    An attribute of any name counts, and a list or dict of models. What wraps, or is part of, a model that was found
+    before is not another model.
+    """
+    if not isinstance(getattr(trainer, "model", None), nn.Module):
         raise PackingError(f"trainer: expected a Trainer with a model, got {type(trainer).__name__} without one")
+    found, seen = {"model": trainer.model}, set(trainer.model.modules())
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", [])
+    for owner, of_callback in [(trainer, ""), *((each, f"{type(each).__name__}.") for each in callbacks)]:
+        for name, module in _modules_in(vars(owner)):
+            inside = {each for each in module.modules() if isinstance(each, (PreTrainedModel, nn.Embedding))}
+            if _reads_tokens(module) and not inside <= seen:
+                found[of_callback + name] = module
+                seen.update(module.modules())
     return found
+
+
+def _reads_tokens(module: nn.Module) -> bool:
+    """Return whether a module, or a model of transformers in it, embeds tokens, unlike losses and vision towers."""
+    models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    if not models:
+        return any(isinstance(each, nn.Embedding) for each in module.modules())
+    with suppress(NotImplementedError):
+        weights = [getattr(each.get_input_embeddings(), "weight", None) for each in models]
+        return any(weight is not None and weight.ndim == 2 for weight in weights)
+    return False
+
+
+def _modules_in(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules among some values, and in the lists and dicts among them, with their names."""
+    for name, value in values.items():
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}[{key!r}]", each) for key, each in items if isinstance(each, nn.Module))
 
 
 def _describe(model: PreTrainedModel) -> str:

@@ -7,7 +7,6 @@ micro-batch's share of the optimizer step.
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
+from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.columns import IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_summary import EpochSummary
@@ -35,7 +34,7 @@ from hf_packing.training.ranks import BatchesOfCheckpoint, check_accumulation, d
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
-from hf_packing.training.unpad_models import models_of
+from hf_packing.training.unpad_models import models_unpatched_on_error
 from hf_packing.training.whole_rows import REAL_ROWS, refuse_streams_and_packs
 
 UNITS_COUNTED = "units_counted"
@@ -155,9 +154,7 @@ def attach_whole_rows(
     with torch.random.fork_rng():  # making a loader may draw random numbers
         stock = trainer.get_train_dataloader()
     sampler = on_all_ranks(partial(planned.sampler, trainer, stock.dataset, stock.collate_fn))
-    with ExitStack() as as_before:
-        for model in models_of(trainer).values():
-            as_before.enter_context(unpatched_on_error(model))
+    with models_unpatched_on_error(trainer):
         planned.settle(trainer, stock.dataset, stock.collate_fn)
         unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
         summary = sampler.summary(unpacked * sampler.world_size, planned)
@@ -190,9 +187,15 @@ def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
             f"trainer: expected a trainer that takes its batches from its dataset, got {kind}, which overrides "
             f"{own[0]}; attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise PackingError(
+            f"router_aux_loss_coef: expected 0.0 with a batching, since {kind} adds the loss of the routers of "
+            f"{model}, which depends on which rows share a micro-batch; got {trainer.router_aux_loss_coef}. "
+            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
+        )
     refuse_streams_and_packs("train_dataset", trainer.train_dataset)
     check_methods(trainer)
-    check_arguments(trainer, "token")
+    check_arguments(trainer, None)
     check_accelerator(trainer.accelerator)
     check_not_dispatched(trainer.accelerator)
 

@@ -137,7 +137,8 @@ def refuse_streams_and_packs(name: str, dataset: Any) -> None:
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, (dict, torch.utils.data.IterableDataset)):
         raise PackingError(
-            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}"
+            f"{name}: expected a map-style dataset, with a length and numbered rows, got {type(dataset).__name__}. "
+            "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
         )
     if not len(dataset):
         raise PackingError(f"{name}: expected at least one row, got an empty dataset")

@@ -1,5 +1,6 @@
 """patch_model on tiny models: equal to the unpacked model, and isolated however it is fed."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -170,6 +171,58 @@ def test_an_attention_of_the_users_own_is_not_replaced(prove):
     route = hfp.check_isolation(model).route
     assert route.modules == {"LlamaAttention": 2}
     assert "a document's logits differ" in route.tried[0]
+
+
+def test_gradients_are_compared_in_inference_mode():
+    model = build("Llama")
+    with torch.inference_mode():
+        report = hfp.check_isolation(hfp.patch_model(model))
+        assert torch.is_inference_mode_enabled()
+    assert report.route.unproven == ""
+    assert report.max_gradient_leak == 0
+
+
+def test_the_meta_device_is_named():
+    with torch.device("meta"):
+        model = build("Llama")
+        for function in (hfp.patch_model, hfp.check_isolation):
+            with pytest.raises(hfp.PackingError, match="device: expected a default device with memory, got 'meta'"):
+                function(model)
+    with pytest.raises(hfp.PackingError, match="model: expected weights in memory, .* call check_isolation after"):
+        hfp.check_isolation(model)
+
+
+@pytest.mark.parametrize("positions", [12, 27])
+def test_too_few_positions_are_named(positions):
+    model = build("GPT2", n_positions=positions)
+    reason = f"tested on up to 29 tokens, but max_position_embeddings is {positions}"
+    if positions < 21:  # otherwise documents of 21 tokens are tested
+        with pytest.raises(hfp.ModelNotSupportedError, match=reason):
+            hfp.patch_model(model)
+        assert reason in hfp.check_isolation(model).reason
+    else:
+        assert hfp.check_isolation(hfp.patch_model(model)).isolated
+
+
+def test_a_configuration_that_asks_for_tuples_is_named():
+    model = build("Llama")
+    model.config.return_dict = False
+    with pytest.raises(hfp.PackingError, match="return_dict: expected True in the configuration of LlamaForCausalLM"):
+        hfp.patch_model(model)
+    model.config.return_dict = True
+    outputs = hfp.patch_model(model)(**batch_of(DOCUMENTS), return_dict=False)
+    assert isinstance(outputs, tuple)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_a_model_built_from_a_patched_models_configuration_is_told_the_cause(name):
+    model = patched(name)
+    built = type(model)(copy.deepcopy(model.config))
+    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]])
+    with pytest.raises(hfp.PackingError, match="its configuration is that of a patched model: build each model from"):
+        built(ids, attention_mask=(ids > 0).long())
+    built.set_attn_implementation("sdpa")
+    built(ids, attention_mask=(ids > 0).long())
 
 
 def test_models_that_share_a_configuration():

@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+import transformers
 from tiers import fast_only
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
@@ -62,11 +63,14 @@ def test_lora(architecture, before):
         assert torch.allclose(found[1][name], expected[1][name], atol=1e-4 * float(expected[1][name].abs().max())), name
 
 
-def test_prompts_are_refused():
+def test_prompts_are_refused(tmp_path):
     config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     model = peft.get_peft_model(tiny_model("llama", "causal"), config)
     with pytest.raises(hfp.PackingError, match="model: expected a PEFT method that adds no tokens, got PROMPT_TUNING"):
         hfp.patch_model(model)
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(hfp.PackingError, match=r"trainer\.model: .* got PROMPT_TUNING; .*Padded rows would get theirs"):
+        hfp.attach(trainer, None)
 
 
 def test_an_adapter_that_begins_at_its_tokens_is_refused():

@@ -53,6 +53,17 @@ def test_embeddings_without_ids_are_refused_where_a_head_looks_for_the_pad_token
         assert torch.allclose(logits[number, place], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_embeddings_without_ids_where_no_head_looks_for_the_pad_token(side):
+    stock, model = both("bert", SEQUENCE)
+    batch, _ = padded(documents(), side)
+    assert not batch["attention_mask"].all()
+    embedded = model.get_input_embeddings()(batch.pop("input_ids"))
+    logits = model(inputs_embeds=embedded, **batch).logits
+    expected = torch.stack([each for (each,) in alone(stock, documents(), SEQUENCE)])
+    assert torch.allclose(logits, expected, atol=1e-5)
+
+
 def test_a_pooler_that_looks_for_the_end_token():
     """CLIP's text model pools at the first end token of each row."""
     sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

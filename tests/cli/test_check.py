@@ -1,6 +1,7 @@
 """hf-packing check: which model is looked at, what is found, and the exit code."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,14 @@ def test_a_configuration_that_makes_no_model(capsys, tmp_path):
     said = capsys.readouterr().err
     assert "MODEL: expected a configuration from which a model can be built" in said
     assert said.count("\n") == 1
+
+
+def test_an_architecture_of_which_no_small_model_can_be_built(capsys, monkeypatch):
+    monkeypatch.setattr(import_module("hf_packing.attention.tiny_model"), "_MAX_PARAMETERS", 10)
+    assert main(["check", "llama"]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert "MODEL: expected a configuration from which a model can be built, but building a model from 'llama'" in said
+    assert "even with small settings" in said
 
 
 @pytest.mark.filterwarnings("ignore")

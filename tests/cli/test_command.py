@@ -131,6 +131,7 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "bad.jsonl, line 2: expected JSON" in said
+    assert "; --skip-bad leaves out what cannot be read" in said
     assert main([*given, "--skip-bad"]) == 0
     printed = capsys.readouterr().out
     assert "2 documents" in printed
@@ -143,7 +144,10 @@ def test_bad_json_has_its_line(capsys, tmp_path, tokenizer):
         (["report", "{folder}/none.jsonl"], "DATA: expected a file, a folder or a dataset's name"),
         (["report", "{data}"], "--tokenizer: expected a tokenizer for documents with text, got none"),
         (["report", "{data}", "--tokenizer", "nobody/nothing"], "'nobody/nothing' cannot be loaded here"),
-        (["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"], "expected body, got the fields text"),
+        (
+            ["report", "{data}", "--tokenizer", "{tokenizer}", "--field", "body"],
+            "fields text; --field names the field with the text",
+        ),
         (["report", "{data}", "--max-length", "0"], "--max-length: expected an integer of at least 1, got '0'"),
         (["report", "{data}", "--ranks", "some"], "argument --ranks: expected an integer of at least 1, got 'some'"),
         (["report", "{data}", "--output", "{folder}"], "--output: expected a file for the page, such as report.html"),

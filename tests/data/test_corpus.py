@@ -68,12 +68,12 @@ def test_tokens_that_are_there_already(tmp_path):
 def test_rows_without_text(tmp_path, tokenizer):
     file = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"body": "two"}, {"text": "three"}])
     message = "a.jsonl, line 2: expected the field text, as in earlier rows, got the fields body"
-    with pytest.raises(PackingError, match=f"{message}.*--skip-bad"):
+    with pytest.raises(PackingError, match=f"{message}.*skip_bad=True"):
         Corpus(Documents(str(file)), tokenizer).lengths(lambda _: None)
     skipping = Corpus(Documents(str(file), skip_bad=True), tokenizer)
     assert lengths_of(skipping) == [1, 1]
     assert len(skipping.documents.skipped) == 1
-    with pytest.raises(PackingError, match="--tokenizer: expected a tokenizer for documents with text, got none"):
+    with pytest.raises(PackingError, match="tokenizer: expected a tokenizer for documents with text, got none"):
         Corpus(Documents(str(file))).lengths(lambda _: None)
 
 
@@ -148,7 +148,7 @@ def test_a_row_without_the_labels_of_others_is_not_trained_on_as_a_whole(tmp_pat
     (name,) = given
     for first, second, expected, got in ((0, 1, name, "no labels"), (1, 0, "no labels", name)):
         file = write_lines(tmp_path / "a.jsonl", [rows[first], rows[second]])
-        message = f"line 2: expected {expected} in addition to input_ids, as in earlier rows, got {got}; --skip-bad"
+        message = f"line 2: expected {expected} in addition to input_ids, as in earlier rows, got {got}; skip_bad=True"
         with pytest.raises(PackingError, match=message):
             Corpus(Documents(str(file))).lengths(lambda _: None)
     corpus = Corpus(Documents(str(file), skip_bad=True))
@@ -158,10 +158,10 @@ def test_a_row_without_the_labels_of_others_is_not_trained_on_as_a_whole(tmp_pat
 
 def test_options_without_effect_are_refused(tmp_path, tokenizer):
     tokens = str(write_lines(tmp_path / "a.jsonl", [{"input_ids": [5, 6], "text": "one two three"}]))
-    with pytest.raises(PackingError, match="--tokenizer: expected no tokenizer, since documents with input_ids"):
+    with pytest.raises(PackingError, match="tokenizer: expected no tokenizer, since documents with input_ids"):
         Corpus(Documents(tokens), tokenizer).lengths(lambda _: None)
     assert lengths_of(Corpus(Documents(tokens), tokenizer, "text")) == [3]
-    with pytest.raises(PackingError, match="--separator: expected documents with prompt and completion, got .* text"):
+    with pytest.raises(PackingError, match="separator: expected documents with prompt and completion, got .* text"):
         Corpus(Documents(tokens), tokenizer, "text", separator="").lengths(lambda _: None)
 
 

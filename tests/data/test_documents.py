@@ -5,6 +5,8 @@ import gzip
 import lzma
 import random
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from written_rows import ROWS, write_array, write_gzip, write_lines, write_parquet, write_saved, write_splits
 
@@ -32,8 +34,8 @@ def test_rows_of_every_format(tmp_path, name, write):
 
 
 def test_a_text_file_has_a_document_in_each_line(tmp_path):
-    (tmp_path / "a.txt").write_text("one two\n\nthree\n")
-    assert [row["text"] for row in Documents(str(tmp_path / "a.txt"))] == ["one two", "", "three"]
+    (tmp_path / "a.txt").write_text("one two\n\n  \r\nthree\n")
+    assert [row["text"] for row in Documents(str(tmp_path / "a.txt"))] == ["one two", "three"]  # blank lines are none
 
 
 def test_a_line_that_is_no_text(tmp_path):
@@ -122,7 +124,7 @@ def test_a_folder_with_rows_has_nothing_but_rows(tmp_path):
 def test_a_line_that_is_no_json(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\n{"text": "two"\n[3]\n{"text": "three"}\n')
-    with pytest.raises(PackingError, match=r"line 2: expected JSON, got '\{\"text\": \"two\"' \(.*\); --skip-bad"):
+    with pytest.raises(PackingError, match=r"line 2: expected JSON, got '\{\"text\": \"two\"' \(.*\); skip_bad=True"):
         list(Documents(str(file)))
     documents = Documents(str(file), skip_bad=True)
     assert [row["text"] for row in documents] == ["one", "three"]
@@ -171,7 +173,7 @@ def test_spreadsheets_and_archives_are_no_texts(tmp_path):
         with pytest.raises(PackingError, match=message):
             list(Documents(str(tmp_path / name)))
     (tmp_path / "a.txt").write_text("one")
-    with pytest.raises(PackingError, match="got a .xlsx file; --skip-bad"):
+    with pytest.raises(PackingError, match="got a .xlsx file; skip_bad=True"):
         list(Documents(str(tmp_path)))
 
 
@@ -218,3 +220,50 @@ def test_nothing_is_left_in_a_cache(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("text\none\n")
     assert list(Documents(str(tmp_path / "a.csv"))) == [{"text": "one"}]
     assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.stat().st_size] == []
+
+
+def damaged_parquet(folder):
+    """A file with a footer, whose second row group is damaged."""
+    pq.write_table(pa.table({"text": [str(n) * 50 for n in range(2000)]}), folder / "a.parquet", row_group_size=1024)
+    content = (folder / "a.parquet").read_bytes()
+    begin = pq.ParquetFile(folder / "a.parquet").metadata.row_group(1).column(0).data_page_offset
+    (folder / "a.parquet").write_bytes(content[:begin] + b"\xff" * 64 + content[begin + 64 :])
+
+
+def truncated_parquet(folder):
+    pq.write_table(pa.table({"text": ["one"]}), folder / "a.parquet")
+    (folder / "a.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "reason"),
+    [
+        (damaged_parquet, 1024, "expected a file that can be read to its end"),
+        (truncated_parquet, 0, "expected a parquet file"),
+        (lambda folder: (folder / "a.jsonl").write_text('[{"text": "one"}, {"te'), 0, "expected a JSON array"),
+        (lambda folder: (folder / "a.csv").write_text('text,n\n"one,1\ntwo'), 0, "expected a table whose first line"),
+        (lambda folder: (folder / "a.csv").write_text(""), 0, "expected a table whose first line"),
+    ],
+    ids=["damaged parquet", "truncated parquet", "JSON array", "CSV", "empty CSV"],
+)
+def test_files_that_are_broken_are_left_out(tmp_path, make, rows, reason):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    make(folder)
+    (folder / "b.jsonl").write_text('{"text": "last"}\n')
+    with pytest.raises(PackingError, match=f"a\\.[a-z]+: {reason}.*; skip_bad=True leaves out what cannot be read"):
+        list(Documents(str(folder)))
+    documents = Documents(str(folder), skip_bad=True)
+    found = list(documents)
+    assert len(found) == rows + 1
+    assert found[-1] == {"text": "last"}
+    assert len(documents.skipped) == 1
+    assert reason in documents.skipped[0]
+
+
+def test_an_empty_text_file_is_no_document(tmp_path):
+    (tmp_path / "a.md").write_text("one")
+    (tmp_path / "b.md").write_text("\n \n")
+    documents = Documents(str(tmp_path))
+    assert [row["text"] for row in documents] == ["one"]
+    assert documents.skipped == [f"{tmp_path / 'b.md'}: expected text, got an empty file"]

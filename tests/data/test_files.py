@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import datasets
 import pytest
 
 from hf_packing.data.documents import Documents
+from hf_packing.data.files import find_files
 from hf_packing.errors import PackingError
 
 
@@ -39,7 +41,7 @@ def test_links_that_lead_out_of_the_folder_are_read(tmp_path):
 def test_a_link_that_leads_nowhere(tmp_path):
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(PackingError, match="gone.txt: expected a file, got a broken link; --skip-bad"):
+    with pytest.raises(PackingError, match="gone.txt: expected a file, got a broken link; skip_bad=True"):
         list(Documents(str(tmp_path)))
     documents = Documents(str(tmp_path), skip_bad=True)
     assert texts(documents) == ["one"]
@@ -171,3 +173,29 @@ def test_options_that_a_saved_dataset_does_not_have(tmp_path):
     assert texts(Documents(str(tmp_path / "saved"), split="train")) == ["one"]
     with pytest.raises(PackingError, match="--glob: expected a folder as DATA"):
         Documents(str(tmp_path / "saved"), glob="*.txt")
+
+
+@pytest.mark.parametrize("name", ["org/Name-2.5", "org/data.v2", "Name-1.5-sft", "org/v1.0-en"])
+def test_names_on_the_hub_may_have_dots(name):
+    assert find_files(Path(name), None).to_read == []
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "org/a.txt", "a.md", "org/a.parquet", "a.csv.gz", "a/b/c", "../a", "x.tar"]
+)
+def test_names_of_files_are_not_looked_up_on_the_hub(name):
+    with pytest.raises(PackingError, match="does not exist"):
+        find_files(Path(name), None)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a.jsonl", "hf://datasets/org/name", "https://example.com/a.jsonl"])
+def test_urls_are_for_the_fleet(url):
+    with pytest.raises(PackingError, match=f"got the URL '{url}'; hf-packing fleet"):
+        Documents(url)
+
+
+@pytest.mark.parametrize("name", ["data.v2", "Name-2.5", "a.b/c.d"])
+def test_folders_with_dots(tmp_path, name):
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "a.jsonl").write_text('{"text": "one"}\n')
+    assert list(Documents(str(tmp_path / name))) == [{"text": "one"}]

@@ -78,7 +78,7 @@ def test_a_hub_out_of_reach_costs_one_try(online, caplog):
     online(NOBODY)
     began = time.monotonic()
     assert not hub_answers("nobody/nothing")
-    with pytest.raises(PackingError, match="--tokenizer: .*'nobody/nothing' cannot be loaded here"):
+    with pytest.raises(PackingError, match="tokenizer: .*'nobody/nothing' cannot be loaded here"):
         load_tokenizer("nobody/nothing")
     with pytest.raises(PackingError, match="expected a file, a folder or a dataset, got 'nobody/nothing'"):
         list(Documents("nobody/nothing"))

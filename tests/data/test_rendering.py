@@ -30,7 +30,7 @@ def test_kinds_of_rows():
         kind_of_row({"prompt": "a"}, "prompt")
     for row in ({"prompt": "a"}, {"body": "a"}, {"text": None, "body": "a"}):
         with pytest.raises(
-            PackingError, match="expected text, prompt and completion, .* got the fields .*use --field to name"
+            PackingError, match="expected text, prompt and completion, .* got the fields .*text_field names"
         ):
             kind_of_row(row, None)
     with pytest.raises(PackingError, match="expected body, got the fields text"):

@@ -114,10 +114,10 @@ def test_loading_tokenizers(tmp_path, tokenizer):
     tokenizer.backend.save(str(file))
     assert load_tokenizer(str(file)).tokens([Rendered("one two three")], ended=False) == ([[2, 3, 4]], [[2, 3, 4]])
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(PackingError, match="--tokenizer: expected a tokenizer.json file, .* cannot be loaded: "):
+    with pytest.raises(PackingError, match="tokenizer: expected a tokenizer.json file, .* cannot be loaded: "):
         load_tokenizer(str(tmp_path / "broken.json"))
     with pytest.raises(
-        PackingError, match="--tokenizer: expected a name on the hub, .*'nobody/nothing' cannot be loaded"
+        PackingError, match="tokenizer: expected a name on the hub, .*'nobody/nothing' cannot be loaded"
     ):
         load_tokenizer("nobody/nothing")
 

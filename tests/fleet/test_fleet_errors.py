@@ -31,6 +31,22 @@ def test_errors_of_tasks_name_the_file(tmp_path, engine):
         hfp.fleet.pack([good, bad], hfp.BestFit(16), tmp_path / "out", executor=engine)
 
 
+def test_arguments_are_those_of_python(tmp_path):
+    """Flags are those of the command."""
+    file = tmp_path / "a.jsonl"
+    for rows, options, message in (
+        ('{"text": "one"}', {}, "tokenizer: expected a tokenizer for documents with text"),
+        ('{"input_ids": [1]}\n{"input_ids": ', {}, "line 2: expected JSON, .*; skip_bad=True leaves out"),
+        ('{"input_ids": [1]}', {"separator": " "}, "separator: expected documents with prompt and completion"),
+        ('{"body": "one"}', {}, "got the fields body; text_field names the field"),
+        ('{"text": "one"}', {"tokenizer": "nobody/nothing"}, "tokenizer: expected a name on the hub"),
+    ):
+        file.write_text(rows)
+        with pytest.raises(hfp.PackingError, match=message) as raised:
+            pack(str(file), tmp_path / f"out-{len(message)}", **options)
+        assert " --" not in f" {raised.value}"
+
+
 def test_files(tmp_path):
     one = write(tmp_path, "one.parquet", input_ids=[[1, 2], [3]])
     with pytest.raises(hfp.PackingError, match="files: expected files to pack, but there are none in '.*nothing-"):

@@ -9,10 +9,11 @@ import torch
 from patched_models import patched, patched_tiny
 from peft import LoraConfig, get_peft_model
 from tiers import fast_only
-from tiny_models import build, with_loss_times
+from tiny_models import SIZES, build, with_loss_times
 from trainers import arguments, logged, trainer_of
 from training_process import documents
-from transformers import Trainer
+from transformers import LlamaConfig, LlamaModel, PreTrainedModel, Trainer
+from transformers.modeling_outputs import CausalLMOutput
 from trl import SFTTrainer
 
 import hf_packing as hfp
@@ -321,6 +322,51 @@ def test_a_model_that_is_made_later_is_asked_for_its_loss_as_well(tmp_path):
     )
     hfp.attach(trainer, hfp.TokenBudget(2000))
     assert logged(trainer) == pytest.approx([sum(sums) / sum(map(len, data["input_ids"]))], rel=1e-5)
+
+
+class OwnLanguageModel(PreTrainedModel):
+    """Has no get_output_embeddings that names its output layer."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers, self.to_words = LlamaModel(config), torch.nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.layers.embed_tokens
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **more):
+        hidden = self.layers(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
+        logits = self.to_words(hidden)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_a_language_model_without_an_output_layer_trains_on_packed_rows(tmp_path):
+    torch.manual_seed(0)
+    model = OwnLanguageModel(LlamaConfig(**SIZES)).double()
+    alone = copy.deepcopy(model)
+    assert model.get_output_embeddings() is None
+    data = documents(6)
+    step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0}
+    trainer = trainer_of(tmp_path, model=model, data=data, **step)
+    hfp.attach(trainer, hfp.TokenBudget(256))
+    found = hfp.score(copy.deepcopy(model), data["input_ids"]).log_likelihood
+    losses, scores = [], []
+    for row in data:
+        ids = torch.tensor([row["input_ids"]])
+        log_probs = alone(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        losses.append(-log_probs[torch.tensor(row["labels"][1:]) != -100])
+        scores.append(float(log_probs.sum().detach()))
+    expected = torch.cat(losses).mean()
+    assert logged(trainer)[0] == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert found == pytest.approx(scores, rel=1e-7)  # norms run in float32
+    expected.backward()
+    for name, parameter in alone.named_parameters():
+        step = (trainer.model.get_parameter(name) - parameter).detach()
+        assert torch.allclose(step, -0.1 * parameter.grad, rtol=0, atol=1e-6 * float(parameter.grad.abs().max())), name
 
 
 def test_lora(tmp_path):

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import trl
+from patched_models import patched
 from tiny_models import build, with_loss_times
 from trainers import trainer_of
 from training_process import documents, tokenizer
@@ -11,6 +13,8 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     default_data_collator,
 )
@@ -43,6 +47,7 @@ def test_attached_twice(tmp_path):
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices: expected True, since otherwise"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size: expected False"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: expected 'random'"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: expected None, since its noise becomes weaker"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches: expected False, got True"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches: expected False, got True"),
     ],
@@ -54,6 +59,20 @@ def test_arguments_that_contradict(tmp_path, changes, message):
         hfp.attach(trainer, hfp.TokenBudget(64))
     assert type(trainer) is Trainer
     assert vars(trainer) == before
+
+
+def test_evaluation_that_generates(tmp_path):
+    """Trainer would generate from packed rows, after the first epoch."""
+    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, use_cpu=True)
+    trainer = Seq2SeqTrainer(patched(), args, train_dataset=documents(45), processing_class=tokenizer())
+    message = "predict_with_generate: expected False, since evaluation batches are packed"
+    with pytest.raises(PackingError, match=message):
+        hfp.attach(trainer, hfp.TokenBudget(64))
+    args.predict_with_generate = False
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    args.predict_with_generate = True
+    with pytest.raises(PackingError, match=message):
+        trainer.evaluate(documents(4))
 
 
 def test_a_model_that_is_refused_leaves_the_trainer_alone(tmp_path, monkeypatch):
@@ -191,7 +210,7 @@ def test_rows_that_trl_has_packed(tmp_path, name, value):
 
 def test_trainers_of_trl_that_are_more_than_sft_trainer(tmp_path):
     more = type("DistillingTrainer", (SFTTrainer,), {"__module__": "trl.experimental"})
-    with pytest.raises(PackingError, match="DistillingTrainer, which makes its own batches or losses"):
+    with pytest.raises(PackingError, match=r"DistillingTrainer, which makes its own batches .*attach\(trainer, None\)"):
         hfp.attach(trainer_of(tmp_path, more), hfp.TokenBudget(64))
     mine = type("MyTrainer", (SFTTrainer,), {})
     hfp.attach(trainer_of(tmp_path, mine), hfp.TokenBudget(64), loss="sequence")
@@ -199,9 +218,14 @@ def test_trainers_of_trl_that_are_more_than_sft_trainer(tmp_path):
 
 def test_an_evaluation_that_cannot_be_planned(tmp_path):
     trainer = trainer_of(tmp_path)
-    trainer.eval_dataset = documents(5).to_iterable_dataset()
-    with pytest.raises(PackingError, match="expected a map-style dataset"):
+    trainer.eval_dataset = {"web": documents(5), "code": documents(5).to_iterable_dataset()}
+    message = r"eval_dataset\['code'\]: expected a map-style dataset, .*got IterableDataset\. .*stream\.take\(1000\)"
+    with pytest.raises(PackingError, match=message):
         hfp.attach(trainer, hfp.TokenBudget(64))
+    trainer.eval_dataset = datasets.Dataset.from_list(list(trainer.eval_dataset["code"].take(1000)))
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    with pytest.raises(PackingError, match="eval_dataset: expected a map-style dataset"):
+        trainer.evaluate(documents(5).to_iterable_dataset())
 
 
 @pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "KTOTrainer", "RewardTrainer", "DPOTrainer"])

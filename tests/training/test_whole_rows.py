@@ -4,6 +4,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import trl
 from padded_steps import apart, by_hand, read_rows
 from transformers import default_data_collator
 from whole_rows_process import (
@@ -14,11 +15,13 @@ from whole_rows_process import (
     bert,
     classified,
     paired,
+    tokenizer,
     trainer_of,
 )
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
+from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.training.loss_units import count_units, find_loss_unit
 from hf_packing.training.span_loss import span_loss
 from hf_packing.training.whole_rows import lengths_in, sizes_of_rows
@@ -115,6 +118,35 @@ def test_losses_of_dpo(losses, unit, tmp_path):
         assert trainer.planned_rows.unit == unit
         assert f"the loss is a mean of {unit}" in str(trainer.planned_rows)
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_losses_of_routers_are_named(tmp_path):
+    """TRL adds the loss of the routers to that of the pairs; without it, DPO's loss is a mean over rows."""
+
+    def trainer(coefficient):
+        model, reference = (tiny_model("mixtral", "causal", torch.float64) for _ in range(2))
+        for each in (model, reference):
+            each.set_experts_implementation("eager")  # the grouped one has no float64
+        arguments = {"max_length": None, "router_aux_loss_coef": coefficient, "report_to": "none", "use_cpu": True}
+        config = trl.DPOConfig(str(tmp_path), **arguments)
+        rows = datasets.Dataset.from_list(paired()[:24])
+        return trl.DPOTrainer(model, args=config, train_dataset=rows, processing_class=tokenizer(), ref_model=reference)
+
+    with pytest.raises(
+        hfp.PackingError, match=r"router_aux_loss_coef: expected 0\.0 .* of MixtralForCausalLM.* got 0\.1"
+    ):
+        hfp.attach(trainer(0.1), hfp.TokenBudget(400))
+    balanced = trainer(0.0)
+    hfp.attach(balanced, hfp.TokenBudget(400))
+    assert balanced.planned_rows.unit == "rows"
+
+
+def test_noise_that_would_depend_on_the_batch_is_refused(tmp_path):
+    trainer = trainer_of("classifier", tmp_path)
+    trainer.args.neftune_noise_alpha = 5.0
+    for batching in (hfp.TokenBudget(160), None):
+        with pytest.raises(hfp.PackingError, match=r"neftune_noise_alpha: expected None, .* got 5\.0"):
+            hfp.attach(trainer, batching)
 
 
 def test_margins_of_rewards(tmp_path):
@@ -251,7 +283,7 @@ def test_refused_datasets(tmp_path):
     data = trainer.train_dataset
     for changed, message in (
         (None, "train_dataset: expected a dataset, but the trainer has none"),
-        (data.to_iterable_dataset(), "train_dataset: expected a map-style dataset"),
+        (data.to_iterable_dataset(), r"train_dataset: expected a map-style dataset.*attach\(trainer, None\) keeps"),
         (data.select([]), "train_dataset: expected at least one row"),
         (data.add_column("seq_lengths", [[1]] * ROWS), "'seq_lengths' says that rows are packs"),
     ):

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from hf_packing.attention import ProveInTraining, inner_model, unpatched_on_error
+from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 from hf_packing.planning.length_schedule import LengthSchedule
@@ -33,6 +33,7 @@ from hf_packing.training.streams.stream_loader import StreamLoader
 from hf_packing.training.streams.streamed_batches import StreamedBatches
 from hf_packing.training.streams.training_stream import TrainingStream, is_stream
 from hf_packing.training.trainer_loss import subclass_with
+from hf_packing.training.unpad_models import models_unpatched_on_error
 
 STATE_FILE = "packed_stream.pt"
 """The file in the folder of a checkpoint with the state of the training's stream."""
@@ -155,7 +156,7 @@ def attach_stream(
         if value is not None:
             raise PackingError(f"{name}: expected None for a stream, whose number of documents is unknown, got {value}")
     batches, summary = on_all_ranks(partial(_check, trainer, batching, loss, prove, shapes))
-    with unpatched_on_error(trainer.model):
+    with models_unpatched_on_error(trainer):
         on_all_ranks(partial(_isolate_and_settle, trainer, batches))
     trainer.planned_batches, trainer.data_collator = batches, batches.collator
     trainer.add_callback(_EpochOfStream)
@@ -196,7 +197,7 @@ def _check(
 
 
 def _isolate_and_settle(trainer: Trainer, batches: StreamedBatches, _: PlannedFrom) -> None:
-    """Patch the trainer's model, and check its loss and the labels."""
+    """Patch the trainer's models, and check the loss and the labels."""
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
