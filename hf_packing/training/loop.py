@@ -14,6 +14,7 @@ from hf_packing.attention import (
     ProveInTraining,
     check_patched,
     has_local_weights,
+    in_mode,
     inner_model,
     patch_for_training,
     unpatched_on_error,
@@ -216,16 +217,11 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     else:
         loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
-                batch = send_to_device(batch, accelerator.device)
-                total, _ = run_with_loss(model, batch, batch[labels_key(batch)], weights_of(batch, "token"))
-                mean.add(total, items_in(batch, "token"))
-    finally:
-        model.train(was_training)
+    with in_mode(model, training=False), torch.no_grad():
+        for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
+            batch = send_to_device(batch, accelerator.device)
+            total, _ = run_with_loss(model, batch, batch[labels_key(batch)], weights_of(batch, "token"))
+            mean.add(total, items_in(batch, "token"))
     summed, tokens = mean.over_ranks(accelerator)
     if not tokens:
         raise PackingError("dataset: expected at least one label to evaluate on, but all labels are -100")

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from datasets.utils import tqdm
 from torch import Tensor, nn
 
-from hf_packing.attention import inner_model, input_device, patch_model, patched, restored_modes, sees_labels
+from hf_packing.attention import in_mode, inner_model, input_device, patch_model, patched, sees_labels
 from hf_packing.collate import read_integers
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS
 from hf_packing.errors import PackingError
@@ -119,8 +119,7 @@ def score(
         raise PackingError(f"hidden: expected None or one of {', '.join(get_args(Pooling))}, got {hidden!r}")
     fewest = check_fewest_shared(share_prefixes)
     documents = _read(documents)
-    with patched(model), restored_modes(model):
-        model.eval()
+    with patched(model), in_mode(model, training=False):
         scores_tokens = _has_likelihoods(model, required=hidden is None)
         if fewest is not None:
             patch_model(model, trees=True)
