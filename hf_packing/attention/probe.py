@@ -182,7 +182,8 @@ class Probe:
         """Context manager: within the block, the model runs in the probe's mode, without dropout and gradients. After
         the block, the modules' modes, the weights and the random state are restored."""
         try:
-            with _random_state_lock, restored_random_state(self.device), in_mode(self.model, self.training), torch.no_grad():
+            model = in_mode(self.model, self.training)
+            with _random_state_lock, restored_random_state(self.device), model, torch.no_grad():
                 if not self.training:
                     yield
                     return
