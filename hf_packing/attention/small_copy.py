@@ -117,13 +117,13 @@ def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
             which is left unpatched.
     """
     short, before = remove(model), attention_of(model)
+    known_routes.pop(route_key(model))  # which is the short one
     try:
         found = find_and_prove_on_small_copy(model)
     except _NoCopyError as error:
         install(model, short, before)
         warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=3)
         return
-    known_routes.pop(route_key(model))  # which keeps short documents apart
     route = found.route
     if found.only_in_model:
         route = extend_route(model, route, found.only_in_model)

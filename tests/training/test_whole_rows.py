@@ -121,6 +121,16 @@ def test_losses_of_dpo(losses, unit, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
+def test_the_loss_of_routers_is_no_mean_of_pairs(tmp_path):
+    trainer = trainer_of("dpo", tmp_path)
+    trainer.aux_loss_enabled = True
+    with pytest.raises(
+        hfp.PackingError, match="router_aux_loss_coef: expected 0 with a batching, since DPOTrainer adds"
+    ):
+        hfp.attach(trainer, hfp.TokenBudget(400))
+    assert not is_patched(trainer.model)
+
+
 def test_margins_of_rewards(tmp_path):
     """RewardTrainer passes the margins of pairs to the model, too, which has no use for them."""
     rows = [{**row, "margin": 0.1 * number} for number, row in enumerate(paired())]
