@@ -29,7 +29,7 @@ class _Unit(NamedTuple):
 
     column: str
     axes: tuple[int, ...]
-    count: Callable[[Tensor], Tensor]
+    number_in: Callable[[Tensor], Tensor]
 
 
 def _trained(labels: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def count_units(unit: str, batch: Batch, rows: int) -> Tensor:
     values = batch.get(counted.column)
     if not isinstance(values, Tensor) or values.ndim not in counted.axes or values.is_floating_point():
         raise PackingError(f"data_collator: expected batches with {unit}, got a batch with columns {', '.join(batch)}")
-    return counted.count(values)
+    return counted.number_in(values)
 
 
 def find_loss_unit(
