@@ -67,7 +67,7 @@ from hf_packing.attention.patch import (
 from hf_packing.attention.probe import predicts_tokens, random_documents
 from hf_packing.attention.route import is_patched, route_of, sees_labels
 from hf_packing.attention.small_copy import small_copy_of
-from hf_packing.attention.snapshot import restored, restored_modes, restored_random_state
+from hf_packing.attention.snapshot import in_mode, restored, restored_random_state
 from hf_packing.attention.tiny_model import architectures, tiny_model
 from hf_packing.attention.tolerance import NoLanguageModelError
 from hf_packing.attention.tree_proof import share_prefixes, shares_prefixes
@@ -86,6 +86,7 @@ __all__ = [
     "check_isolation",
     "check_patched",
     "has_local_weights",
+    "in_mode",
     "inner_model",
     "input_device",
     "is_patched",
@@ -100,7 +101,6 @@ __all__ = [
     "random_documents",
     "refuse_copied_labels",
     "restored",
-    "restored_modes",
     "restored_random_state",
     "route_of",
     "sees_labels",

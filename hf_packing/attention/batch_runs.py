@@ -24,8 +24,8 @@ from hf_packing.attention.packed_row import PackedRow, read_row
 from hf_packing.attention.route import PATCH, READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
     WeightSnapshot,
+    in_mode,
     restored,
-    restored_modes,
     restored_random_state,
     seed_all,
     without_randomness,
@@ -200,11 +200,11 @@ class BatchRuns:
         modules = list(self.inner.modules())
         with ExitStack() as stack:
             stack.enter_context(restored_random_state(self.row.cu_seq_lens.device))
-            stack.enter_context(restored_modes(self.inner))
+            if not (self.training and self.inner.training):  # a model that trains keeps the modes it trains in
+                stack.enter_context(in_mode(self.inner, self.training))
             stack.enter_context(restored(*modules))
             weights = WeightSnapshot(self.inner)
             stack.callback(weights.restore)
-            self.inner.train(self.training)
             stack.enter_context(torch.set_grad_enabled(self.training))
             stack.enter_context(without_randomness(self.inner, functions=not self.is_compiled))
             if not self.is_compiled:  # code that torch.compile has compiled would be compiled again

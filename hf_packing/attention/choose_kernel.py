@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 
 from hf_packing.attention.kernel_trials import FAILS, fails_trial
@@ -49,10 +49,16 @@ KERNELS: list[Kernel] = [
     VarlenKernel("torch varlen_attn", _load_torch_varlen, is_torch=True),
     FlexKernel(),
 ]
-"""The table of kernels. `use_hub_kernel` puts kernels from the Hugging Face hub at its front."""
+"""The table of kernels. The kernel of a layer from the Hugging Face hub comes before them, see `use_hub_kernel`."""
 
-_chosen: dict[Call, str | None] = {}
-"""The names of the kernels that were chosen for calls; None for exact attention."""
+HUB_KERNEL = "_hub_kernel"
+"""The attribute of an attention layer that names its kernel from the hub. Compiled code can read an attribute."""
+
+_of_the_hub: dict[str, Kernel] = {}
+"""The kernels from the hub with which models were loaded, by name."""
+
+_chosen: dict[tuple[str | None, Call], str | None] = {}
+"""The names of the kernels that were chosen for calls, by the layer's kernel from the hub; None for exact attention."""
 
 _trials: dict[tuple[str, Call], str] = {}
 """The results of trials: why a kernel does not pass for a kind of call; an empty string if it does."""
@@ -61,17 +67,16 @@ _warned: set[str] = set()
 """The warnings that were already given in this process."""
 
 
-def use_hub_kernel(name: str) -> None:
-    """Put a kernel from the Hugging Face hub at the front of the table of kernels.
+def use_hub_kernel(layer: nn.Module, name: str) -> None:
+    """Let the calls of a layer run on a kernel from the Hugging Face hub, if it takes them.
 
     `patch_model` calls this with the attention function that the user has chosen for the model, if it is a kernel from
     the hub. transformers has then loaded this kernel together with the model. No other kernel is ever downloaded.
 
     Args:
+        layer: a module that computes attention.
         name: the repository, as in `attn_implementation="kernels-community/flash-attn2"`.
     """
-    if name in [kernel.name for kernel in KERNELS]:
-        return
 
     def load() -> Callable[..., Any] | None:
         try:
@@ -80,8 +85,13 @@ def use_hub_kernel(name: str) -> None:
             return None
         return function  # type: ignore[no-any-return]
 
-    KERNELS.insert(0, VarlenKernel(name, load))
-    _chosen.clear()
+    _of_the_hub.setdefault(name, VarlenKernel(name, load))
+    setattr(layer, HUB_KERNEL, name)
+
+
+def _kernels_for(hub: str | None) -> list[Kernel]:
+    """Return the kernels of a layer, the first choice first."""
+    return KERNELS if hub is None else [_of_the_hub[hub], *KERNELS]
 
 
 def choose_kernel(
@@ -95,15 +105,17 @@ def choose_kernel(
     sinks: Tensor | None,
     dropout: float,
     in_trees: bool = False,
+    hub: str | None = None,
 ) -> Kernel | None:
     """Return the kernel on which an attention call runs, or None for exact attention.
 
     The arguments are those of `attend_by_segment`, with tensors on a CUDA device; or, with `in_trees`, those of
-    `attend_along_paths`.
+    `attend_along_paths`. `hub` names the layer's kernel from the hub.
     """
     trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     name = _choose(
         torch.compiler.is_compiling(),
+        hub,
         query.device,
         query.dtype,
         query.shape[1],
@@ -119,11 +131,11 @@ def choose_kernel(
         torch.are_deterministic_algorithms_enabled(),
         in_trees,
     )
-    return next((kernel for kernel in KERNELS if kernel.name == name), None)
+    return next((kernel for kernel in _kernels_for(hub) if kernel.name == name), None)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose(is_traced: bool, *call_fields: Any) -> str | None:
+def _choose(is_traced: bool, hub: str | None, *call_fields: Any) -> str | None:
     """Return the name of a call's kernel, or None for exact attention.
 
     While torch.compile traces a model, there are no trials: FlexAttention is used if it has passed one before, as in
@@ -131,13 +143,14 @@ def _choose(is_traced: bool, *call_fields: Any) -> str | None:
 
     Args:
         is_traced: whether torch.compile traces the model. It then calls this function, and keeps the result.
+        hub: the name of the layer's kernel from the hub, or None.
         call_fields: the fields of `Call`, since torch.compile passes on only plain values.
     """
     call = Call(*call_fields)
-    if call not in _chosen:
+    if (hub, call) not in _chosen:
         refusals: dict[str, str] = {}
         chosen = None
-        for kernel in KERNELS:
+        for kernel in _kernels_for(hub):
             reason = kernel.refusal(call)
             if not reason and is_traced:
                 reason = _trials.get((kernel.name, call), "has had no trial" if isinstance(kernel, FlexKernel) else "")
@@ -152,8 +165,8 @@ def _choose(is_traced: bool, *call_fields: Any) -> str | None:
         _warn(call, refusals, chosen)
         if is_traced:
             return chosen
-        _chosen[call] = chosen
-    return _chosen[call]
+        _chosen[hub, call] = chosen
+    return _chosen[hub, call]
 
 
 def _warn(call: Call, refusals: dict[str, str], chosen: str | None) -> None:

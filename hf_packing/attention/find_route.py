@@ -66,11 +66,11 @@ class _SeveralRowsError(ModelNotSupportedError):
     """Raised if the proof of a route only fails for a batch of several rows."""
 
 
-def find_and_prove(model: PreTrainedModel) -> None:
+def find_and_prove(model: PreTrainedModel, only: Route | None = None) -> None:
     """Install the fastest route that is proven to keep documents apart.
 
-    A route that was found before, for a model with the same `route_key`, is tried first. After an error or an
-    interruption, the model is left unpatched.
+    A route that was found before, for a model with the same `route_key`, is tried first. If `only` is given, no other
+    route is tried. After an error or an interruption, the model is left unpatched.
 
     Raises:
         ModelNotSupportedError: no route passes the proof, the model cannot be called with input_ids alone, or the
@@ -80,20 +80,20 @@ def find_and_prove(model: PreTrainedModel) -> None:
     before = attention_of(model)
     try:
         with unpatched_on_error(model, before):
-            _prove_on_packed_rows(model, model, before)
+            _prove_on_packed_rows(model, model, before, only)
     except ModelNotSupportedError as error:
         takes_labels = "labels" in Signature(model).names
         is_backbone = model.base_model is model and model.base_model_prefix and not takes_labels
         if has_vocabulary(model) or not (isinstance(error, NotCallableError) or is_backbone):
             raise
-        _prove_around_backbone(model, before)
+        _prove_around_backbone(model, before, only)
 
 
-def _prove_around_backbone(model: PreTrainedModel, before: Attention) -> None:
+def _prove_around_backbone(model: PreTrainedModel, before: Attention, only: Route | None) -> None:
     """Patch a model that takes padded batches only. Its backbone gets packed rows or else the rows of equal length."""
     if model.base_model is not model:
         with suppress(ModelNotSupportedError), unpatched_on_error(model, before):
-            _prove_on_packed_rows(model, model.base_model, before)
+            _prove_on_packed_rows(model, model.base_model, before, only)
             return
     with unpatched_on_error(model, before):
         inputs = InputFormat(positions=False, borders=False)
@@ -101,13 +101,13 @@ def _prove_around_backbone(model: PreTrainedModel, before: Attention) -> None:
         prove_unpadding(model, by_length=True)
 
 
-def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, before: Attention) -> None:
+def _prove_on_packed_rows(model: PreTrainedModel, module: nn.Module, before: Attention, only: Route | None) -> None:
     """Install the fastest route on which `module`, the model or its backbone, takes packed rows, and prove it. If the
     model has no vocabulary, try to prove that it takes padded batches, too."""
     exams = _run_documents_alone(model, module)
     width = exams[0].references[0].logits[0].shape[-1]
     sees_labels = model_sees_labels(exams[0].probe, width)
-    route = _install_proven_route(model, before, exams)
+    route = _install_proven_route(model, before, exams, only)
     refuse_loss_across_borders(exams[0].probe, exams[-1].probe, width)
     refused = pad_token_of(model) if _treats_pad_as_padding(exams[1], route, before) else None
     if sees_labels or refused is not None or module is not model:
@@ -181,12 +181,15 @@ def _treats_pad_as_padding(in_rows: Exam, route: Route, before: Attention) -> bo
     return all(exam.probe.tolerance.unexplained(packed, reference.logits) > 0 for reference in exam.references)
 
 
-def _install_proven_route(model: PreTrainedModel, before: Attention, exams: list[Exam]) -> Route:
+def _install_proven_route(model: PreTrainedModel, before: Attention, exams: list[Exam], only: Route | None) -> Route:
     """Install the fastest route that is proven to keep documents apart, and return it.
 
     If an exam fails, it is replaced in `exams` by a thorough one.
     """
     key = route_key(model)
+    if only is not None:
+        known_routes[key] = _prove(model, only, before, exams)
+        return known_routes[key]
     if (known := known_routes.get(key)) is not None:
         with suppress(ModelNotSupportedError, AttributeError):
             return _prove(model, known, before, exams)

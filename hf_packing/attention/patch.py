@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import is_kernel
 
-from hf_packing.attention.choose_kernel import use_hub_kernel
+from hf_packing.attention.choose_kernel import HUB_KERNEL, use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import (
     WeightsLocation,
@@ -165,10 +165,12 @@ def _check_configuration(model: PreTrainedModel) -> None:
 
 
 def _use_hub_kernels_of(model: PreTrainedModel) -> None:
-    """Add the kernels from the Hugging Face hub with which a model was loaded to the table of kernels."""
-    for _, attention in attention_of(model):
-        if is_kernel(attention):
-            use_hub_kernel(attention)
+    """Let the layers of a model run on the kernels from the Hugging Face hub with which the model was loaded."""
+    kernels = {id(config): attention for config, attention in attention_of(model) if is_kernel(attention)}
+    for module in model.modules():
+        vars(module).pop(HUB_KERNEL, None)
+        if id(getattr(module, "config", None)) in kernels:
+            use_hub_kernel(module, kernels[id(module.config)])
 
 
 _SMALL = 0.1

@@ -27,8 +27,8 @@ from hf_packing.attention.route import READ_ARGUMENTS, is_patched
 from hf_packing.attention.snapshot import (
     ModuleSnapshot,
     WeightSnapshot,
+    in_mode,
     random_state,
-    restored_modes,
     restored_random_state,
     seed_all,
     without_randomness,
@@ -184,8 +184,8 @@ class Probe:
         """Context manager: within the block, the model runs in the probe's mode, without dropout and gradients. After
         the block, the modules' modes, the weights and the random state are restored."""
         try:
-            with _random_state_lock, restored_random_state(self.device), restored_modes(self.model), torch.no_grad():
-                self.model.train(self.training)
+            model = in_mode(self.model, self.training)
+            with _random_state_lock, restored_random_state(self.device), model, torch.no_grad():
                 if not self.training:
                     yield
                     return

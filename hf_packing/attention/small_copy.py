@@ -5,6 +5,7 @@ as the model. A copy is used if the model's weights are not in memory, or if som
 on long documents.
 """
 
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -57,6 +58,10 @@ _EXPERTS = "eager"
 """The copy's `experts_implementation`. Other implementations use grouped kernels, which do not support float64."""
 
 
+class _NoCopyError(ModelNotSupportedError):
+    """Raised if a model's class or its configuration rejects the small sizes."""
+
+
 class FoundOnCopy(NamedTuple):
     """A route that was found and proven on a small copy of a model."""
 
@@ -80,7 +85,7 @@ def find_and_prove_on_small_copy(model: PreTrainedModel) -> FoundOnCopy:
         try:
             copy = small_copy_of(model, dtype)
         except Exception as error:  # a configuration may be rejected for many reasons
-            raise ModelNotSupportedError(
+            raise _NoCopyError(
                 f"{type(model).__name__}: isolation has to be tested on a small copy of the model, but no copy can be "
                 f"built: {error}. Load the weights on a machine with enough memory, and call patch_model with "
                 "prove='model' before the model is sharded"
@@ -102,18 +107,33 @@ def find_and_prove_for_long_documents(model: PreTrainedModel) -> None:
     are longer than a threshold. For example, a module that selects the best 2048 tokens selects all tokens of a shorter
     document. The documents that a route is tested with are shorter than such thresholds, so this function looks for a
     route on a small copy of the model, in which the thresholds are small. The new route is then proven on the model
-    itself. If no route is found on the copy, the model keeps its route.
+    itself. If no copy can be built, the model keeps its route, with a warning.
 
     Args:
         model: a patched model.
+
+    Raises:
+        ModelNotSupportedError: no route is proven on the copy, or the route of the copy is not proven on the model,
+            which is left unpatched.
     """
+    short, before = remove(model), attention_of(model)
+    known_routes.pop(route_key(model))  # which is the short one
     try:
-        route = find_and_prove_on_small_copy(model).route
-    except ModelNotSupportedError:
+        found = find_and_prove_on_small_copy(model)
+    except _NoCopyError as error:
+        install(model, short, before)
+        warnings.warn(f"patch_model proved isolation on short documents only: {error}", stacklevel=3)
         return
-    remove(model)
-    known_routes[route_key(model)] = route
-    find_and_prove(model)
+    route = found.route
+    if found.only_in_model:
+        route = extend_route(model, route, found.only_in_model)
+    try:
+        find_and_prove(model, only=route)
+    except ModelNotSupportedError as error:
+        raise ModelNotSupportedError(
+            f"{type(model).__name__}: the route that keeps long documents apart in a small copy of the model is not "
+            f"proven on the model itself: {error}"
+        ) from error
 
 
 def extend_route(model: PreTrainedModel, route: Route, names: Collection[str]) -> Route:

@@ -270,10 +270,12 @@ def writes(function: str) -> bool:
 
 
 @contextmanager
-def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Context manager: at the end of the block, restore the training or evaluation mode of every module in a model."""
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Context manager: within the block, a model is in training or in evaluation mode. After the block, every module
+    has its own mode again, so that modules that the user has frozen in evaluation mode stay frozen."""
     before = [(module, module.training) for module in model.modules()]
     try:
+        model.train(training)
         yield
     finally:
         for module, training in before:

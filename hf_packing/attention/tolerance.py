@@ -64,6 +64,12 @@ def logits_of(model: nn.Module, output: Any) -> Tensor:
         logits = getattr(output, "prediction_logits", None)
     if logits is None:
         logits = getattr(output, "last_hidden_state", None)
+    if getattr(output, "mc_logits", None) is not None:
+        raise NoLanguageModelError(
+            f"model: expected a model with one head, but {type(model).__name__} also returns mc_logits, and takes rows "
+            "of several choices, [rows, choices, tokens], which packed rows do not have; "
+            f"{NoLanguageModelError.SUPPORTED}"
+        )
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
         name = type(model).__name__

@@ -22,6 +22,7 @@ def attend_in_trees(
     *,
     is_causal: bool,
     chunk: int | None = None,
+    hub: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, str]:
     """Compute attention in a row of trees; return the output and what computed it, as `kernel_of` reports it.
@@ -29,6 +30,7 @@ def attend_in_trees(
     Args:
         query, key, value, row, chunk: arguments of `attend_along_paths`.
         where: the class of the attention layer, for error messages.
+        hub: the name of the layer's kernel from the hub, or None.
         is_causal: whether a token attends only to itself and to earlier tokens, as trees require.
         options: further keyword arguments of `attend_along_paths`: scale, window, softcap, sinks and dropout.
 
@@ -45,7 +47,7 @@ def attend_in_trees(
             f"{where}: expected the {row.tokens} tokens of the row of trees that the model currently processes, got "
             f"{query.shape[0]} rows of {query.shape[2]} tokens"
         )
-    if (kernel := _kernel_for(query, key, value, **options)) is not None:
+    if (kernel := _kernel_for(query, key, value, hub=hub, **options)) is not None:
         return kernel.attend_in_trees(query, key, value, row, chunk=chunk, **options), kernel.name
     return attend_along_paths(query, key, value, row, chunk=chunk, **options), ALONG_PATHS
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from hf_packing.attention.choose_kernel import Kernel, choose_kernel
+from hf_packing.attention.choose_kernel import HUB_KERNEL, Kernel, choose_kernel
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.local_masks import LocalMask, describe_local_mask
@@ -151,16 +151,17 @@ def packed_varlen(
         "softcap": softcap,
         "dropout": dropout,
     }
+    hub = getattr(module, HUB_KERNEL, None)
     row = None if torch.compiler.is_compiling() else current_row.get()
     if isinstance(row, TreeRow):
         where = type(module).__name__
-        attended, name = attend_in_trees(query, key, value, row, where, chunk=chunk, sinks=s_aux, **options)
+        attended, name = attend_in_trees(query, key, value, row, where, chunk=chunk, hub=hub, sinks=s_aux, **options)
     else:
         borders, lengths = _borders_and_lengths(module, rows, tokens, cu_seq_lens_q, position_ids)
         if chunk is not None:
             borders, lengths, max_length_q = _cut_into_chunks(borders, chunk, rows * tokens), None, chunk
         q, k, v = (_merge_rows(tensor) for tensor in (query, key, value))
-        kernel = _kernel_for(q, k, v, sinks=s_aux, **options)
+        kernel = _kernel_for(q, k, v, hub=hub, sinks=s_aux, **options)
         name = EXACT_ATTENTION if kernel is None else kernel.name
         if kernel is not None:
             known = max(lengths) if lengths and max_length_q is None else max_length_q

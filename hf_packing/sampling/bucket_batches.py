@@ -103,6 +103,10 @@ class BucketBatches(Batching):
     order: BucketOrder = field(default="random", kw_only=True)
     cycles: int = field(default=1, kw_only=True)
 
+    @property
+    def most_tokens(self) -> int:
+        return self.tokens_per_batch
+
     def __post_init__(self) -> None:
         if self.order not in get_args(BucketOrder):
             raise PackingError(f"order: expected one of {', '.join(get_args(BucketOrder))}, got {self.order!r}")

@@ -242,6 +242,11 @@ class Batching(ABC):
         """Return the plan of one epoch for all ranks, from rows that `left_in` returned."""
 
     @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that a micro-batch may have; None if the batching does not limit them."""
+        return None
+
+    @property
     def fewest_shared(self) -> int | None:
         """The fewest tokens that documents share to be in one tree; None if they share no prefixes."""
         return None

@@ -107,6 +107,10 @@ class TokenBudget(Batching):
     overflow: Overflow = field(default="error", kw_only=True)
     share_prefixes: bool | int = field(default=False, kw_only=True)
 
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens
+
     def __post_init__(self) -> None:
         check_overflow(self.overflow)
         self._set_checked(max_tokens=check_whole_number("max_tokens", self.max_tokens), seed=check_seed(self.seed))

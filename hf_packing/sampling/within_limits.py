@@ -25,12 +25,17 @@ def within_shapes(batching: Batching, tokens: int | None, max_segments: int | No
         max_segments: number of segments in every batch.
 
     Raises:
-        PackingError: the two numbers are not valid, or the batching allows more tokens or documents.
+        PackingError: the two numbers are not valid, or the batching allows more tokens or documents, or cannot be
+            limited.
     """
     check_shapes(tokens, max_segments)
     assert tokens is not None
     assert max_segments is not None
-    assert isinstance(batching, (TokenBudget, BucketBatches))
+    if not isinstance(batching, (TokenBudget, BucketBatches)):
+        raise PackingError(
+            f"tokens: expected None with {type(batching).__name__}, since only TokenBudget and BucketBatches form "
+            f"batches of fixed shapes, got {tokens}"
+        )
     name = "max_tokens" if isinstance(batching, TokenBudget) else "tokens_per_batch"
     most = getattr(batching, name)
     if most > tokens:

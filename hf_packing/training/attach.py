@@ -44,6 +44,7 @@ def attach(
     batching: Batching,
     *,
     loss: Loss | None = ...,
+    loss_unit: str | None = ...,
     match_documents_per_step: int | None = ...,
     prove: ProveInTraining = ...,
     tokens: int | None = ...,
@@ -54,6 +55,7 @@ def attach(
     batching: Batching | None,
     *,
     loss: Loss | None = None,
+    loss_unit: str | None = None,
     match_documents_per_step: int | None = None,
     prove: ProveInTraining = "first batch",
     tokens: int | None = None,
@@ -86,6 +88,10 @@ def attach(
         batching: a TokenBudget or a BucketBatches; None to keep the trainer's own batches.
         loss: "token", the default, for the mean over all trainable tokens of an optimizer step; "sequence" to average
             first within each document of the step, then over documents.
+        loss_unit: what the trainer's own loss is a mean of, where rows stay whole and the loss is not one of TRL or
+            transformers, as with `compute_loss_func`: "rows", "labeled rows", "labeled tokens", "labeled tokens but the
+            first", "completion tokens" or "tokens of chosen completions". It is checked on a few rows. None for a known
+            loss.
         match_documents_per_step: mean number of documents in an optimizer step, over all ranks. Pass the number of a
             run without packing to get as many steps per epoch. With None, the batching decides.
         prove: "first batch" to prove isolation on the first batch, before the first optimizer step; the route of a
@@ -122,7 +128,7 @@ def attach(
         2
     """
     if batching is None:
-        unused = {"loss": loss, "match_documents_per_step": match_documents_per_step}
+        unused = {"loss": loss, "loss_unit": loss_unit, "match_documents_per_step": match_documents_per_step}
         unused |= {"tokens": tokens, "max_segments": max_segments}
         return unpad_models(trainer, prove, unused, check_fewest_shared(share_prefixes))
     if share_prefixes is not False:
@@ -132,7 +138,12 @@ def attach(
         )
     if keeps_rows_whole(trainer):
         unused = {"loss": loss, "tokens": tokens, "max_segments": max_segments}
-        return attach_whole_rows(trainer, batching, prove, match_documents_per_step, unused)
+        return attach_whole_rows(trainer, batching, prove, match_documents_per_step, loss_unit, unused)
+    if loss_unit is not None:
+        raise PackingError(
+            f"loss_unit: expected no such argument for a language model, whose loss is a mean over labeled tokens, got "
+            f"{loss_unit!r}; pass loss='token' or loss='sequence'"
+        )
     if isinstance(getattr(trainer, "train_dataset", None), datasets.IterableDataset):
         from hf_packing.training.streams.attach_stream import attach_stream
 

@@ -13,9 +13,9 @@ from torch import nn
 from hf_packing.attention import (
     ProveInTraining,
     check_patched,
+    in_mode,
     inner_model,
     patch_for_training,
-    restored_modes,
     unpatched_on_error,
 )
 from hf_packing.errors import PackingError
@@ -213,8 +213,7 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
     else:
         loader = on_all_ranks(load)
     mean = TokenMean(accelerator.device)
-    with restored_modes(model), torch.no_grad():
-        model.eval()
+    with in_mode(model, training=False), torch.no_grad():
         for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_main_process):
             batch = send_to_device(batch, accelerator.device)
             counted = items_in(batch, "token")

@@ -1,42 +1,70 @@
-"""Find out what a trainer's loss is the mean of: rows, labeled rows, labeled tokens or completion tokens.
+"""Say what a trainer's loss is the mean of: rows, labeled rows, labeled tokens or completion tokens.
 
 Micro-batches of a token budget have different numbers of rows and tokens. To weight the mean loss of each micro-batch
-correctly, one has to know the unit over which the loss is averaged. A unit is right if the loss of two batches joined
-is the mean of their two losses, weighted by the units in each. The question is asked with rows of the dataset, with
-labels of which some are masked, and with an equal number of labels in every row; and with the trainer's weights as well
-as with random ones. Otherwise a loss that compares rows with each other can look like a mean: as long as a policy
-equals its reference model, every DPO loss is the same for every batch.
+correctly, one has to know the unit over which the loss is averaged. For trainers of TRL and heads of transformers, it
+stands in a table; for other losses, the user names it. One check follows: the loss of a few rows has to be the mean of
+the losses of two parts of them, weighted by the units in each.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer
 
-from hf_packing.attention import has_local_weights, inner_model, input_device
+from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device
 from hf_packing.columns import COMPLETION_MASK, IGNORED_LABEL, LABELS
 from hf_packing.errors import PackingError
 from hf_packing.training.whole_rows import Collate, collate_rows
 
 Batch = Mapping[str, Any]
-_Change = Callable[[list[Batch]], list[Batch] | None]
-"""A function that changes the labels of three batches: all rows, the first rows, and the others."""
 
-_TINY = 1e-30
 
-ROWS_ASKED = 8
-"""Number of rows with which the question is asked."""
+class _Unit(NamedTuple):
+    """A unit that is counted in a column of integers with one of these numbers of axes."""
 
-_FIRST_ROWS = 3
-"""Number of these rows in the first of the two batches."""
+    column: str
+    axes: tuple[int, ...]
+    number_in: Callable[[Tensor], Tensor]
 
-_NOISE = (0.0, 1.0, 3.0, 6.0, 10.0)
-"""Standard deviations of noise on the weights, relative to their root mean square."""
+
+def _trained(labels: Tensor) -> Tensor:
+    return (labels != IGNORED_LABEL).sum()
+
+
+UNITS: dict[str, _Unit | None] = {
+    "rows": None,
+    "labeled rows": _Unit(LABELS, (1, 2), _trained),
+    "labeled tokens": _Unit(LABELS, (2,), _trained),
+    "labeled tokens but the first": _Unit(LABELS, (2,), lambda labels: _trained(labels[:, 1:])),
+    "completion tokens": _Unit(COMPLETION_MASK, (2,), lambda mask: mask[:, 1:].sum()),
+    "tokens of chosen completions": _Unit(COMPLETION_MASK, (2,), lambda mask: mask[: len(mask) // 2, 1:].sum()),
+}
+"""The units of losses. Rows are counted by their number, and the others in a column of the collated batch."""
+
+_OF_HEADS = {
+    "ForSequenceClassification": "labeled rows",
+    "ForMultipleChoice": "labeled rows",
+    "ForNextSentencePrediction": "labeled rows",
+    "ForTokenClassification": "labeled tokens",
+    "ForQuestionAnswering": "rows",
+    "ForCausalLM": "labeled tokens but the first",
+    "ForConditionalGeneration": "labeled tokens but the first",
+}
+"""The units of transformers' own losses, by a part of the name of the model's class."""
+
+_OF_PAIRS = {
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
+    *("discopop", "sigmoid_norm"),
+}
+"""Losses of DPOTrainer that are means over pairs, each of which is a row."""
+
+_OF_BATCHES = {"aot", "aot_unpaired"}
+"""Losses of DPOTrainer that compare the pairs of a batch."""
 
 _CLOSE = {torch.float64: 5e-7, torch.float32: 1e-5}
 """Largest relative difference between equal losses, by the dtype of the weights. Parts of a loss run in float32."""
@@ -46,48 +74,7 @@ _CLOSE_IN_HALF_PRECISION = 2e-2
 _ERRORS = (IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What collators and models raise for labels or columns that they do not take."""
 
-_TRAINER_METRICS = "_metrics"
-"""The attribute in which trainers of TRL collect metrics."""
-
-
-def _rows(_: Batch, rows: int) -> Tensor:
-    return torch.tensor(rows)
-
-
-def _labeled_rows(batch: Batch, _: int) -> Tensor | None:
-    labels = _integers(batch, LABELS, 1)
-    return None if labels is None else (labels != IGNORED_LABEL).sum()
-
-
-def _labeled_tokens(batch: Batch, _: int) -> Tensor | None:
-    labels = _integers(batch, LABELS, 2)
-    return None if labels is None else (labels != IGNORED_LABEL).sum()
-
-
-def _labeled_next_tokens(batch: Batch, _: int) -> Tensor | None:
-    labels = _integers(batch, LABELS, 2)
-    return None if labels is None else (labels[:, 1:] != IGNORED_LABEL).sum()
-
-
-def _completion_tokens(batch: Batch, _: int) -> Tensor | None:
-    mask = _integers(batch, COMPLETION_MASK, 2)
-    return None if mask is None else mask[:, 1:].sum()
-
-
-def _chosen_tokens(batch: Batch, _: int) -> Tensor | None:
-    mask = _integers(batch, COMPLETION_MASK, 2)
-    return None if mask is None else mask[: len(mask) // 2, 1:].sum()
-
-
-UNITS: dict[str, Callable[[Batch, int], Tensor | None]] = {
-    "rows": _rows,
-    "labeled rows": _labeled_rows,
-    "labeled tokens": _labeled_tokens,
-    "labeled tokens but the first": _labeled_next_tokens,
-    "completion tokens": _completion_tokens,
-    "tokens of chosen completions": _chosen_tokens,
-}
-"""Functions that count units in a collated batch, given also its number of rows; None if the batch has no such unit."""
+_WAY_OUT = "attach(trainer, None) keeps the trainer's batches, and takes out their padding"
 
 
 def count_units(unit: str, batch: Batch, rows: int) -> Tensor:
@@ -99,57 +86,135 @@ def count_units(unit: str, batch: Batch, rows: int) -> Tensor:
         rows: number of rows of the dataset in the batch.
 
     Raises:
-        PackingError: the batch has no such unit, since its columns differ from those of earlier batches.
+        PackingError: the batch has no such unit.
     """
-    found = UNITS[unit](batch, rows)
-    if found is None:
+    if (counted := UNITS[unit]) is None:
+        return torch.tensor(rows)
+    values = batch.get(counted.column)
+    if not isinstance(values, Tensor) or values.ndim not in counted.axes or values.is_floating_point():
         raise PackingError(f"data_collator: expected batches with {unit}, got a batch with columns {', '.join(batch)}")
-    return found
+    return counted.number_in(values)
 
 
-def find_loss_unit(trainer: Trainer, kind: type[Trainer], rows: Sequence[Any], collate: Collate) -> str:
-    """Return the unit over which a trainer averages its loss, a key of UNITS.
+def find_loss_unit(
+    trainer: Trainer,
+    kind: type[Trainer],
+    parts: tuple[Sequence[Any], Sequence[Any]],
+    collate: Collate,
+    named: str | None,
+) -> str:
+    """Return the unit over which a trainer averages its loss, a key of UNITS, once it has passed the check.
 
     Args:
         trainer: a trainer whose models are patched.
         kind: the trainer's class without attach.
-        rows: ROWS_ASKED rows of the training dataset.
+        parts: rows of the training dataset in two parts, of which the first has at least one.
         collate: the trainer's collator.
+        named: the unit that the user has named; None if there is none.
 
     Raises:
-        PackingError: the loss is a mean over none of the units, the collator or the model does not take the rows, or
-            the weights of the model are not in memory.
+        PackingError: the unit is not known, or another one than the user has named; the loss is not a mean over it; the
+            collator or the model does not take the rows; or the weights of the model are not in memory.
     """
+    what = f"{kind.__name__} with {type(inner_model(trainer.model)).__name__}"
     if not has_local_weights(trainer.model):
         raise PackingError(
-            "model: expected weights in memory, since attach has to compute the loss of a few rows to find out what "
-            "the loss is the mean of; call attach before the model is sharded"
+            "model: expected weights in memory, since attach has to compute the loss of a few rows to check what the "
+            "loss is the mean of; call attach before the model is sharded"
         )
-    dtype = next(inner_model(trainer.model).parameters()).dtype
-    close = _CLOSE.get(dtype, _CLOSE_IN_HALF_PRECISION)
-    possible = list(UNITS)
-    apart = dict.fromkeys(UNITS, 0.0)
-    for noise in _NOISE:
-        with _noisy_weights(trainer.model, noise):
-            for change in (_unchanged, _with_fewer_labels, _with_equal_labels):
-                asked = _ask(trainer, kind, rows, collate, change)
-                if asked is None:
-                    continue
-                for unit, difference in asked.items():
-                    apart[unit] = max(apart[unit], difference)
-                possible = [unit for unit in possible if asked.get(unit, float("inf")) <= close]
-        if not possible:
-            break
-    if not possible:
-        tried = ", ".join(f"{unit} ({apart[unit]:.0e})" for unit in UNITS if apart[unit])
+    batches = _collated(collate, ([*parts[0], *parts[1]], *parts))
+    known = _known_unit(trainer, kind, batches[0])
+    if known is None and named is None:
         raise PackingError(
-            f"trainer: expected a loss that is a mean over rows or over labeled tokens, but the loss of "
-            f"{kind.__name__} with {type(inner_model(trainer.model)).__name__} on {len(rows)} rows is not the weighted "
-            f"mean of the losses of {_FIRST_ROWS} and {len(rows) - _FIRST_ROWS} of them (relative differences: "
-            f"{tried}), so its gradient depends on which rows share a micro-batch. attach(trainer, None) keeps the "
-            "trainer's batches, and takes out their padding"
+            f"loss_unit: expected one of {', '.join(UNITS)}, since it is not known what the loss of {what} is a mean "
+            f"of, got None. If the loss is none of these means, {_WAY_OUT}"
         )
-    return possible[0]
+    if None not in (known, named) and known != named:
+        raise PackingError(
+            f"loss_unit: expected None or {known!r}, of which the loss of {what} is the mean, got {named!r}"
+        )
+    unit = named or known
+    assert unit is not None
+    _check(trainer, kind, unit, batches, [len(part) for part in parts], what)
+    return unit
+
+
+def _known_unit(trainer: Trainer, kind: type[Trainer], batch: Batch) -> str | None:
+    """Return the unit of a loss of TRL or transformers, or None for another loss."""
+    own = [base for base in kind.__mro__ if base.__module__.split(".")[0] not in ("builtins", "transformers", "trl")]
+    if trainer.compute_loss_func is not None or any("loss" in name for base in own for name in vars(base)):
+        return None
+    of_trl = {base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")}
+    if "RewardTrainer" in of_trl:
+        return "rows"
+    if "DPOTrainer" in of_trl:
+        return _unit_of_pairs(trainer)
+    model = type(inner_model(trainer.model))
+    if of_trl - {"SFTTrainer", "_BaseTrainer"} or not model.forward.__module__.startswith("transformers."):
+        return None
+    heads = (unit for part, unit in _OF_HEADS.items() for base in model.__mro__ if part in base.__name__)
+    unit, labels = next(heads, None), batch.get(LABELS)
+    if unit == "labeled rows" and isinstance(labels, Tensor) and labels.is_floating_point():
+        return "rows"  # regression, or several labels for each row
+    return unit
+
+
+def _unit_of_pairs(trainer: Any) -> str | None:
+    """Return the unit of the losses of a DPOTrainer, or None if a loss is not known.
+
+    Raises:
+        PackingError: no unit fits.
+    """
+    losses = set(trainer.loss_types)
+    if losses & _OF_BATCHES or (len(losses) > 1 and "sft" in losses):
+        raise PackingError(
+            f"loss_type: expected a loss that is a mean over rows or over labeled tokens, got "
+            f"{' and '.join(trainer.loss_types)}, whose gradient depends on which rows share a micro-batch. {_WAY_OUT}"
+        )
+    if losses == {"sft"}:
+        return "tokens of chosen completions"
+    return "rows" if losses <= _OF_PAIRS else None
+
+
+def _collated(collate: Collate, parts: Sequence[Sequence[Any]]) -> list[Batch]:
+    """Return the batches that a collator makes of some rows; none of a part without rows."""
+    try:
+        return [dict(collate_rows(collate, part)) for part in parts if part]
+    except _ERRORS as error:
+        raise PackingError(
+            f"data_collator: expected a collator that pads rows of different lengths, got "
+            f"{getattr(collate, '__name__', type(collate).__name__)}, which raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check(trainer: Trainer, kind: type[Trainer], unit: str, batches: list[Batch], rows: list[int], what: str) -> None:
+    """Raise PackingError unless the loss of the first batch is the mean of the losses of the others, weighted by their
+    units. The model is run, but nothing can be compared, if there is only one other, or one without units."""
+    try:
+        together, *losses = (loss_of_batch(trainer, kind, batch) for batch in batches)
+    except _ERRORS as error:
+        raise PackingError(
+            f"trainer: expected a loss of {sum(rows)} rows of train_dataset, but {what} raised {type(error).__name__}: "
+            f"{error}. Do the labels have the shape and the values that the model takes?"
+        ) from error
+    counts = [float(count_units(unit, batch, number)) for batch, number in zip(batches[1:], rows, strict=False)]
+    if len(counts) < 2 or not all(counts):
+        return
+    dtype = next(inner_model(trainer.model).parameters()).dtype
+    if not all(map(math.isfinite, (together, *losses))):
+        raise PackingError(
+            f"trainer: expected finite losses of {sum(rows)} rows and of {rows[0]} and {rows[1]} of them, but {what}, "
+            f"with weights in {str(dtype).removeprefix('torch.')}, has {together}, {losses[0]} and {losses[1]}. If "
+            "values overflow, load the model in float32 or bfloat16"
+        )
+    mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / sum(counts)
+    difference = abs(mean - together) / max(abs(together), *map(abs, losses), torch.finfo(torch.float32).tiny)
+    if difference > _CLOSE.get(dtype, _CLOSE_IN_HALF_PRECISION):
+        raise PackingError(
+            f"trainer: expected a loss that is a mean over {unit}, but the loss of {what} on {sum(rows)} rows is not "
+            f"the weighted mean of the losses of {rows[0]} and {rows[1]} of them (relative difference: "
+            f"{difference:.0e}), so its gradient depends on which rows share a micro-batch. {_WAY_OUT}"
+        )
 
 
 def loss_of_batch(trainer: Trainer, kind: type[Trainer], batch: Batch) -> float:
@@ -162,129 +227,9 @@ def loss_of_batch(trainer: Trainer, kind: type[Trainer], batch: Batch) -> float:
     """
     asked: Any = copy.copy(trainer)
     asked.__class__ = kind
-    if hasattr(trainer, _TRAINER_METRICS):
-        setattr(asked, _TRAINER_METRICS, copy.deepcopy(getattr(trainer, _TRAINER_METRICS)))
+    if hasattr(trainer, "_metrics"):  # in which trainers of TRL collect metrics
+        asked._metrics = copy.deepcopy(asked._metrics)
     inputs = send_to_device(dict(batch), input_device(inner_model(trainer.model)))
-    modes = {module: module.training for module in trainer.model.modules()}
-    trainer.model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
-            return float(asked.compute_loss(trainer.model, inputs))
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def _ask(
-    trainer: Trainer, kind: type[Trainer], rows: Sequence[Any], collate: Collate, change: _Change
-) -> dict[str, float] | None:
-    """Return, for each unit, the relative difference between a loss and the weighted mean of its two parts.
-
-    The result is None if the change makes no other batch, or a batch that the trainer does not take.
-    """
-    parts = [list(rows), list(rows[:_FIRST_ROWS]), list(rows[_FIRST_ROWS:])]
-    try:
-        collated: list[Batch] = [dict(collate_rows(collate, part)) for part in parts]
-    except _ERRORS as error:
-        raise PackingError(
-            f"data_collator: expected a collator that pads rows of different lengths, got "
-            f"{getattr(collate, '__name__', type(collate).__name__)}, which raised {type(error).__name__}: {error}"
-        ) from error
-    batches = change(collated)
-    if batches is None:
-        return None
-    try:
-        together, first, second = (loss_of_batch(trainer, kind, batch) for batch in batches)
-    except _ERRORS as error:
-        if change is not _unchanged:
-            return None
-        raise PackingError(
-            f"trainer: expected a loss of {len(rows)} rows of train_dataset, but {kind.__name__} with "
-            f"{type(inner_model(trainer.model)).__name__} raised {type(error).__name__}: {error}. Do the labels have "
-            "the shape and the values that the model takes?"
-        ) from error
-    differences = {}
-    for unit, count in UNITS.items():
-        here, there = (count(batch, len(part)) for batch, part in zip(batches[1:], parts[1:], strict=True))
-        if here is None or there is None or not here or not there:
-            continue
-        mean = (float(here) * first + float(there) * second) / float(here + there)
-        differences[unit] = abs(mean - together) / max(abs(together), abs(first), abs(second), _TINY)
-    return differences
-
-
-def _unchanged(batches: list[Batch]) -> list[Batch] | None:
-    return batches
-
-
-def _with_fewer_labels(batches: list[Batch]) -> list[Batch] | None:
-    """Mask half of the labels of the first row, or its only label. The last batch does not have this row."""
-
-    def without_half(labeled: Tensor) -> Tensor:
-        kept = labeled.clone()
-        kept[0] = False if labeled.ndim == 1 else labeled[0] & (labeled[0].cumsum(0) <= labeled[0].sum() // 2)
-        return kept
-
-    changed = [_with_labels(batch, without_half) for batch in batches[:2]]
-    return [*changed, batches[2]] if any(new is not old for new, old in zip(changed, batches, strict=False)) else None
-
-
-def _with_equal_labels(batches: list[Batch]) -> list[Batch] | None:
-    """Mask labels so that every row has as many as the row with the fewest, or two."""
-    counts = [each.sum(1) for each in _labeled(batches[0]).values() if each.ndim == 2]
-    if not counts:
-        return None
-    fewest = torch.cat(counts).min().clamp(min=2)
-    return [_with_labels(batch, lambda labeled: labeled & (labeled.cumsum(-1) <= fewest)) for batch in batches]
-
-
-def _with_labels(batch: Batch, keep: Callable[[Tensor], Tensor]) -> Batch:
-    """Return a batch in which only the labels, or tokens of completions, that `keep` returns still count.
-
-    Args:
-        batch: the batch that the trainer's collator returned.
-        keep: a function from bool [rows] or [rows, tokens] to a tensor of the same shape.
-    """
-    changed = {name: batch[name].masked_fill(~keep(found), _IGNORED[name]) for name, found in _labeled(batch).items()}
-    return {**batch, **changed} if changed else batch
-
-
-def _labeled(batch: Batch) -> dict[str, Tensor]:
-    """Return what counts in each column with labels or a mask of completions, bool [rows] or [rows, tokens]."""
-    columns = {name: _integers(batch, name, 1, 2) for name in _IGNORED}
-    return {name: values != _IGNORED[name] for name, values in columns.items() if values is not None}
-
-
-_IGNORED = {LABELS: IGNORED_LABEL, COMPLETION_MASK: 0}
-"""Columns that say which tokens or rows count, with the value of those that do not."""
-
-
-def _integers(batch: Batch, name: str, *dimensions: int) -> Tensor | None:
-    values = batch.get(name)
-    if not isinstance(values, Tensor) or values.ndim not in dimensions or values.is_floating_point():
-        return None
-    return values
-
-
-@contextmanager
-def _noisy_weights(model: nn.Module, noise: float) -> Iterator[None]:
-    """Context manager: within the block, the trained weights of a model have random noise added.
-
-    Args:
-        model: a model whose weights are in memory.
-        noise: standard deviation of the noise, relative to the root mean square of each weight tensor.
-    """
-    own = {each: each.data for each in model.parameters() if each.requires_grad and each.is_floating_point()}
-    if not noise:
-        own = {}
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            for parameter, data in own.items():
-                size = data.float().square().mean().sqrt().clamp(min=0.02).to(data.dtype)
-                parameter.data = data + noise * size * torch.randn_like(data)
-        yield
-    finally:
-        for parameter, data in own.items():
-            parameter.data = data
+    with in_mode(trainer.model, training=False), torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        return float(asked.compute_loss(trainer.model, inputs))

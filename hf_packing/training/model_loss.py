@@ -20,12 +20,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_packing.attention import (
     NoLanguageModelError,
     has_local_weights,
+    in_mode,
     inner_model,
     input_device,
     is_patched,
     random_documents,
     restored,
-    restored_modes,
     restored_random_state,
     sees_labels,
     small_copy_of,
@@ -280,8 +280,7 @@ def _ask(model: nn.Module) -> OwnLoss | str:
         return getattr(outputs, "loss", None), observed
 
     layer, device = inner.get_output_embeddings(), input_device(inner)
-    with restored(*inner.modules()), restored_modes(inner), restored_random_state(device), torch.enable_grad():
-        inner.eval()
+    with restored(*inner.modules()), in_mode(inner, training=False), restored_random_state(device), torch.enable_grad():
         if isinstance(layer, nn.Module):
             layer.register_forward_hook(cut)
         try:

@@ -18,7 +18,7 @@ from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import TokenBudget
 from hf_packing.training.checks import check_accelerator, check_arguments, check_methods, check_not_dispatched
-from hf_packing.training.loss_units import ROWS_ASKED, count_units, find_loss_unit, loss_of_batch
+from hf_packing.training.loss_units import count_units, find_loss_unit, loss_of_batch
 from hf_packing.training.ranks import PlannedFrom, StepCounts, data_rank, on_all_ranks
 from hf_packing.training.span_loss import POSITIONS, span_loss_without_padding
 from hf_packing.training.token_losses import TokenMean
@@ -51,7 +51,9 @@ class _MeasuredRows(NamedTuple):
 class PlannedRows:
     """The state that `attach` stores as `trainer.planned_rows`, with methods that check, count and load batches."""
 
-    def __init__(self, trainer: Trainer, batching: TokenBudget, prove: ProveInTraining) -> None:
+    def __init__(
+        self, trainer: Trainer, batching: TokenBudget, prove: ProveInTraining, loss_unit: str | None = None
+    ) -> None:
         self.kind = type(trainer)
         """The trainer's class before attach."""
         self.batching = batching
@@ -66,6 +68,7 @@ class PlannedRows:
         self.accumulation = trainer.args.gradient_accumulation_steps
         self.models = UnpaddedModels({})
         """How each model of the trainer runs padded batches."""
+        self._loss_unit = loss_unit
         self._collator = trainer.data_collator
         self._settings: dict[str, Any] = {}
         self._model = weakref.ref(inner_model(trainer.model))
@@ -118,15 +121,16 @@ class PlannedRows:
         return RankBatchSampler(self.batching, sizes, world_size, rank, accumulation)
 
     def settle(self, trainer: Trainer, dataset: Any, collate: Collate) -> None:
-        """Patch and prove the trainer's models, and find out what the loss is a mean of.
+        """Patch and prove the trainer's models, and check what the loss is a mean of.
 
         Raises:
-            PackingError: the loss is not a mean of rows or labels.
+            PackingError: it is not known what the loss is a mean of, or the loss is not such a mean.
             ModelNotSupportedError: it cannot be proven that a model takes padded batches.
         """
         self.models = unpad_models(trainer, self.prove, {}, self.batching.fewest_shared)
-        rows = read_rows(dataset, _rows_to_ask(self._sizes(trainer, dataset, collate)))
-        alone = dict(collate_rows(collate, rows[:1]))
+        numbers = _rows_to_check(self._sizes(trainer, dataset, collate), self.batching.max_tokens)
+        short, long = (read_rows(dataset, part) for part in numbers)
+        alone = dict(collate_rows(collate, short[:1]))
         self.masks_padding = False
         if all(name in alone for name in POSITIONS):
             own = loss_of_batch(trainer, self.kind, alone)
@@ -134,7 +138,7 @@ class PlannedRows:
                 ours = loss_of_batch(trainer, self.kind, alone)
             self.masks_padding = abs(own - ours) <= _CLOSE * abs(own)
         with self.loss_without_padding(trainer.model):
-            self.unit = find_loss_unit(trainer, self.kind, rows, collate)
+            self.unit = find_loss_unit(trainer, self.kind, (short, long), collate, self._loss_unit)
 
     def loss_without_padding(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager, in which a model's loss of question answering leaves out the padding."""
@@ -214,14 +218,20 @@ class PlannedRows:
         return known.sizes
 
 
-def _rows_to_ask(sizes: RowSizes) -> list[int]:
-    """Return the numbers of the rows with which the loss is asked, spread over the shortest quarter of the dataset.
+_SHORT_ROWS = 6
+"""The most rows in the first part of the rows with which a loss is checked."""
 
-    Short rows cost little. A small dataset has some of them twice.
+
+def _rows_to_check(sizes: RowSizes, max_tokens: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of the rows with which the loss is checked, in two parts that fit into a micro-batch together.
+
+    The first part has the shortest rows, and the second part one or two long ones, so that the parts have other numbers
+    of tokens for each row. The second part is empty if no two rows fit into a micro-batch.
     """
     by_length = np.argsort(sizes.tokens, kind="stable")
     by_length = by_length[sizes.tokens[by_length] > 0]
-    short = by_length[: max(len(by_length) // 4, ROWS_ASKED)]
-    spread = np.linspace(0, len(short) - 1, ROWS_ASKED).round().astype(np.int64)
-    numbers: list[int] = short[spread].tolist()
-    return numbers
+    taken = sizes.tokens[by_length].cumsum()
+    number = max(1, int((taken[:_SHORT_ROWS] <= max_tokens // 2).sum()))
+    left = max_tokens - taken[number - 1]
+    two, one = (by_length[sizes.tokens[by_length] <= most][-rows:] for rows, most in ((2, left // 2), (1, left)))
+    return by_length[:number].tolist(), (two if len(two) else one).tolist()

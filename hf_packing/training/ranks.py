@@ -311,11 +311,11 @@ class StepCounts:
         """Add the counts of an optimizer step, int64 [ranks, batches, 4], gathered from `micro_batch_counts`."""
         self._steps.append(counts.detach())
 
-    def take(self, max_tokens: int) -> dict[str, float]:
+    def take(self, max_tokens: int | None) -> dict[str, float]:
         """Return packing metrics of the optimizer steps since the last call, by their names in the logs.
 
         Args:
-            max_tokens: the largest number of tokens that a micro-batch may have.
+            max_tokens: the largest number of tokens that a micro-batch may have; None if there is none.
         """
         if not self._steps:
             return {}
@@ -323,8 +323,9 @@ class StepCounts:
         together = torch.cat(self._steps, dim=1).double().cpu()
         self._steps.clear()
         tokens, squares = together[..., _TOKENS], together[..., _SQUARES]
+        efficiency = {} if max_tokens is None else {"packing_efficiency": float(tokens.mean()) / max_tokens}
         return {
-            "packing_efficiency": float(tokens.mean()) / max_tokens,
+            **efficiency,
             "documents_per_step": float(together[..., _DOCUMENTS].sum()) / steps,
             "tokens_per_step": float(tokens.sum()) / steps,
             "token_utilization": _utilization(tokens),

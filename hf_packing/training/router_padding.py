@@ -4,7 +4,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from hf_packing.attention import has_local_weights, inner_model, input_device, random_documents
+from hf_packing.attention import has_local_weights, in_mode, inner_model, input_device, random_documents
 from hf_packing.collate import PackingCollator
 from hf_packing.errors import PackingError
 
@@ -45,12 +45,7 @@ def refuse_padding_in_router_loss(model: nn.Module) -> None:
 
 def _router_loss(model: nn.Module, collator: PackingCollator, rows: list[dict[str, list[int]]]) -> float | None:
     batch = send_to_device(collator(rows), input_device(inner_model(model)))
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
-    finally:
-        model.train(was_training)
+    with in_mode(model, training=False), torch.no_grad():
+        outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
     found = getattr(outputs, "aux_loss", None)
     return float(found) if isinstance(found, Tensor) else None

@@ -16,12 +16,12 @@ from datasets.utils import tqdm
 from torch import Tensor, nn
 
 from hf_packing.attention import (
+    in_mode,
     inner_model,
     input_device,
     patch_model,
     patched,
     predicts_tokens,
-    restored_modes,
     sees_labels,
 )
 from hf_packing.collate import read_integers
@@ -128,8 +128,7 @@ def score(
         raise PackingError(f"hidden: expected None or one of {', '.join(get_args(Pooling))}, got {hidden!r}")
     fewest = check_fewest_shared(share_prefixes)
     documents = _read(documents)
-    with patched(model), restored_modes(model):
-        model.eval()
+    with patched(model), in_mode(model, training=False):
         scores_tokens = _has_likelihoods(model, required=hidden is None)
         if fewest is not None:
             patch_model(model, trees=True)

@@ -29,6 +29,7 @@ from hf_packing.training.checks import (
     check_not_dispatched,
     overridden_batch_methods,
 )
+from hf_packing.training.loss_units import UNITS
 from hf_packing.training.planned_rows import PlannedRows
 from hf_packing.training.ranks import BatchesOfCheckpoint, check_accumulation, data_rank, items_counted, on_all_ranks
 from hf_packing.training.token_losses import TokenMean
@@ -129,7 +130,12 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
 
 
 def attach_whole_rows(
-    trainer: Trainer, batching: Any, prove: ProveInTraining, documents_per_step: int | None, unused: dict[str, Any]
+    trainer: Trainer,
+    batching: Any,
+    prove: ProveInTraining,
+    documents_per_step: int | None,
+    loss_unit: str | None,
+    unused: dict[str, Any],
 ) -> EpochSummary:
     """Make a trainer train on micro-batches of whole rows, without padding, with its own collator and loss.
 
@@ -138,19 +144,20 @@ def attach_whole_rows(
         batching: a TokenBudget.
         prove: as described in `patch_model`.
         documents_per_step: mean number of rows in an optimizer step over all ranks; None to let the batching decide.
+        loss_unit: what the trainer's loss is a mean of, a key of UNITS; None for a loss that is known.
         unused: the other arguments of `attach`, by name, which only language models can use.
 
     Raises:
-        PackingError: the trainer, its dataset or an argument is not supported, or the loss is not a mean of rows or
-            labels.
+        PackingError: the trainer, its dataset or an argument is not supported; or it is not known what the loss is a
+            mean of, or the loss is not such a mean.
         ModelNotSupportedError: it cannot be proven that a model takes padded batches.
     """
-    on_all_ranks(lambda _: _check(trainer, batching, unused))
+    on_all_ranks(lambda _: _check(trainer, batching, loss_unit, unused))
     if documents_per_step is not None:
         batching = with_documents_per_step(batching, documents_per_step)
     batching = with_linear_cost(batching, inner_model(trainer.model).config)
     assert isinstance(batching, TokenBudget)
-    planned = PlannedRows(trainer, batching, prove)
+    planned = PlannedRows(trainer, batching, prove, loss_unit)
     with torch.random.fork_rng():  # making a loader may draw random numbers
         stock = trainer.get_train_dataloader()
     sampler = on_all_ranks(partial(planned.sampler, trainer, stock.dataset, stock.collate_fn))
@@ -166,7 +173,7 @@ def attach_whole_rows(
     return summary
 
 
-def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
+def _check(trainer: Trainer, batching: Any, loss_unit: str | None, unused: dict[str, Any]) -> None:
     """Refuse a trainer, a batching or arguments of attach that do not work with whole rows."""
     kind, model = type(trainer).__name__, type(inner_model(trainer.model)).__name__
     if isinstance(trainer, WholeRowTrainer):
@@ -176,6 +183,8 @@ def _check(trainer: Trainer, batching: Any, unused: dict[str, Any]) -> None:
             f"batching: expected a TokenBudget for {kind} with {model}, whose rows stay whole, got "
             f"{type(batching).__name__}; or None, to keep the trainer's batches and take out their padding"
         )
+    if loss_unit not in (None, *UNITS):
+        raise PackingError(f"loss_unit: expected one of {', '.join(UNITS)}, got {loss_unit!r}")
     unused = {"length_schedule": batching.length_schedule, **unused}
     if given := [name for name, value in unused.items() if value is not None]:
         raise PackingError(

@@ -17,7 +17,7 @@ def on_hopper(monkeypatch):
     """A machine of compute capability 9.0 without kernels or choices."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(choose_kernel, "KERNELS", [])
-    for name in ("_chosen", "_trials"):
+    for name in ("_chosen", "_trials", "_of_the_hub"):
         monkeypatch.setattr(choose_kernel, name, {})
     monkeypatch.setattr(choose_kernel, "_warned", set())
 

@@ -46,6 +46,28 @@ def test_a_leak_below_rounding_is_found(regime, dtype):
     assert module in prove_on_batch(model, batch_with()).problem
 
 
+class Normalized(torch.nn.Module):
+    """A norm over all tokens of a row in training mode, which its user has frozen."""
+
+    def __init__(self, inner, size):
+        super().__init__()
+        self.inner, self.norm = inner, torch.nn.BatchNorm1d(size)
+
+    def forward(self, hidden):
+        return self.inner(self.norm(hidden.flatten(0, 1)).view_as(hidden))
+
+
+def test_a_norm_that_is_frozen_stays_frozen():
+    model = hfp.patch_model(build("Llama"))
+    model.model.layers[0].mlp = Normalized(model.model.layers[0].mlp, model.config.hidden_size)
+    norm = model.train().model.layers[0].mlp.norm.eval()
+    assert prove_on_batch(model, batch_with()).problem == ""
+    assert model.training
+    assert not norm.training
+    norm.train()
+    assert "layers.0.mlp" in prove_on_batch(model, batch_with()).problem
+
+
 STOCK = ["llama", "mixtral", "gemma2", "gpt_oss", "mamba2", "jamba", "bart", "roberta", "qwen3_next", "deepseek_v3"]
 STOCK += ["gpt2", "falcon", "bloom", "olmo2", "phi3", "granitemoehybrid", "lfm2", "minimax", "modernbert", "rwkv"]
 

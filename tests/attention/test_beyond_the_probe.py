@@ -5,11 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from patched_models import patched_tiny
 from tiers import fast_only
 from training_by_hand import batch_of
 
 import hf_packing as hfp
+from hf_packing.attention import is_patched
 from hf_packing.attention.inspect_model import Signature
 from hf_packing.attention.packed_row import PackedRow
 from hf_packing.attention.route import InputFormat
@@ -188,6 +190,61 @@ def test_documents_longer_than_a_threshold_and_rows_longer_than_positions(trait)
     hfp.patch_model(model)
     found = packed_logits(model, documents)
     assert (found - expected).abs().max() <= 1e-4 * max(1, float(expected.abs().max()))
+
+
+class ReadsBefore(torch.nn.Module):
+    """Every token of a row of more than `above` tokens reads the token before it."""
+
+    def __init__(self, inner, above):
+        super().__init__()
+        self.inner, self.above = inner, above
+
+    def forward(self, hidden):
+        before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        return self.inner(hidden) + (0.1 * before if hidden.shape[1] > self.above else 0)
+
+
+class OfLongRows(transformers.MistralForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].mlp = ReadsBefore(self.model.layers[0].mlp, config.sliding_window)
+
+
+class MixesLongRows(transformers.MistralForCausalLM):
+    """The model itself, which cannot run by segment, mixes the documents of long rows."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **others):
+        outputs = super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **others)
+        if outputs.logits.shape[1] > self.config.sliding_window:
+            outputs.logits = outputs.logits + outputs.logits.mean(1, keepdim=True)
+        return outputs
+
+
+def of_long_rows(kind):
+    """A model that changes with the length of rows, with a module of the user's own that its small copy lacks."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "sliding_window": 128}
+    model = kind(transformers.MistralConfig(vocab_size=128, pad_token_id=0, **sizes, **heads)).eval()
+    model.model.layers[1].mlp = ReadsBefore(model.model.layers[1].mlp, 0)
+    return model
+
+
+def test_a_module_of_the_user_beside_one_that_changes_with_the_length():
+    model = of_long_rows(OfLongRows)
+    documents = documents_of([150, 140, 40])
+    expected = alone(model, documents)
+    hfp.patch_model(model)
+    assert (packed_logits(model, documents) - expected).abs().max() <= 1e-4 * float(expected.abs().max())
+
+
+def test_long_documents_that_cannot_be_kept_apart_are_refused():
+    """Not even for the second model of its kind."""
+    for _ in range(2):
+        model = of_long_rows(MixesLongRows)
+        with pytest.raises(hfp.ModelNotSupportedError, match="MixesLongRows: .*small copy of the model"):
+            hfp.patch_model(model)
+        assert not is_patched(model)
 
 
 def test_what_is_hidden_in_another_document():

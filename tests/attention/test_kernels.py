@@ -195,9 +195,10 @@ def test_wrong_kernels_fail_their_trials(fault):
     assert reason.startswith("fails with KeyError" if fault == "raises" else "fails a trial with an error of ")
 
 
-def choose(sinks=None, dropout=0.0, dtype=torch.bfloat16, **changes):
+def choose(sinks=None, dropout=0.0, dtype=torch.bfloat16, layer=None, **changes):
     q, k, v = tensors(dtype=dtype)
     options = {"is_causal": True, "window": None, "softcap": None} | changes
+    options["hub"] = getattr(layer, choose_kernel.HUB_KERNEL, None)
     kernel = choose_kernel.choose_kernel(q, k, v, sinks=sinks, dropout=dropout, **options)
     return None if kernel is None else kernel.name
 
@@ -306,7 +307,8 @@ HUB = "kernels-community/flash-attn2"
 
 
 def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
-    """transformers has loaded it; no other name is ever asked for."""
+    """transformers has loaded it; no other name is ever asked for, and no other model runs on it."""
+    layer, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     kernel = stand_in(HUB, KNOWN[HUB][next(iter(KNOWN[HUB]))])
     asked = []
     monkeypatch.setattr(
@@ -315,13 +317,15 @@ def test_a_hub_kernel_that_the_model_was_loaded_with_comes_first(monkeypatch):
         lambda name: asked.append(name) or ((None, kernel.function, None, None, None), None),
     )
     choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
-    assert choose() == "torch varlen_attn"
+    assert choose(layer=layer) == "torch varlen_attn"
     assert asked == []
     for _ in range(2):
-        use_hub_kernel(HUB)
-    assert [each.name for each in choose_kernel.KERNELS] == [HUB, "torch varlen_attn"]
-    assert choose() == HUB
+        use_hub_kernel(layer, HUB)
+    assert choose(layer=layer) == HUB
     assert asked == [HUB]
+    assert choose() == choose(layer=other) == "torch varlen_attn"
+    with pytest.warns(UserWarning, match="attention runs segment by segment"):  # nor is it tried for another model
+        assert choose(layer=other, softcap=2.0) is None
 
 
 def test_a_hub_kernel_that_cannot_be_loaded(monkeypatch):
@@ -329,19 +333,21 @@ def test_a_hub_kernel_that_cannot_be_loaded(monkeypatch):
         raise ValueError("not trusted")
 
     monkeypatch.setattr(choose_kernel, "lazy_import_flash_attention", fail)
-    use_hub_kernel("someone/else")
-    assert choose_kernel.KERNELS[0].refusal(call()) == "not installed"
+    layer = torch.nn.Linear(1, 1)
+    use_hub_kernel(layer, "someone/else")
+    choose_kernel.KERNELS[:] = [stand_in("torch varlen_attn", TORCH["2.13.0"])]
+    assert choose(layer=layer) == "torch varlen_attn"
 
 
 @pytest.mark.parametrize(("attention", "asked"), [("sdpa", []), (HUB, [HUB])])
 def test_patch_model_asks_for_the_kernel_of_the_model(monkeypatch, attention, asked):
-    seen = []
-    monkeypatch.setattr(patch, "use_hub_kernel", seen.append)
     model = tiny_model("llama", "causal")
     model.config._attn_implementation_internal = attention
     monkeypatch.setattr(patch, "find_and_prove", lambda _: None)
     hfp.patch_model(model)
-    assert seen == asked
+    layers = [module for module in model.modules() if type(module).__name__ == "LlamaAttention"]
+    assert len(layers) > 1
+    assert all(getattr(layer, choose_kernel.HUB_KERNEL, None) == (asked or [None])[0] for layer in layers)
 
 
 def test_the_report_names_the_kernel(monkeypatch):

@@ -32,6 +32,18 @@ class TestRestored:
         assert torch.equal(model[1].weight, known)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_every_module_has_its_own_mode_again(training):
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout()))
+    model.train(training)
+    model[1][0].train(not training)
+    before = [module.training for module in model.modules()]
+    for mode in (True, False):
+        with snapshot.in_mode(model, mode):
+            assert all(module.training == mode for module in model.modules())
+        assert [module.training for module in model.modules()] == before
+
+
 @pytest.mark.parametrize("write", ["div_", "__idiv__", "__itruediv__", "__setitem__", "__set__", "copy_", "mul_"])
 def test_names_of_functions_that_write(write):
     assert snapshot.writes(write)

@@ -11,6 +11,7 @@ from padded_models import CHOICE, QUESTION, SEQUENCE, alone, documents, outputs_
 from patched_models import patched_tiny
 
 import hf_packing as hfp
+from hf_packing.attention import is_patched
 from hf_packing.attention.tiny_model import tiny_model
 
 DOUBLE = torch.float64
@@ -74,6 +75,18 @@ def test_a_pooler_that_looks_for_the_end_token():
     model = hfp.patch_model(copy.deepcopy(stock))
     rows = [[0, 5, 6, 7, 99], [0, 8, 9, 10, 11, 12, 99], [0, 99]]
     assert_rows_are(stock, model, *padded(rows, "right", pad=1), SEQUENCE, rows)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "OpenAIGPT"])
+def test_two_heads_are_refused(kind):
+    """They take rows of several choices, each with several tokens."""
+    config = getattr(transformers, f"{kind}Config")(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    model = getattr(transformers, f"{kind}DoubleHeadsModel")(config).eval()
+    with pytest.raises(
+        hfp.ModelNotSupportedError, match="expected a model with one head, but .* also returns mc_logits"
+    ):
+        hfp.patch_model(model)
+    assert not is_patched(model)
 
 
 def test_two_texts_are_refused():

@@ -1,6 +1,7 @@
 """attach on one process: what it changes, and what it leaves alone."""
 
 import copy
+from dataclasses import dataclass
 
 import datasets
 import numpy as np
@@ -19,6 +20,7 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
+from hf_packing.sampling.epoch_plan import Batching, EpochPlan, keep_rows
 from hf_packing.sampling.token_budget import linear_cost_of
 from hf_packing.training.attach import PackedTrainer
 
@@ -292,6 +294,45 @@ def test_what_is_logged_while_training(tmp_path):
         assert entry["token_utilization"] == entry["attention_utilization"] == 1
     assert not set(LOGGED) & set(last)
     assert not set(LOGGED) & set(trainer.evaluate(documents(9)))
+
+
+@dataclass(frozen=True)
+class OneByOne(Batching):
+    """A batching of the user's own: every row is a micro-batch."""
+
+    limit: int | None = None
+
+    most_tokens = property(lambda self: self.limit)
+
+    def fit(self, sizes):
+        return keep_rows(sizes, sizes.tokens > 0)
+
+    def num_micro_batches(self, rows, epoch):
+        return len(rows.kept) // epoch.world_size
+
+    def plan_fitted(self, rows, epoch):
+        number = self.num_micro_batches(rows, epoch) * epoch.world_size
+        return EpochPlan(
+            epoch.world_size,
+            rows=rows.kept[:number],
+            is_copy=np.zeros(number, dtype=bool),
+            offsets=np.arange(number + 1),
+            left_out=rows.kept[number:],
+        )
+
+
+@pytest.mark.parametrize("limit", [None, 64])
+def test_a_batching_of_the_users_own(tmp_path, limit):
+    trainer = trainer_of(tmp_path, max_steps=5)
+    summary = hfp.attach(trainer, OneByOne(limit))
+    assert summary.num_micro_batches == 45
+    trainer.train()
+    lengths = [len(tokens) for tokens in documents(45)["input_ids"][:5]]
+    logs = [line for line in trainer.state.log_history if "loss" in line]
+    assert [line["tokens_per_step"] for line in logs] == lengths
+    assert [line.get("packing_efficiency") for line in logs] == [limit and length / limit for length in lengths]
+    with pytest.raises(hfp.PackingError, match="tokens: expected None with OneByOne, .* got 99"):
+        hfp.attach(trainer_of(tmp_path), OneByOne(), tokens=99, max_segments=9)
 
 
 def test_mixed_precision(tmp_path):

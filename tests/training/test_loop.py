@@ -20,6 +20,7 @@ import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampler import SLOTS
+from hf_packing.training.router_padding import refuse_padding_in_router_loss
 
 
 def loader_of(**settings):
@@ -37,6 +38,17 @@ def test_a_models_own_loss_is_right_in_a_loop():
         ours.append(hfp.compute_loss(model, batch).item() / 1000)
     assert own == pytest.approx(ours, rel=1e-5)
     assert sum(ours) == pytest.approx(hfp.evaluation_loss(accelerator, model, documents(45)), rel=1e-5)
+
+
+def test_modules_that_are_frozen_stay_frozen():
+    model = patched("Mixtral", output_router_logits=True).train()
+    before = hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9))
+    frozen = model.model.layers[0].eval()
+    assert hfp.evaluation_loss(Accelerator(cpu=True), model, documents(9)) == before
+    refuse_padding_in_router_loss(model)
+    assert model.training
+    assert not frozen.training
+    assert not any(module.training for module in frozen.modules())
 
 
 def test_a_loop_counts_its_epochs():

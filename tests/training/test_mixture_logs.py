@@ -133,6 +133,11 @@ def test_epochs_are_those_from_which_the_documents_come(tmp_path):
     assert min(begun.values()) >= 2
 
 
+def test_every_trainer_has_logs_of_its_own(tmp_path):
+    one, two = (trainer_of(tmp_path, packed(mixture()), max_steps=1) for _ in range(2))
+    assert one.planned_batches.source_logs is not two.planned_batches.source_logs
+
+
 def test_names_that_would_be_logged_twice_are_refused(tmp_path):
     sources = {name: generated([[[1, 2, 3]]]) for name in ("web", "web_loss")}
     with pytest.raises(hfp.PackingError, match="two of web, web_loss would log source_web_loss; rename one of them"):

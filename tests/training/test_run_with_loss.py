@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from chunks import chunks_of
+from hf_packing.training.run_with_loss import run_with_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched, patched_tiny
@@ -21,7 +22,6 @@ from hf_packing.attention import architectures, takes_argument
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.training import run_with_loss as module
 from hf_packing.training.losses import predicts_next, weights_of
-from hf_packing.training.run_with_loss import run_with_loss
 
 DOCUMENTS = [[11, 5, 9, 30, 31, 12, 13], [7, 8, 21], list(range(40, 60))]
 LABELS = [[*DOCUMENTS[0]], [-100, 17, 22], [-100] * 9 + list(range(50, 61))]

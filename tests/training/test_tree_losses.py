@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from chunks import chunks_of
+from hf_packing.training.run_with_loss import run_with_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patched_models import patched
@@ -25,7 +26,6 @@ from hf_packing.training.losses import (
 )
 from hf_packing.training.next_tokens import NextTokens
 from hf_packing.training.ranks import micro_batch_counts
-from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenLosses
 
 LOSSES = ["token", "sequence"]

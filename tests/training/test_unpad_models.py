@@ -67,6 +67,26 @@ def test_dpo(tmp_path, loss_type):
     check_step(dpo(tmp_path, policy("llama"), loss_type=loss_type), ["model", "ref_model"], close=1e-6)
 
 
+def test_experts_of_pairs(tmp_path):
+    """DPOTrainer asks for the logits of routers, which only tokens in one packed row have. Small embeddings make for
+    gradients that differ by much more than outputs, though only in their last digits."""
+    model = tiny_model("qwen3_moe", "causal", router_aux_loss_coef=0.1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1e-3)
+
+    def change(_, __, logits):
+        if len(logits) > 1 and logits.requires_grad:
+            logits.register_hook(lambda gradient: (1 + 2e-5) * gradient)
+
+    model.lm_head.register_forward_hook(change)
+    trainer = dpo(tmp_path, model, max_steps=1, logging_steps=1)
+    assert trainer.aux_loss_enabled
+    unpadded = hfp.attach(trainer, None)
+    assert "its tokens run as one packed row" in unpadded.models["model"]
+    trainer.train()
+    assert trainer.state.log_history[0]["aux_loss"] > 0
+
+
 def test_reward(tmp_path):
     model = tiny_model("gpt2", "sequence classification", torch.float64, num_labels=1).train()
     check_step(reward(tmp_path, model), ["model"])

@@ -1,9 +1,12 @@
 """attach with a TokenBudget keeps rows whole for heads and pairs: gradients are those of the padded optimizer step."""
 
+import copy
+
 import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 import trl
 from padded_steps import apart, by_hand, read_rows
 from transformers import default_data_collator
@@ -22,6 +25,7 @@ from whole_rows_process import (
 import hf_packing as hfp
 from hf_packing.attention import is_patched
 from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.training import loss_units
 from hf_packing.training.loss_units import count_units, find_loss_unit
 from hf_packing.training.span_loss import span_loss
 from hf_packing.training.whole_rows import lengths_in, sizes_of_rows
@@ -109,7 +113,7 @@ def test_losses_of_dpo(losses, unit, tmp_path):
     trainer = trainer_of("dpo", tmp_path, loss_type=losses, loss_weights=[1.0] * len(losses), dtype=torch.float32)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     if unit is None:
-        with pytest.raises(hfp.PackingError, match="expected a loss that is a mean over rows"):
+        with pytest.raises(hfp.PackingError, match="loss_type: expected a loss that is a mean over rows"):
             hfp.attach(trainer, hfp.TokenBudget(400))
         assert not is_patched(trainer.model)
         assert not is_patched(trainer.ref_model)
@@ -169,7 +173,106 @@ def test_margins_of_rewards(tmp_path):
 def test_a_loss_that_compares_rows_is_refused(tmp_path):
     trainer = trainer_of("classifier", tmp_path)
     trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.var(0).sum()  # noqa: ARG005
-    with pytest.raises(hfp.PackingError, match="depends on which rows share a micro-batch"):
+    with pytest.raises(
+        hfp.PackingError, match="loss_unit: expected one of rows, labeled rows, .* got None. If the loss"
+    ):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+    for unit in ("rows", "labeled rows"):
+        with pytest.raises(hfp.PackingError, match=f"mean over {unit}, .* depends on which rows share a micro-batch"):
+            hfp.attach(trainer, hfp.TokenBudget(160), loss_unit=unit)
+    assert not is_patched(trainer.model)
+
+
+class WeightedByTokens(transformers.BertForSequenceClassification):
+    """A head of the user's own: a row counts as often as it has tokens."""
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        outputs = super().forward(input_ids, attention_mask=attention_mask)
+        if labels is not None:
+            losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+            outputs.loss = (losses * attention_mask.sum(1)).sum() / attention_mask.sum()
+        return outputs
+
+
+class Penalized(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ARG002
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss + 0.1 * sum(each.square().sum() for each in model.classifier.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_losses_that_are_not_known_name_their_unit(tmp_path):
+    """A penalty of weights is whole in every micro-batch, whose shares of the step have the sum 1."""
+    stock = trainer_of("classifier", tmp_path)
+    settings = {"args": stock.args, "train_dataset": stock.train_dataset, "data_collator": stock.data_collator}
+    stock.model.train()
+    model = copy.deepcopy(stock.model)
+    trainer = Penalized(model, **settings)
+    trainer.args.gradient_accumulation_steps, trainer.args.max_steps = 100, 1
+    with pytest.raises(hfp.PackingError, match="loss_unit: expected one of rows, .* Penalized with BertForSequence"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+    with pytest.raises(hfp.PackingError, match="loss_unit: expected one of rows, .*, got 'tokens'"):
+        hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="tokens")
+    hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled rows")
+    trainer.train()
+    Penalized(stock.model, **settings).compute_loss(
+        stock.model, stock.data_collator(list(stock.train_dataset))
+    ).backward()
+    with torch.no_grad():
+        for parameter in stock.model.parameters():
+            parameter -= LEARNING_RATE * parameter.grad
+    assert apart(model.state_dict(), stock.model.state_dict()) < 1e-12
+    assert trainer.planned_rows.unit == "labeled rows"
+
+
+def test_a_head_of_the_users_own_is_not_known(tmp_path):
+    stock = trainer_of("classifier", tmp_path)
+    model = WeightedByTokens(stock.model.config).double()
+    trainer = transformers.Trainer(
+        model, stock.args, train_dataset=stock.train_dataset, data_collator=stock.data_collator
+    )
+    with pytest.raises(hfp.PackingError, match="loss_unit: expected one of rows, .* Trainer with WeightedByTokens"):
+        hfp.attach(trainer, hfp.TokenBudget(160))
+    with pytest.raises(
+        hfp.PackingError, match="a mean over labeled rows, but the loss of Trainer with WeightedByTokens"
+    ):
+        hfp.attach(trainer, hfp.TokenBudget(160), loss_unit="labeled rows")
+
+
+@pytest.mark.parametrize(("kind", "unit"), KINDS.items())
+def test_units_of_known_losses_are_not_named_otherwise(kind, unit, tmp_path):
+    other = "rows" if unit != "rows" else "labeled tokens"
+    with pytest.raises(hfp.PackingError, match=f"loss_unit: expected None or '{unit}', .*, got '{other}'"):
+        hfp.attach(trainer_of(kind, tmp_path), hfp.TokenBudget(BUDGET[kind]), loss_unit=other)
+    hfp.attach(trainer_of(kind, tmp_path), hfp.TokenBudget(BUDGET[kind]), loss_unit=unit)
+
+
+@pytest.mark.parametrize("longest", [60, 25, 9])
+def test_the_check_of_a_loss_keeps_within_the_budget(longest, tmp_path, monkeypatch):
+    data = classified()
+    data = data.map(lambda row: {"input_ids": (row["input_ids"] * 60)[: max(longest - row["input_ids"][0] % 5, 1)]})
+    trainer = trainer_of("classifier", tmp_path, data=data)
+    sizes, checked = [], loss_units.loss_of_batch
+
+    def measured(trainer, kind, batch):
+        sizes.append(int(batch["attention_mask"].sum()))
+        return checked(trainer, kind, batch)
+
+    monkeypatch.setattr(loss_units, "loss_of_batch", measured)
+    hfp.attach(trainer, hfp.TokenBudget(64))
+    assert len(sizes) <= 3
+    assert 0 < max(sizes) <= 64
+    assert len(sizes) == (2 if longest == 60 else 3)  # no two of the longest rows fit
+
+
+def test_weights_that_overflow_are_named(tmp_path):
+    """In float16, sums of log-probabilities overflow; that is not called a wrong mean."""
+    trainer = trainer_of("classifier", tmp_path, dtype=torch.float16)
+    with torch.no_grad():
+        trainer.model.classifier.weight.mul_(1e6)
+    with pytest.raises(
+        hfp.PackingError, match="expected finite losses of 8 rows .* with weights in float16, has inf, .* If values"
+    ):
         hfp.attach(trainer, hfp.TokenBudget(160))
 
 
@@ -315,7 +418,7 @@ def test_the_question_leaves_the_trainer_as_it_was(tmp_path):
     hfp.attach(trainer, None)
     metrics = {mode: dict(values) for mode, values in trainer._metrics.items()}
     state = torch.random.get_rng_state()
-    rows = [trainer.train_dataset[n] for n in range(8)]
-    assert find_loss_unit(trainer, type(trainer), rows, trainer.data_collator) == "rows"
+    parts = [trainer.train_dataset[n] for n in range(7)], [trainer.train_dataset[8]]
+    assert find_loss_unit(trainer, type(trainer), parts, trainer.data_collator, None) == "rows"
     assert {mode: dict(values) for mode, values in trainer._metrics.items()} == metrics
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -44,8 +44,11 @@ class StreamedBatches(PlannedBatches):
     _trains = False
     _skips = False
     """The user's value of ignore_data_skip, while a training runs."""
-    source_logs = SourceLogs()
-    """What the training that runs, or has run last, logs of the sources of a mixture."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.source_logs = SourceLogs()
+        """What the training that runs, or has run last, logs of the sources of a mixture."""
 
     def add_sources(self, batches: Sequence[dict[str, Any]], device: torch.device) -> None:
         """Add the source of each token to the micro-batches of an optimizer step, for `losses_of_sources`.
