@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 from transformers import PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
@@ -257,6 +258,9 @@ class PatchedForward(UnpaddedForward):
     def __setstate__(self, state: dict[str, Any]) -> None:
         register()  # unpickling may happen in a process that has not patched a model
         self.__dict__.update(state)
+
+
+skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code
 
 
 @dataclass
