@@ -15,7 +15,7 @@ from hf_packing.attention.choose_kernel import use_hub_kernel
 from hf_packing.attention.find_route import find_and_prove
 from hf_packing.attention.inspect_model import WeightsLocation, has_local_weights, inner_model, weights_location
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patched_forward import install, remove
+from hf_packing.attention.patched_forward import install, refuse_weights, remove
 from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,
@@ -90,8 +90,9 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     Raises:
         ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
             model is left unpatched if it was unpatched before.
-        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model; `prove` is
-            neither "model" nor "small"; or `prove` is "model", and the weights are not in memory.
+        PackingError: `model` is not a PreTrainedModel, or shares its configuration with a patched model, or its
+            configuration asks for attention weights; `prove` is neither "model" nor "small"; or `prove` is "model", and
+            the weights are not in memory.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -112,7 +113,7 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
                 prove_trees(inner)
     if is_patched(inner):
         return model
-    _refuse_shared_configuration(inner)
+    _refuse_configuration(inner)
     _use_hub_kernels_of(inner)
     if prove == "small":
         install(inner, find_and_prove_on_small_copy(inner).route, attention_of(inner))
@@ -136,9 +137,11 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     return model
 
 
-def _refuse_shared_configuration(model: PreTrainedModel) -> None:
-    """Raise PackingError if the model shares its configuration with a patched model. A patch changes the attention
-    setting in the configuration, and therefore changes all models that share the configuration."""
+def _refuse_configuration(model: PreTrainedModel) -> None:
+    """Raise PackingError if the model shares its configuration with a patched model, or if the configuration asks for
+    attention weights. A patch changes the attention setting in the configuration, and therefore changes all models that
+    share the configuration."""
+    refuse_weights((model.config, model.config.get_text_config()))
     if any(attention in (NAME, NAME_WITH_LOCAL_MASKS) for _, attention in attention_of(model)):
         raise PackingError(
             "model: expected a model with a configuration of its own, but the attention in the configuration of "
@@ -252,7 +255,7 @@ def _patch_as_small_copy(model: PreTrainedModel) -> None:
     Raises:
         ModelNotSupportedError: the weights are not in memory, and no route is found on a small copy.
     """
-    _refuse_shared_configuration(model)
+    _refuse_configuration(model)
     _use_hub_kernels_of(model)
     before = attention_of(model)
     try:

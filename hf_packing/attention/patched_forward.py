@@ -4,7 +4,7 @@ A route is a way of keeping packed documents apart in a model (see `Route`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import RLock
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import skip_code
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
 from hf_packing.attention.end_to_end import fold_into_rows
@@ -234,13 +234,10 @@ class PatchedForward(UnpaddedForward):
     def check_patch(self, inputs: Mapping[str, Any]) -> None:
         """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a
         call asks for attention weights."""
-        asked = inputs.get("output_attentions")
-        if asked or (asked is None and any(config.output_attentions for config, _ in self.patch.attention_before)):
-            raise PackingError(
-                "output_attentions: expected False on a patched model, which returns no attention weights, got True "
-                f"in the {'arguments' if asked else 'configuration'}; call the model in a block "
-                "`with unpatch_model(model):` to get them"
-            )
+        if (asked := inputs.get("output_attentions")) is None:
+            refuse_weights(config for config, _ in self.patch.attention_before)
+        elif asked:
+            raise PackingError(f"output_attentions: expected False on a patched model, got True; {_NO_WEIGHTS}")
         for config, attention in self.patch.attention_during:
             if (found := config._attn_implementation) != attention:
                 raise PackingError(
@@ -299,6 +296,21 @@ class Patch:
         lock = nullcontext() if torch.compiler.is_dynamo_compiling() else _lock_of(model)  # tracing changes nothing
         with lock, use_attention(self.attention_before), switched_off(self.replaced):
             yield
+
+
+_NO_WEIGHTS = (
+    "a patched model returns no attention weights. To get them, pass output_attentions=True in a block "
+    "`with unpatch_model(model):`"
+)
+
+
+def refuse_weights(configs: Iterable[PreTrainedConfig]) -> None:
+    """Raise PackingError if a configuration asks for attention weights."""
+    if asking := next((config for config in configs if config.output_attentions), None):
+        raise PackingError(
+            f"output_attentions: expected False in the {type(asking).__name__} of a patched model, got True; "
+            f"{_NO_WEIGHTS}"
+        )
 
 
 def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
