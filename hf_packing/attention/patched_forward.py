@@ -96,7 +96,8 @@ class PatchedForward(UnpaddedForward):
                 return self.forward(*args, **kwargs)
             if self.patch.is_running:  # an inner model, so that the patched model becomes a single graph
                 return self.run_inside(args, kwargs)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or torch.compiler.is_exporting():
             return self._run_exported(args, kwargs)
         return self.run(args, kwargs)
 

@@ -147,7 +147,6 @@ class UnpaddedForward(ReplacedForward, ABC):
         _check_rows(self.model, rows, inputs, self.route)
         return rows
 
-
     def _check_rows_with_media(self, inputs: Mapping[str, Any], name: str) -> None:
         """Raise PackingError if the rows of a batch with pictures or sound may be packed rows. `name` is the argument
         that has the pictures or the sound."""
