@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ class ReplacedForward:
         """The forward that other code, such as a hook of accelerate, had already set on the module object; None if the
         module only has the forward of its class."""
         self.installed = False
+
+    __name__ = "forward"  # torch.export reads this and __code__
+
+    @property
+    def __code__(self) -> CodeType:
+        code: CodeType = (self.before or type(self.module).forward).__code__
+        return code
 
     def install(self) -> None:
         self.module.forward = self  # type: ignore[assignment]  # subclasses are callable
@@ -167,10 +175,13 @@ class SegmentedForward(ReplacedForward):
                 "afterwards"
             )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_by_segment(args, kwargs) if self.installed else self.forward(*args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # segments have too many lengths to compile each
+    def _run_by_segment(self, args: Any, kwargs: dict[str, Any]) -> Any:
         row, plan = current_row.get(), self.plan
-        if not self.installed or (row is None and current_rows.get() is not None):  # in a padded batch
+        if row is None and current_rows.get() is not None:  # in a padded batch
             return self.forward(*args, **kwargs)
         if row is None:
             raise PackingError(

@@ -93,6 +93,25 @@ def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+def sees_media(model: nn.Module) -> bool:
+    """Return whether a model or an inner model takes pictures or sound."""
+    kinds = (each.input_modalities for each in model.modules() if isinstance(each, PreTrainedModel))
+    return any({*([kind] if isinstance(kind, str) else kind)} != {"text"} for kind in kinds)
+
+
+def tower_configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configurations of a model's towers, which are the inner models without the embedding of tokens in a
+    model that takes pictures or sound. Configurations that other modules share are left out."""
+    if not sees_media(model):
+        return []
+    embedding = embedding_of(model).weight
+    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    towers = [each for each in inner if all(parameter is not embedding for parameter in each.parameters())]
+    inside = {module for tower in towers for module in tower.modules()}
+    shared = {id(getattr(module, "config", None)) for module in model.modules() if module not in inside}
+    return [config for tower in towers for config in configurations(tower) if id(config) not in shared]
+
+
 class Signature:
     """The arguments that a module's forward takes."""
 

@@ -66,7 +66,7 @@ class PaddedRows:
         lengths: number of tokens in each row that are not padding.
         side: where the padding is.
         has_positions: whether the caller of the model has passed position_ids.
-        media: names of the caller's arguments with other floats than embeddings and labels, such as pictures.
+        media: names of the caller's arguments with pictures or sound.
     """
 
     kept: Tensor
@@ -205,7 +205,8 @@ def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
             "attention_mask: expected only 1 for tokens and 0 for padding on a patched model, got other values; pass "
             "the borders between packed documents as position_ids or seq_idx"
         )
-    has_borders = any(inputs.get(name) is not None for name in (*_BORDERS, "position_ids"))
+    has_positions = isinstance(position_ids, Tensor) and position_ids.ndim == 2  # others are those of pictures
+    has_borders = has_positions or any(inputs.get(name) is not None for name in _BORDERS)
     if has_borders and min(lengths) == kept.shape[1]:
         return None
     if not any(lengths):
@@ -216,7 +217,7 @@ def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
                 f"attention_mask: expected no padding between the tokens of a row, but row {number} has {length} "
                 f"tokens between {start} and {end}; move its padding to one side"
             )
-    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None, _media(inputs))
+    rows = PaddedRows(kept, tuple(lengths), _side(found, kept.shape[1]), position_ids is not None, media_of(inputs))
     given = next((name for name in _BORDERS if inputs.get(name) is not None), None)
     if given is not None:
         raise PackingError(f"{given}: expected no borders beside an attention_mask with padding; pass only one of them")
@@ -225,9 +226,12 @@ def read_padded_rows(inputs: Mapping[str, Any]) -> PaddedRows | None:
     return rows
 
 
-def _media(inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    floats = (name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point())
-    return tuple(name for name in floats if name not in ("inputs_embeds", "labels"))
+def media_of(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a model's arguments that have pictures or sound: floats that are neither embeddings, labels,
+    numbers for whole rows, nor one number for each token."""
+    floats = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    shapes = {name: inputs[name].shape for name in floats if name not in ("inputs_embeds", "labels")}
+    return tuple(name for name, shape in shapes.items() if len(shape) > 1 and shape != _shape_of_tokens(inputs))
 
 
 def refuse_media(backbone: str, inputs: Mapping[str, Any], rows: PaddedRows) -> None:
@@ -269,7 +273,7 @@ def rows_without_padding(inputs: Mapping[str, Any]) -> PaddedRows:
     rows, position_ids = math.prod(others), inputs.get("position_ids")
     device = next(each.device for each in inputs.values() if isinstance(each, Tensor))
     kept = torch.ones(rows, tokens, dtype=torch.bool, device=device)
-    found = PaddedRows(kept, (tokens,) * rows, "right", position_ids is not None, _media(inputs))
+    found = PaddedRows(kept, (tokens,) * rows, "right", position_ids is not None, media_of(inputs))
     if position_ids is not None:
         _check_positions(position_ids, found)
     return found
@@ -295,12 +299,15 @@ def _side(found: list[list[int]], tokens: int) -> Side:
 
 def _check_positions(position_ids: Tensor, rows: PaddedRows) -> None:
     """Raise PackingError if a row of a padded batch has position ids that restart, so that it may be a packed row."""
-    if position_ids.ndim != 2:
-        return
-    laid = rows.lay_end_to_end(position_ids.expand(rows.kept.shape))
-    borders = set(borders_from_positions(laid).tolist())
-    if len(borders - set(rows.row.cu_seq_lens.tolist())) > 0:
+    axes = position_ids.ndim == 3
+    laid = rows.lay_end_to_end((position_ids[0] if axes else position_ids).expand(rows.kept.shape))
+    if axes and len(position_ids) < 4:  # of pictures, whose places share positions; the first axis is that of time
+        starts = (laid.diff() < 0).flatten().nonzero()[:, 0] + 1
+    else:
+        starts = borders_from_positions(laid)
+    if not set(starts.tolist()) <= set(rows.row.cu_seq_lens.tolist()):
         raise PackingError(
             "position_ids: expected positions that rise by 1 from token to token beside an attention_mask with "
-            "padding, got positions that restart; pass packed rows without padding, and without an attention_mask"
+            "padding, or beside pictures or sound, got positions that restart; pass packed rows of texts without "
+            "padding, and without an attention_mask"
         )

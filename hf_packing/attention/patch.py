@@ -22,7 +22,7 @@ from hf_packing.attention.inspect_model import (
     weights_location,
 )
 from hf_packing.attention.isolation import check_isolation
-from hf_packing.attention.patched_forward import install, remove
+from hf_packing.attention.patched_forward import install, refuse_weights, remove
 from hf_packing.attention.route import is_patched, known_routes, route_key, route_of
 from hf_packing.attention.small_copy import (
     changes_with_length,
@@ -98,9 +98,9 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
     Raises:
         ModelNotSupportedError: isolation cannot be proven, or trees cannot. The message contains the reason, and the
             model is left unpatched if it was unpatched before.
-        PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or returns
-            tuples by its configuration; `prove` is neither "model" nor "small"; `prove` is "model", and the weights are
-            not in memory; or the default device is meta.
+        PackingError: `model` is not a PreTrainedModel, shares its configuration with a patched model, or is asked by
+            its configuration for tuples or attention weights; `prove` is neither "model" nor "small"; `prove` is
+            "model", and the weights are not in memory; or the default device is meta.
 
     Example:
         >>> import hf_packing as hfp, transformers
@@ -147,10 +147,12 @@ def patch_model(model: Model, *, prove: Prove = "model", trees: bool = False) ->
 
 
 def _check_configuration(model: PreTrainedModel) -> None:
-    """Raise PackingError if the model shares its configuration with a patched model, or returns tuples.
+    """Raise PackingError if the model shares its configuration with a patched model, returns tuples, or is asked for
+    attention weights.
 
     A patch changes the attention setting in the configuration, and therefore changes all models that share the
     configuration."""
+    refuse_weights((model.config, model.config.get_text_config()))
     if any(getattr(config, "return_dict", True) is False for config in configurations(model)):
         raise PackingError(
             f"return_dict: expected True in the configuration of {type(model).__name__}, got False; outputs have to "

@@ -4,9 +4,8 @@ A route is a way of keeping packed documents apart in a model (see `Route`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Any, ClassVar
@@ -14,18 +13,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from torch._dynamo.eval_frame import skip_code
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.by_segment import ReplacedForward, SegmentedForward, switched_off
 from hf_packing.attention.end_to_end import fold_into_rows
-from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.keep_row import KeepRow
+from hf_packing.attention.inspect_model import Signature, sees_media, tower_configurations
+from hf_packing.attention.keep_row import KeepRow, running
 from hf_packing.attention.label_check import LabelCheck, refuse_copied_labels
 from hf_packing.attention.loader_check import check_loader
 from hf_packing.attention.packed_row import PackedRow, current_row, has_trees, read_row
-from hf_packing.attention.padded_rows import current_rows
+from hf_packing.attention.padded_rows import current_rows, media_of
 from hf_packing.attention.route import BORDER_ARGUMENTS, PATCH, Route, is_patched, mark_changing_sizes
-from hf_packing.attention.snapshot import Attention, attention_of, restore_attention, use_attention
+from hf_packing.attention.snapshot import Attention, attention_now, restore_attention, use_attention
 from hf_packing.attention.tree_row import TreeRow, read_tree_row
 from hf_packing.attention.uneven_gathers import refuse_uneven_gathers
 from hf_packing.attention.unpadding import (
@@ -36,14 +36,10 @@ from hf_packing.attention.unpadding import (
     install_unpadding,
 )
 from hf_packing.attention.varlen import register
-from hf_packing.columns import CU_SEQ_LENS, SEQ_LENGTHS
+from hf_packing.columns import CU_SEQ_LENS, PARENTS, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 
 _PLACES = (*BORDER_ARGUMENTS, "position_ids")
-
-_running: ContextVar[tuple[int, ...]] = ContextVar("_running", default=())
-"""The `id()` of each patched model whose forward is running. A patch replaces the forwards of a model and of its inner
-models, but only the outermost forward reads the packed row."""
 
 _ROUTER_SETTING = "output_router_logits"
 """The setting of a configuration that decides whether routers get a loss for load balancing. The model computes this
@@ -79,6 +75,7 @@ class PatchedForward(UnpaddedForward):
         self.model = model
         self.segmented = segmented
         self.signature = Signature(module)
+        self.sees_media = sees_media(model)
         self.masks_routers = len(_entry_modules(model)) > 1 and hasattr(model.config.get_text_config(), _ROUTER_SETTING)
         # Trainer reads this attribute to find out which columns a model takes, and drops all others
         self.__signature__ = _with_seq_lengths(inspect.signature(module.forward))
@@ -92,12 +89,34 @@ class PatchedForward(UnpaddedForward):
     def route(self) -> Route:  # type: ignore[override]
         return self.patch.route
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile compiles what this method calls, so the method calls no more than it must
         if args and args[0] is self.module:  # accelerate makes a method of this object
             args = args[1:]
-        if id(self.model) in _running.get() and self.installed:
+        if torch.compiler.is_compiling():
+            if not self.installed:  # within `suspended`, so that generate can be compiled as a single graph
+                return self.forward(*args, **kwargs)
+            if self.patch.is_running:  # an inner model, so that the patched model becomes a single graph
+                return self.run_inside(args, kwargs)
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or torch.compiler.is_exporting():
+            return self._run_exported(args, kwargs)
+        return self.run(args, kwargs)
+
+    def _run_exported(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the forward as without the patch, while a program is made of it that runs without hf_packing."""
+        if given := [name for name in (*BORDER_ARGUMENTS, PARENTS) if kwargs.get(name) is not None]:
+            raise PackingError(
+                f"{given[0]}: expected no borders between documents in a model that is exported, since it runs as "
+                "without the patch; export the model with rows of one document each"
+            )
+        with self.patch.suspended():
+            return self.forward(*args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def run(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the forward on any inputs. torch.compile compiles what this method calls, so it calls no more than it
+        must."""
+        if id(self.model) in running.get() and self.installed:
             rows = current_rows.get()
             if rows is not None and self.is_backbone:
                 return self.run_unusual(self._by_name(args, kwargs), rows)
@@ -106,6 +125,8 @@ class PatchedForward(UnpaddedForward):
             if not self.installed:
                 return self.forward(*args, **kwargs)
             inputs = self._by_name(args, kwargs)
+            if self.module.training:
+                self._keep_rows()
             return self.run_unusual(inputs, None) if self._is_unusual(inputs) else self.run_packed(inputs)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -114,14 +135,14 @@ class PatchedForward(UnpaddedForward):
         inputs, row, laid = self._read(inputs, row)
         patch = self.patch
         was_running, patch.is_running = patch.is_running, True
-        running, current = _running.set((*_running.get(), id(self.model))), current_row.set(laid)
+        ids, current = running.set((*running.get(), id(self.model))), current_row.set(laid)
         padded = current_rows.set(None)
         try:
             output = self._run_uncompiled(inputs) if isinstance(laid, TreeRow) else self.forward(**inputs)
         finally:
             current_rows.reset(padded)
             current_row.reset(current)
-            _running.reset(running)
+            running.reset(ids)
             patch.is_running = was_running
         return self._finish(output, row) if row.padding or laid is not row else output
 
@@ -133,11 +154,11 @@ class PatchedForward(UnpaddedForward):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context manager: within the block, the model's forward is running."""
-        token = _running.set((*_running.get(), id(self.model)))
+        token = running.set((*running.get(), id(self.model)))
         try:
             yield
         finally:
-            _running.reset(token)
+            running.reset(token)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _by_name(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +167,8 @@ class PatchedForward(UnpaddedForward):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _is_unusual(self, inputs: dict[str, Any]) -> bool:
         """Return whether a call is not one with packed rows, or a row of trees, and without a cache."""
+        if self.sees_media and media_of(inputs):
+            return True
         if has_trees(inputs):
             return False
         takes_packed_rows = self.route.takes_packed_rows or self.module is not self.model
@@ -160,16 +183,19 @@ class PatchedForward(UnpaddedForward):
         return self.forward(*args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _keep_rows(self) -> None:
+        """Wrap the model's activation-checkpointing functions, so that they keep what the forward runs under."""
+        gives_borders = self.route.method.inputs.borders and not self.route.by_segment
+        for module, name, checkpoint in _checkpointing_functions(self.model):
+            if not isinstance(checkpoint, KeepRow):
+                setattr(module, name, KeepRow(checkpoint, self.patch, gives_borders))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _read(self, inputs: dict[str, Any], row: PackedRow | None) -> tuple[dict[str, Any], PackedRow, PackedRow]:
         """Check the patch and the arguments of a call. Return the keyword arguments for the model's own forward, the
         borders of the packed rows, and the borders of the rows as the model gets them, which may be laid end to end."""
-        self.check_patch()
+        self.check_patch(inputs)
         training = self.module.training
-        if training:
-            gives_borders = self.route.method.inputs.borders and not self.route.by_segment
-            for module, name, checkpoint in _checkpointing_functions(self.model):
-                if not isinstance(checkpoint, KeepRow):
-                    setattr(module, name, KeepRow(checkpoint, gives_borders))
         is_unpadded = row is not None
         if row is None:
             inputs, row = self._read_trees(inputs) if has_trees(inputs) else read_row(inputs, training)
@@ -208,18 +234,17 @@ class PatchedForward(UnpaddedForward):
             )
         return fold_into_rows(output, row) if row.rows > 1 else output
 
-    def check_patch(self) -> None:
-        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work."""
-        expected, found = self.route.method.attention, self.model.config._attn_implementation
-        if expected not in (None, found):
-            raise PackingError(
-                f"attention: expected {expected!r} on a patched model, got {found!r}, which was set after the model "
-                "was patched; call unpatch_model before you set another attention function"
-            )
-        for config, attention in self.patch.attention_during if expected else ():
+    def check_patch(self, inputs: Mapping[str, Any]) -> None:
+        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a
+        call asks for attention weights."""
+        if (asked := inputs.get("output_attentions")) is None:
+            refuse_weights(config for config, _ in self.patch.attention_before)
+        elif asked:
+            raise PackingError(f"output_attentions: expected False on a patched model, got True; {_NO_WEIGHTS}")
+        for config, attention in self.patch.attention_during:
             if (found := config._attn_implementation) != attention:
                 raise PackingError(
-                    f"attention: expected {attention!r} in the {type(config).__name__} of a patched model, got "
+                    f"attention: expected {attention!r} on a patched model, in its {type(config).__name__}, got "
                     f"{found!r}, which was set after the model was patched; call unpatch_model before you set another "
                     "attention function"
                 )
@@ -235,6 +260,9 @@ class PatchedForward(UnpaddedForward):
         self.__dict__.update(state)
 
 
+skip_code(PatchedForward.__call__.__code__)  # it is traced only where it is called from traced code
+
+
 def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature of a forward that also takes the lengths of segments."""
     lengths = inspect.Parameter(SEQ_LENGTHS, inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -243,22 +271,13 @@ def _with_seq_lengths(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[*others, *([lengths, last] if last_is_any else [last, lengths])])
 
 
-class InnerForward(PatchedForward):
-    """The replacement for the forward of an inner model. Within the forward of the patched model, torch.compile can
-    trace it, so that the patched model becomes a single graph."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and self.installed and getattr(self.model, PATCH).is_running:
-            return self.run_inside(args, kwargs)
-        return super().__call__(*args, **kwargs)
-
-
 @dataclass
 class Patch:
     """The patch of a model: the route, the state to restore when the patch is removed, and a check of labels."""
 
     route: Route
     attention_before: Attention
+    """The attention settings before the patch, without those of towers, which never get text and keep theirs."""
     signature: Signature
     """The arguments that the model's own forward takes."""
     attention_during: Attention = field(default_factory=list)
@@ -267,7 +286,7 @@ class Patch:
     """The replacements that the patch has installed for the forwards of modules, the latest first."""
     label_check: LabelCheck = field(default_factory=LabelCheck)
     is_running: bool = False
-    """True while the model's forward runs. Code traced by torch.compile can read this, but not `_running`."""
+    """True while the model's forward runs. Code traced by torch.compile can read this, but not `running`."""
     prove_unpadding: ClassVar[Callable[[PreTrainedModel], None]]
     """A function that proves that a model can run padded batches, and then calls `install_unpadding`."""
     prove_trees: ClassVar[Callable[[PreTrainedModel], Any]]
@@ -285,26 +304,43 @@ class Patch:
     def suspended(self) -> Iterator[None]:
         """Context manager: within the block, the model runs as without the patch, and other threads wait."""
         model = next(each.model for each in self.replaced if isinstance(each, PatchedForward))
-        with _lock_of(model), use_attention(self.attention_before), switched_off(self.replaced):
+        lock = nullcontext() if torch.compiler.is_dynamo_compiling() else _lock_of(model)  # tracing changes nothing
+        with lock, use_attention(self.attention_before), switched_off(self.replaced):
             yield
+
+
+_NO_WEIGHTS = (
+    "a patched model returns no attention weights. To get them, pass output_attentions=True in a block "
+    "`with unpatch_model(model):`"
+)
+
+
+def refuse_weights(configs: Iterable[PreTrainedConfig]) -> None:
+    """Raise PackingError if a configuration asks for attention weights."""
+    if asking := next((config for config in configs if config.output_attentions), None):
+        raise PackingError(
+            f"output_attentions: expected False in the {type(asking).__name__} of a patched model, got True; "
+            f"{_NO_WEIGHTS}"
+        )
 
 
 def install(model: PreTrainedModel, route: Route, before: Attention) -> None:
     """Install a route in an unpatched model: set its attention function, and replace the forwards of the model, of its
     inner models, and of the modules that run by segment. `remove` will restore the attention settings `before`."""
-    patch = Patch(route, before, Signature(model))
+    of_towers = {id(config) for config in tower_configurations(model)}
+    patch = Patch(route, [each for each in before if id(each[0]) not in of_towers], Signature(model))
     setattr(model, PATCH, patch)
     try:
         if route.method.attention:
             register()
             model.set_attn_implementation(route.method.attention)
-            patch.attention_during = attention_of(model)
+            restore_attention([each for each in before if id(each[0]) in of_towers])
+            patch.attention_during = attention_now(patch.attention_before)
         segmented = [SegmentedForward(model.get_submodule(plan.name), plan) for plan in route.by_segment]
         for forward in segmented:
             patch.replace(forward)
         for module in _entry_modules(model):  # last, since an inner model may also run by segment
-            kind = PatchedForward if module is model else InnerForward
-            patch.replace(kind(module, model, segmented))
+            patch.replace(PatchedForward(module, model, segmented))
         if model.can_generate():
             model.generate = StockGenerate(model, vars(model).get("generate"))
         if route.unpadding is not None:

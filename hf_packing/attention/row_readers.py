@@ -33,11 +33,13 @@ class RowReader(ReplacedForward):
         self.sharing = sharing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.installed:
+            return self.forward(*args, **kwargs)
         row, rows = current_row.get(), current_rows.get()
         inputs = args, kwargs
         if row is None and rows is not None:
             row, inputs = rows.row, rows.lay_end_to_end(inputs)
-        if not self.installed or row is None or not row.is_unpadded or not _has_tokens(inputs, (1, row.tokens)):
+        if row is None or not row.is_unpadded or not _has_tokens(inputs, (1, row.tokens)):
             return self.forward(*args, **kwargs)
         output = self._run(row, inputs)
         return output if rows is None else map_leaves(output, lambda _, leaf: _with_empty_rows(leaf, rows))
@@ -64,8 +66,8 @@ class RowsInBackbone(ReplacedForward):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output, row = self.forward(*args, **kwargs), current_row.get()
-        if not self.installed or row is None or not row.is_unpadded:
+        output = self.forward(*args, **kwargs)
+        if not self.installed or (row := current_row.get()) is None or not row.is_unpadded:
             return output
         return into_rows(output, row, row.slices)
 

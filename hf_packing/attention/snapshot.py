@@ -388,7 +388,12 @@ class NoDropout(TorchFunctionMode):
 
 def attention_of(model: PreTrainedModel) -> Attention:
     """Return pairs of a configuration and the name of its attention function, for all configurations in a model."""
-    return [(config, getattr(config, _ATTENTION, None)) for config in configurations(model)]
+    return attention_now([(config, None) for config in configurations(model)])
+
+
+def attention_now(settings: Attention) -> Attention:
+    """Return the configurations in `settings` with the names of the attention functions that they have now."""
+    return [(config, getattr(config, _ATTENTION, None)) for config, _ in settings]
 
 
 def restore_attention(before: Attention) -> None:
@@ -399,7 +404,7 @@ def restore_attention(before: Attention) -> None:
 @contextmanager
 def use_attention(settings: Attention) -> Iterator[None]:
     """Context manager: within the block, configurations name the attention functions in `settings`."""
-    before = [(config, getattr(config, _ATTENTION, None)) for config, _ in settings]
+    before = attention_now(settings)
     restore_attention(settings)
     try:
         yield

@@ -24,6 +24,7 @@ from hf_packing.attention.padded_rows import (
     PaddedRows,
     Unpadding,
     has_axes_first,
+    media_of,
     read_padded_rows,
     refuse_media,
     rows_without_padding,
@@ -34,6 +35,7 @@ from hf_packing.attention.row_readers import RowReader, RowsInBackbone
 from hf_packing.attention.shared_rows import SharedRows
 from hf_packing.attention.snapshot import use_attention
 from hf_packing.attention.token_axes import Path, leaves, map_leaves
+from hf_packing.columns import PARENTS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _CACHES = ("past_key_values", "cache_params", "mems", "state", "past_buckets_states")
@@ -69,6 +71,8 @@ class UnpaddedForward(ReplacedForward, ABC):
     patch: Any
     route: Route
     signature: Signature
+    sees_media: bool
+    """True if the model takes pictures or sound."""
     is_backbone = False
     """True if the module gets the tokens of padded batches without padding."""
 
@@ -113,8 +117,9 @@ class UnpaddedForward(ReplacedForward, ABC):
         """Return a context manager: within the block, the model's forward is running."""
 
     @abstractmethod
-    def check_patch(self) -> None:
-        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work."""
+    def check_patch(self, inputs: Mapping[str, Any]) -> None:
+        """Raise PackingError if the model was changed after it was patched, and the patch would no longer work; or if a
+        call asks for attention weights."""
 
     def _taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
         takes = self.signature.takes
@@ -124,12 +129,14 @@ class UnpaddedForward(ReplacedForward, ABC):
     def _read_rows(self, inputs: dict[str, Any]) -> PaddedRows | None:
         """Return the places of the tokens in a padded batch, or None for packed rows. Prove before that the model
         supports padded batches."""
-        self.check_patch()
+        self.check_patch(inputs)
+        if media := self.sees_media and media_of(inputs):
+            self._check_rows_with_media(inputs, media[0])
         if (rows := read_padded_rows(inputs)) is None:
-            if self.route.takes_packed_rows or self.module is not self.model:
+            if not media and (self.route.takes_packed_rows or self.module is not self.model):
                 return None
             borders = (*BORDER_ARGUMENTS, *(["position_ids"] if inputs.get("attention_mask") is None else []))
-            if any(inputs.get(name) is not None for name in borders):
+            if not media and any(inputs.get(name) is not None for name in borders):
                 raise PackingError(
                     "model: expected a padded batch with an attention_mask, got packed rows; "
                     f"{type(self.model).__name__} returns outputs for whole rows, not for the documents in a row. Its "
@@ -141,6 +148,21 @@ class UnpaddedForward(ReplacedForward, ABC):
             self.patch.prove_unpadding(self.model)
         _check_rows(self.model, rows, inputs, self.route)
         return rows
+
+    def _check_rows_with_media(self, inputs: Mapping[str, Any], name: str) -> None:
+        """Raise PackingError if the rows of a batch with pictures or sound may be packed rows. `name` is the argument
+        that has the pictures or the sound."""
+        given = next((each for each in (*BORDER_ARGUMENTS, PARENTS) if inputs.get(each) is not None), None)
+        if given is not None:
+            raise PackingError(
+                f"{given}: expected no borders between documents beside {name}, since a row with pictures or sound has "
+                "to be one document; pass a padded batch with an attention_mask"
+            )
+        if self.module.training and all(inputs.get(each) is None for each in ("attention_mask", "position_ids")):
+            raise PackingError(
+                f"attention_mask: expected an attention_mask or position_ids beside {name} in training mode, got "
+                "neither, so it is not known whether each row is one document; pass a mask of ones if it is"
+            )
 
 
 def _check_rows(model: Any, rows: PaddedRows, inputs: Mapping[str, Any], route: Route) -> None:

@@ -9,8 +9,10 @@ import torch
 import torch.nn.attention.flex_attention as of_torch
 from patched_models import patched_tiny
 from tiers import fast_only
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
+from transformers.generation.configuration_utils import CompileConfig
 
 import hf_packing as hfp
 from hf_packing.attention import choose_kernel, kernels, patched_forward, varlen
@@ -301,3 +303,65 @@ def test_dropout_is_refused():
         attend_by_segment_compiled(
             *tensors, torch.tensor([0, 4]), None, scale=1.0, is_causal=True, window=None, softcap=None, dropout=0.1
         )
+
+
+def export(model, strict=False, **inputs):
+    return torch.export.export(model, (), inputs, strict=strict).module()(**inputs).logits
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, while it exports
+@pytest.mark.parametrize(
+    ("architecture", "strict"),
+    fast_only([(name, strict) for name in ("llama", "bloom") for strict in (False, True)], ("llama", False)),
+)
+def test_an_exported_model_runs_as_without_the_patch(architecture, strict):
+    stock, model = tiny_model(architecture, "causal"), patched_tiny(architecture, "causal")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]]), "use_cache": False}
+    inputs["attention_mask"] = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    with torch.no_grad():
+        assert torch.allclose(export(model, strict, **inputs), stock(**inputs).logits, atol=1e-6)
+        borders = {"cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)}
+        with pytest.raises((hfp.PackingError, torch._dynamo.exc.TorchDynamoException), match="cu_seq_lens_q: expected"):
+            export(model, strict, **inputs, **borders)
+    assert hfp.check_isolation(model).isolated
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, while it traces
+def test_a_traced_model_runs_as_without_the_patch():
+    stock, model = tiny_model("llama", "causal"), patched_tiny("llama", "causal").requires_grad_(False)
+    ids = torch.randint(8, 60, (2, 2, 9), generator=torch.Generator().manual_seed(0))
+    traced = torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, (ids[0],))
+    with torch.no_grad():
+        assert torch.allclose(traced(ids[1]), stock(ids[1], use_cache=False).logits, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch and transformers, while they are traced
+@pytest.mark.parametrize("architecture", fast_only(["llama", "bloom", "qwen2_moe"], "llama"))
+def test_generate_compiled_as_one_graph(architecture):
+    stock, model = tiny_model(architecture, "causal"), patched_tiny(architecture, "causal")
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    expected = stock.generate(ids, **options)
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    assert torch.equal(model.generate(ids, compile_config=compiled, **options), expected)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+
+
+def test_the_function_that_lets_dynamo_pass_over_a_frame_exists():
+    """torch._dynamo.eval_frame.skip_code is called in hf_packing.attention.patched_forward alone."""
+
+    def outer(value):
+        return inner(value) + 1
+
+    def inner(value):
+        return value * 2
+
+    skip_code(outer.__code__)
+    backend = Compilations()
+    compiled = torch.compile(outer, backend=backend)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert len(backend.of_graph) == 1  # of inner
+    compiled = torch.compile(lambda value: outer(value), backend=backend, fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [3, 3]

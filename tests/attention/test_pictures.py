@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 import transformers
@@ -171,3 +172,117 @@ def test_attention_to_pictures_is_refused():
         with pytest.raises(hfp.ModelNotSupportedError, match="it got cross_attention_states of shape"):
             model(ids, attention_mask=mask, **ratios, pixel_values=torch.randn(2, 1, 1, 3, 16, 16).double())
     assert model(ids, attention_mask=mask).logits.shape[:2] == ids.shape
+
+
+def documents_with_pictures(name):
+    """A tiny model in float64, its patched copy, a padded batch with two pictures, and the places of the tokens."""
+    stock = picture_model(name)
+    batch, places = batch_of(stock, make_documents(stock), "left")
+    return stock, hfp.patch_model(copy.deepcopy(stock)), batch, places
+
+
+def gradients_alone(stock):
+    """The gradients of the stock model, which may have adapters, on each document by itself."""
+    inner = stock.get_base_model() if isinstance(stock, peft.PeftModel) else stock
+    alone = [batch_of(inner, [document], "right")[0] for document in make_documents(inner)]
+    return gradients_of(stock, [stock(**batch, use_cache=False).logits[0] for batch in alone])
+
+
+def assert_equal_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    scale = max(float(each.abs().max()) for each in expected.values())
+    assert scale > 0
+    assert max(float((found[name] - each).abs().max()) for name, each in expected.items()) <= 1e-12 * scale
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("name", fast_only(["llava", "qwen2_5_vl", "qwen3_vl", "internvl"], "llava", "qwen2_5_vl"))
+def test_checkpointed_towers(name, use_reentrant):
+    """The backward pass runs the tower a second time, after the forward of the model has ended."""
+    stock, model, batch, places = documents_with_pictures(name)
+    expected = gradients_alone(stock.train())
+    assert any("vis" in name and bool(each.any()) for name, each in expected.items())
+    model.train().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    logits = model(**batch).logits
+    assert_equal_gradients(gradients_of(model, [logits[n, place] for n, place in enumerate(places)]), expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_towers_that_are_frozen_with_adapters(use_reentrant):
+    stock, _, batch, places = documents_with_pictures("llava")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(stock, config)
+    stock.get_submodule("base_model.model.model.vision_tower").requires_grad_(False)
+    model = hfp.patch_model(copy.deepcopy(stock)).train()
+    expected = gradients_alone(stock.train())
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    logits = model(**batch).logits
+    found = gradients_of(model, [logits[n, place] for n, place in enumerate(places)])
+    assert not any("vision_tower" in name for name in found)
+    assert_equal_gradients(found, expected)
+
+
+def test_a_tower_alone():
+    stock, model, batch, _ = documents_with_pictures("llava")
+    pixels = batch["pixel_values"]
+    for one, other in ((model, stock), (model.model.vision_tower, stock.model.vision_tower)):
+        call = "get_image_features" if hasattr(one, "get_image_features") else "forward"
+        found, expected = (getattr(each, call)(pixel_values=pixels) for each in (one, other))
+        assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+    attention = {each: each.config.text_config._attn_implementation for each in (stock, model)}
+    assert attention == {stock: "sdpa", model: "packed_varlen"}
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    model.config.vision_config._attn_implementation = "eager"  # towers are the user's
+    model(**batch)
+    hfp.unpatch_model(model)
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert model.config.text_config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_pictures_without_padding(name):
+    stock, model, *_ = documents_with_pictures(name)
+    batch, _ = batch_of(stock, make_documents(stock)[2:3], "right")
+    ones = batch.pop("attention_mask")
+    positions = torch.arange(ones.shape[1])[None]
+    for more in ({}, {"attention_mask": ones}, {"position_ids": positions}):
+        with torch.no_grad():
+            expected = stock(**batch, **more, use_cache=False).logits
+            for own in ({}, {"attention_mask": ones}) if "position_ids" in more else ({},):
+                assert torch.equal(model(**batch, **more, **own).logits, expected)
+    rows = {key: torch.cat([each, each]) for key, each in batch.items()}
+    with torch.no_grad():
+        assert torch.allclose(model(**rows).logits[1], stock(**batch, use_cache=False).logits[0], atol=1e-12)
+    if name == "qwen2_5_vl":
+        rope, _ = stock.model.get_rope_index(
+            batch["input_ids"], batch["mm_token_type_ids"], image_grid_thw=batch["image_grid_thw"]
+        )
+        with torch.no_grad():
+            expected = stock(**batch, use_cache=False).logits
+            assert torch.allclose(model(**batch, attention_mask=ones, position_ids=rope).logits, expected, atol=1e-12)
+
+
+def test_packed_rows_with_pictures_are_refused():
+    """Models count the positions of pictures themselves, and the proof has no pictures."""
+    stock, model, *_ = documents_with_pictures("qwen2_5_vl")
+    batch, _ = batch_of(stock, make_documents(stock)[:1], "right")
+    ones = batch.pop("attention_mask")
+    tokens = ones.shape[1]
+    restarting = torch.cat([torch.arange(4), torch.arange(tokens - 4)])[None]
+    borders = {"cu_seq_lens_q": torch.tensor([0, 4, tokens], dtype=torch.int32)}
+    borders |= {"seq_idx": (restarting.cumsum(1) > 6).int()}
+    for name, value in borders.items():
+        for mask in ({}, {"attention_mask": ones}):
+            with pytest.raises(hfp.PackingError, match=f"{name}: expected no borders .* beside pixel_values"):
+                model(**batch, **mask, **{name: value})
+    for positions in (restarting, restarting.expand(3, 1, -1), restarting.expand(4, 1, -1)):
+        for mask in ({}, {"attention_mask": ones}):
+            with pytest.raises(hfp.PackingError, match="position_ids: expected positions that rise by 1 .* pictures"):
+                model(**batch, **mask, position_ids=positions)
+    with pytest.raises(hfp.PackingError, match="attention_mask: expected an attention_mask or position_ids beside"):
+        model.train()(**batch)

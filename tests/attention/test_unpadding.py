@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import peft
 import pytest
@@ -15,6 +16,7 @@ from tiny_models import build
 import hf_packing as hfp
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
+from hf_packing.attention.unpadding import install_unpadding
 
 SIDES = ("right", "left", "both")
 HEADS = [
@@ -253,6 +255,25 @@ def test_lora_and_checkpointing(use_reentrant):
     with model.disable_adapter(), stock.disable_adapter():
         check = [each(**padded(documents(), "right")[0]).logits for each in (stock, model)]
     assert torch.allclose(*check, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", fast_only(["bloom", "mamba"], "bloom"))
+def test_checkpointing_of_a_backbone_that_runs_by_length(name):
+    """The modules that run by segment in packed rows do not in the backward pass of rows that run by length."""
+    model = patched_tiny(name, "causal", torch.float64)
+    batch, places = padded(documents(), "right")
+    model(**batch)  # proves padded batches
+    assert route_of(model).by_segment
+    install_unpadding(model, replace(route_of(model).unpadding, by_length=True))
+    model.train()
+    expected = gradients_of(model, outputs_of(model, batch, places, "causal"))
+    for use_reentrant in (True, False):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        found = gradients_of(model, outputs_of(model, batch, places, "causal"))
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(found[each], expected[each], rtol=1e-12, atol=1e-12) for each in expected)
 
 
 FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "mistral", "mixtral", "gpt_neox", "mamba", "jamba", "qwen3_next")

@@ -2,13 +2,15 @@
 
 import copy
 import threading
+from contextlib import suppress
 from types import MethodType
 
 import pytest
 import torch
 import transformers
-from padded_models import CHOICE, QUESTION, SEQUENCE, alone, documents, outputs_of, padded
+from padded_models import CHOICE, QUESTION, SEQUENCE, TOKEN, alone, documents, outputs_of, padded
 from patched_models import patched_tiny
+from tiers import fast_only
 
 import hf_packing as hfp
 from hf_packing.attention import is_patched
@@ -267,3 +269,34 @@ def test_the_start_logits_of_padding():
     stock, model = both("bert", QUESTION)
     rows = documents()
     assert_rows_are(stock, model, *padded(rows, "right"), QUESTION, rows)
+
+
+WEIGHTS = [("gpt2", "causal"), ("llama", "causal"), ("bloom", "causal"), ("bert", SEQUENCE), ("t5", TOKEN)]
+
+
+@pytest.mark.parametrize(("name", "kind"), fast_only(WEIGHTS, ("gpt2", "causal"), ("bloom", "causal")))
+def test_attention_weights_are_refused_on_every_route(name, kind):
+    """They would be none at all, or those of the packed row."""
+    stock = tiny_model(name, kind, **({"decoder_start_token_id": 0} if name == "t5" else {}))
+    with suppress(ValueError):  # T5 has no other
+        stock.set_attn_implementation("eager")
+    model = hfp.patch_model(copy.deepcopy(stock))
+    rows = documents()
+    batches = [padded(rows, "right")[0]]
+    if kind == "causal":
+        batches.append(hfp.PackingCollator()([{"input_ids": tokens} for tokens in rows]))
+        filled = {"input_ids": torch.tensor([[5, 6, 7]]), "use_cache": True, "output_attentions": True}
+        assert torch.equal(model(**filled).attentions[0], stock(**filled).attentions[0])  # as without the patch
+    for batch in batches:
+        with pytest.raises(hfp.PackingError, match="output_attentions: expected False on a patched model, got True"):
+            model(**batch, output_attentions=True)
+        model(**batch, output_attentions=False)
+        model.config.__dict__["_output_attentions"] = True  # as a configuration that was loaded with it
+        with pytest.raises(hfp.PackingError, match="output_attentions: expected False in the .*Config of a patched"):
+            model(**batch)
+        model.config.__dict__["_output_attentions"] = False
+    with hfp.unpatch_model(model):
+        assert len(model(**batches[0], output_attentions=True).attentions[0]) == len(rows)
+    stock.config.output_attentions = True
+    with pytest.raises(hfp.PackingError, match="output_attentions: expected False in the .*Config of a patched model"):
+        hfp.patch_model(stock)
