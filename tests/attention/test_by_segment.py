@@ -221,13 +221,12 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
         assert torch.allclose(model(**packed(documents)).logits[0], expected, atol=1e-4)
 
 
-def test_a_cache_is_refused():
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_refused(name):
     model = patched("attention and a state")
-    with pytest.raises(hfp.PackingError, match="past_key_values: expected no cache on this patched model"):
-        model(
-            **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
-            past_key_values=transformers.DynamicCache(),
-        )
+    inputs = {k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"}
+    with pytest.raises(hfp.PackingError, match=f"{name}: expected no cache on this patched model"):
+        model(**inputs, **{name: transformers.DynamicCache()})
 
 
 def test_an_argument_that_was_not_there_when_it_was_patched():
