@@ -9,12 +9,12 @@ from hf_packing.errors import PackingError
 OLDEST = {
     "numpy": "1.26",
     "pyarrow": "21.0",
-    "datasets": "4.7",
+    "datasets": "5.0",
     "torch": "2.9",
     "transformers": "5.17",
     "accelerate": "1.12",
-    "trl": "1.10",
-    "peft": "0.18",
+    "trl": "1.16",
+    "peft": "0.21",
 }
 """The packages that change what is packed, computed or trained, as in pyproject.toml."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from tiers import fast_only
+from tiny_models import enable_checkpointing
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
@@ -190,8 +191,7 @@ def test_gradient_checkpointing(trait, use_reentrant):
     """Layers run again in the backward pass, when another row has come in between."""
     model = patched(trait).train()
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
+    enable_checkpointing(model, use_reentrant=use_reentrant)
     model.zero_grad()
     batch = batch_of(DOCUMENTS)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
