@@ -124,7 +124,7 @@ def circles(imported: dict[str, set[str]]) -> list[list[str]]:
     while True:
         try:
             sorter.prepare()
-        except CycleError as error:  # noqa: PERF203
+        except CycleError as error:
             circle = error.args[1]
             found.append(circle)
             left = {name: others - set(circle) for name, others in left.items() if name not in circle}

@@ -164,7 +164,7 @@ OTHER_CACHES = {"decoder_cache", "encoder_cache", "encoder_past_key_values", "pa
 
 
 def test_names_of_caches():
-    """packed_row.CACHES: with another name, a call with a cache would be taken for a padded batch and drop the cache."""
+    """packed_row.CACHES: under another name, a cache would be dropped, and logits would be wrong."""
     found = set()
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         forwards = re.findall(r"\n    def forward\(\n(.*?)\n    \)", path.read_text("utf-8"), re.DOTALL)

@@ -16,9 +16,15 @@ from trl import SFTTrainer
 import hf_packing as hfp
 from hf_packing.versions import OLDEST, refuse_older
 
-pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL and PEFT use names that transformers has renamed
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_they_are_in_the_documentation():
+    page = (ROOT / "docs" / "COMPATIBILITY.md").read_text("utf-8")
+    table = page.split("| package | oldest version |")[1].split("\n\n")[0]
+    assert dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", table, re.MULTILINE)) == OLDEST
 
 
 def minima():
@@ -47,7 +53,7 @@ def old(monkeypatch):
 @pytest.mark.parametrize("installed", ["2.8.0+cpu", "1.13"])
 def test_older_versions_are_refused(old, installed):
     old(torch=installed)
-    message = f"torch: expected version {OLDEST['torch']} or newer, got {installed}; pip install \"torch>={OLDEST['torch']}\""
+    message = f'torch: expected version 2.9 or newer, got {installed}; pip install "torch>=2.9"'
     with pytest.raises(hfp.PackingError, match=re.escape(message)):
         refuse_older("torch")
 

@@ -4,10 +4,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+
 def enable_checkpointing(model, **settings):
-    """Let a model compute its layers again in the backward pass. Newer versions of transformers have another name for it."""
+    """Let a model compute its layers again in the backward pass. Newer transformers have another name for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(settings)
+    enable(settings or None)
 
 
 SIZES = {
