@@ -9,7 +9,7 @@ from hf_packing.errors import PackingError
 OLDEST = {
     "numpy": "1.26",
     "pyarrow": "21.0",
-    "datasets": "5.0",
+    "datasets": "5.0.1",
     "torch": "2.9",
     "transformers": "5.17",
     "accelerate": "1.12",
@@ -38,4 +38,4 @@ def refuse_older(*packages: str) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
