@@ -202,6 +202,7 @@ def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba"], "llama"))
 @pytest.mark.parametrize("implementation", CheckpointImpl)
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")  # of torch 2.9
 def test_the_checkpointing_that_fsdp_uses(architecture, implementation):
     model = patched_tiny(architecture, "causal").train()
     expected, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
