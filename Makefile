@@ -1,12 +1,16 @@
 # From a fresh clone: `make demo` packs real documents and trains on them. `make test` checks every law and every public
 # path in minutes, `make test-all` runs every test, `make docs` builds the site, `make survey` writes
-# docs/SUPPORTED_MODELS.md.
+# docs/SUPPORTED_MODELS.md. `make test-oldest` and `make test-newest` run the fast tests in new environments: with the
+# oldest version of each package that pyproject.toml allows, and with the newest releases.
 
 PYTHON ?= python3
 VENV := .venv
+# The torch of test-oldest and test-newest. It is the one of constraints.txt, not the oldest or the newest, since few
+# versions have a build without CUDA on PyPI. `make test-oldest TORCH=2.9.0` takes another one.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all survey lint bench docs clean
+.PHONY: demo test test-all test-oldest test-newest survey lint bench docs clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python recipes/quickstart.py
@@ -16,6 +20,15 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m "not survey" --hypothesis-profile=thorough
+
+test-oldest test-newest: test-%:
+	rm -rf .venv-$*
+	$(PYTHON) -m venv .venv-$*
+	echo "torch==$(TORCH)" > .venv-$*/constraints.txt
+	if [ $* = oldest ]; then grep -oE '"[a-z0-9-]+(\[[a-z0-9,]+\])?>=[0-9.]+"' pyproject.toml | grep -v '"torch>=' \
+	    | sed -E 's/"([a-z0-9-]+).*>=(.*)"/\1==\2/' >> .venv-$*/constraints.txt; fi
+	.venv-$*/bin/python -m pip install --constraint .venv-$*/constraints.txt --editable ".[dev]"
+	.venv-$*/bin/python -m pytest -m "not slow and not survey"
 
 survey: $(INSTALLED)
 	$(VENV)/bin/python -m tools.survey
@@ -36,7 +49,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) outputs site
+	rm -rf $(VENV) .venv-oldest .venv-newest outputs site
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

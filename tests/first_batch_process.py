@@ -17,7 +17,7 @@ import datasets
 import torch
 from leaky_models import leaky
 from peft import LoraConfig, get_peft_model
-from tiny_models import build
+from tiny_models import build, enable_checkpointing
 from torch.distributed.fsdp import fully_shard
 
 import hf_packing as hfp
@@ -33,7 +33,7 @@ def documents():
 
 def model_of(case):
     model = build("Llama", max_position_embeddings=1024) if case == "stock" else leaky(case)[0]
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model, use_reentrant=False)
     model.enable_input_require_grads()
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 

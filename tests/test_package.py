@@ -15,7 +15,7 @@ PACKAGE = Path(hfp.__file__).parent
 HEAVY = ["torch", "datasets", "transformers", "accelerate", "trl", "pyarrow", "scipy", "matplotlib"]
 
 FLOORS = [
-    ["errors", "columns", "tree_segments"],
+    ["errors", "versions", "columns", "tree_segments"],
     ["planning", "trained_tokens"],
     ["data"],
     ["strategies"],
@@ -33,6 +33,7 @@ FLOORS = [
 
 THIRD_PARTY = {
     "errors": set(),
+    "versions": set(),
     "columns": {"numpy"},
     "planning": {"numpy"},
     "data": {"numpy", "pyarrow", "datasets", "filelock", "fsspec", "huggingface_hub", "tokenizers", "transformers"},
@@ -123,7 +124,7 @@ def circles(imported: dict[str, set[str]]) -> list[list[str]]:
     while True:
         try:
             sorter.prepare()
-        except CycleError as error:  # noqa: PERF203
+        except CycleError as error:
             circle = error.args[1]
             found.append(circle)
             left = {name: others - set(circle) for name, others in left.items() if name not in circle}

@@ -1,6 +1,7 @@
 """Names of other libraries that are not public, and what of ours breaks when they change."""
 
 import inspect
+import re
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from datasets.arrow_writer import ArrowWriter
@@ -36,6 +38,7 @@ from transformers.masking_utils import flash_attention_mask
 from trl.trainer import sft_trainer
 
 import hf_packing as hfp
+from hf_packing.attention.packed_row import CACHES
 from hf_packing.data import map_batch
 from hf_packing.training.first_batch import prepared_model
 from hf_packing.training.ranks import BatchesOfCheckpoint
@@ -194,6 +197,22 @@ def test_attention_and_mask_interfaces():
     assert callable(AttentionInterface.register)
     assert callable(AttentionMaskInterface.register)
     assert "attention_mask" in inspect.signature(flash_attention_mask).parameters
+
+
+OTHER_CACHES = {"decoder_cache", "encoder_cache", "encoder_past_key_values", "padding_cache"}
+"""Caches of models that read sound."""
+
+
+def test_names_of_caches():
+    """packed_row.CACHES: under another name, a cache would be dropped, and logits would be wrong."""
+    found = set()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        forwards = re.findall(r"\n    def forward\(\n(.*?)\n    \)", path.read_text("utf-8"), re.DOTALL)
+        taken = "\n".join(each for each in forwards if "input_ids" in each)
+        found |= set(re.findall(r"^ +(\w+): [^=\n]*Cache", taken, re.MULTILINE))
+    assert found >= {"past_buckets_states"}
+    assert found & {"cache", "past_key_values"}
+    assert found <= {*CACHES, *OTHER_CACHES}
 
 
 def test_kernels_from_the_hub(monkeypatch):

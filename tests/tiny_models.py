@@ -5,6 +5,13 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+
+def enable_checkpointing(model, **settings):
+    """Let a model compute its layers again in the backward pass. Newer transformers have another name for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(settings or None)
+
+
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -29,6 +29,7 @@ import torch
 from packaging.version import Version
 
 from hf_packing.attention.kernels import Call, VarlenKernel
+from hf_packing.versions import OLDEST
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,7 +60,7 @@ class Package:
 PACKAGES = (
     Package(
         "torch",
-        "2.6",
+        OLDEST["torch"],
         {
             "torch varlen_attn": ("torch/nn/attention/varlen.py", "varlen_attn"),
             "torch flex_attention": ("torch/nn/attention/flex_attention.py", "flex_attention"),

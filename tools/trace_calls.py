@@ -52,7 +52,7 @@ class Tracer:
             return
         functions = self.entered.setdefault(path.relative_to(PACKAGE).as_posix(), [])
         if not code.co_name.endswith(("comp>", "genexpr>")):  # comprehensions are part of a function
-            functions.append(getattr(code, "co_qualname", code.co_name).replace("<locals>.", ""))  # from Python 3.11
+            functions.append(code.co_qualname.replace("<locals>.", ""))
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -52,6 +52,10 @@ The file inspect_model has helpers that find the model inside wrappers, the argu
 place where the model's weights are stored.
 """
 
+from hf_packing.versions import refuse_older
+
+refuse_older("torch", "transformers")  # before the imports below, of names that older versions do not have
+
 from hf_packing.attention.batch_proof import BatchProof, prove_on_batch
 from hf_packing.attention.inspect_model import has_local_weights, inner_model, input_device, takes_argument
 from hf_packing.attention.isolation import IsolationReport, check_isolation

@@ -6,7 +6,6 @@ an interval, and its ends never move back from one token to the next. So the blo
 first and of the last token of each block.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -15,8 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 BLOCK = 128
@@ -95,22 +93,19 @@ def attend_with_mask(
         "kernel_options": _NOT_FOR_FEW_TOKENS,
     }
     if sinks is not None:
-        options |= {"return_aux": flex.AuxRequest(lse=True)} if "return_aux" in _ARGUMENTS else {"return_lse": True}
+        options["return_aux"] = AuxRequest(lse=True)
     attend = _attend
     if _needs_compiler(query):
         attend = _compiled((kind, q.dtype, q.shape[1], k.shape[1], head_dim, softcap is None, sinks is None))
     output = attend(q, k, v, options)
     if sinks is not None:
-        output, of_scores = output
-        log_sum_exp = of_scores.lse if "return_aux" in _ARGUMENTS else of_scores
+        output, aux = output
+        log_sum_exp = aux.lse
         # a sink is one more score in the softmax, which leaves this share to the tokens
         share = torch.sigmoid(log_sum_exp - sinks.to(log_sum_exp.dtype).view(1, -1, 1))
         output = (output * share[..., None]).to(output.dtype)
     attended: Tensor = output[..., :value_dim]
     return attended
-
-
-_ARGUMENTS = frozenset(inspect.signature(flex_attention).parameters)
 
 
 def pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_packing.attention.token_axes import leaves
 from hf_packing.errors import ModelNotSupportedError, PackingError
+from hf_packing.versions import refuse_older
 
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """The attributes in which wrappers of single modules, such as FSDP's wrapper, store the wrapped module."""
@@ -43,6 +44,7 @@ def inner_model(model: Any) -> PreTrainedModel:
                 "processes with `accelerate launch` or `torchrun`"
             )
         if hasattr(inner, "get_base_model"):
+            refuse_older("peft")
             _check_peft_method(inner)
             inner = inner.get_base_model()
         elif isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):

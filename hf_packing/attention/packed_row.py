@@ -18,6 +18,10 @@ from hf_packing.attention.token_axes import Place, length_of
 from hf_packing.columns import PADDING_SEGMENT, PARENTS, SEGMENT_LENGTHS, SEQ_LENGTHS
 from hf_packing.errors import PackingError
 
+CACHES = ("cache", "past_key_values", "cache_params", "mems", "state", "past_buckets_states")
+"""Names of the arguments in which models of transformers take caches. Models have them under these names in their
+outputs too. transformers 5.24 renamed past_key_values and cache_params to cache, and still takes the old names."""
+
 Sharing = Literal["ragged", "equal", "none"]
 """The rule for running several segments in one call of a module. "ragged": a call may contain segments of similar
 length, padded on the right. "equal": a call may contain only segments of equal length. "none": a call contains only one
@@ -198,6 +202,18 @@ def has_trees(inputs: Mapping[str, Any]) -> bool:
     return inputs.get(PARENTS) is not None or inputs.get(SEGMENT_LENGTHS) is not None
 
 
+def filled_cache(inputs: Mapping[str, Any]) -> str:
+    """Return the name of the argument with a cache that may contain tokens, or an empty string if there is none."""
+    return next((name for name in CACHES if inputs.get(name) is not None and _may_have_tokens(inputs[name])), "")
+
+
+def _may_have_tokens(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except (AttributeError, ValueError):  # lists of states, and caches of states alone, do not count tokens
+        return True
+
+
 def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, Any], PackedRow]:
     """Read the segment borders of one or more packed rows from a model's inputs.
 
@@ -212,18 +228,18 @@ def read_row(inputs: dict[str, Any], training: bool = False) -> tuple[dict[str, 
         The inputs without attention_mask, and a PackedRow with the borders of all rows.
 
     Raises:
-        PackingError: input_ids and inputs_embeds are both missing; attention_mask is not all ones; past_key_values is
-            not empty; encoder_hidden_states are given; or borders are missing where they are required, contradict
-            each other, or do not fit the tokens.
+        PackingError: input_ids and inputs_embeds are both missing; attention_mask is not all ones; a cache is not
+            empty; encoder_hidden_states are given; or borders are missing where they are required, contradict each
+            other, or do not fit the tokens.
     """
     tensor = inputs.get("input_ids")
     tensor = inputs.get("inputs_embeds") if tensor is None else tensor
     if tensor is None:
         raise PackingError("input_ids: expected input_ids or inputs_embeds, got neither")
-    if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
+    if name := filled_cache(inputs):
         raise PackingError(
-            f"past_key_values: expected no cache on a patched model, got a cache of {cache.get_seq_length()} tokens. "
-            "To generate text, use model.generate, or pass the cache without borders between documents"
+            f"{name}: expected no earlier tokens on a patched model, got {type(inputs[name]).__name__}. To generate "
+            "text, use model.generate, or pass the cache without borders between documents"
         )
     if inputs.get("attention_mask") is not None:
         refuse_hiding_mask(inputs["attention_mask"], tensor.shape[:2])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packing.attention.packed_row import PackedRow, SharedCall, Sharing
+from hf_packing.attention.packed_row import CACHES, PackedRow, SharedCall, Sharing
 from hf_packing.attention.token_axes import Place
 from hf_packing.columns import CU_SEQ_LENS, ENDS, LABELS, PARENTS, SEGMENT_LENGTHS, SEQ_IDX, TRAINED, TREE_LABELS
 from hf_packing.errors import PackingError
@@ -128,7 +128,7 @@ def labels_of_trees() -> Iterator[None]:
 _REFUSED = {
     LABELS: "no model computes the loss of trees by itself; call hfp.compute_loss(model, batch)",
     "attention_mask": "a row of trees has no padding",
-    "past_key_values": "a row of trees has no cache",
+    **dict.fromkeys(CACHES, "a row of trees has no cache"),
     "encoder_hidden_states": "all documents in a row would attend to the same encoder states",
     **dict.fromkeys((*CU_SEQ_LENS, SEQ_IDX), f"the borders of trees are given by {SEGMENT_LENGTHS} and {PARENTS}"),
 }

@@ -19,7 +19,7 @@ from hf_packing.attention.by_segment import ReplacedForward
 from hf_packing.attention.inspect_model import Signature, has_local_weights, has_vocabulary, pad_token_of
 from hf_packing.attention.label_check import refuse_copied_labels
 from hf_packing.attention.loader_check import check_loader
-from hf_packing.attention.packed_row import PackedRow, use_row
+from hf_packing.attention.packed_row import CACHES, PackedRow, filled_cache, use_row
 from hf_packing.attention.padded_rows import (
     PaddedRows,
     Unpadding,
@@ -38,10 +38,7 @@ from hf_packing.attention.token_axes import Path, leaves, map_leaves
 from hf_packing.columns import PARENTS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
-_CACHES = ("past_key_values", "cache_params", "mems", "state", "past_buckets_states")
-"""Names of the arguments in which models of transformers take caches."""
-
-PADDING_OR_CACHE = ("attention_mask", "use_cache", *_CACHES)
+PADDING_OR_CACHE = ("attention_mask", "use_cache", *CACHES)
 """Names of arguments that are missing in a call with packed rows and without a cache."""
 
 _WHERE = {"right": "after", "left": "before", "both": "on both sides of"}
@@ -52,15 +49,9 @@ def needs_cache(inputs: Mapping[str, Any], training: bool) -> bool:
     one explicitly in evaluation mode, and has no borders between packed documents."""
     if any(inputs.get(name) is not None for name in BORDER_ARGUMENTS):
         return False
-    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None and not _is_filled(inputs):
+    if inputs.get("position_ids") is not None and inputs.get("attention_mask") is None and not filled_cache(inputs):
         return False
-    return any(inputs.get(name) is not None for name in _CACHES) or (bool(inputs.get("use_cache")) and not training)
-
-
-def _is_filled(inputs: Mapping[str, Any]) -> bool:
-    """Return whether a call has a cache that contains tokens."""
-    given = [inputs[name] for name in _CACHES if inputs.get(name) is not None]
-    return any(not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0 for cache in given)
+    return any(inputs.get(name) is not None for name in CACHES) or (bool(inputs.get("use_cache")) and not training)
 
 
 class UnpaddedForward(ReplacedForward, ABC):
@@ -231,7 +222,7 @@ def inputs_of_backbone(backbone: nn.Module, inputs: Mapping[str, Any], rows: Pad
     refuse_media(type(backbone).__name__, inputs, rows)
     if inputs.get("encoder_hidden_states") is not None:
         raise PackingError("encoder_hidden_states: expected None on a patched model, got encoder states")
-    left_out = {"attention_mask", "use_cache", *_CACHES}
+    left_out = set(PADDING_OR_CACHE)
     positions = inputs.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == 2:
         if rows.has_positions:
@@ -292,7 +283,7 @@ def run_by_length(forward: Callable[..., Any], inputs: Mapping[str, Any], rows: 
 def _without_caches(output: Any) -> Any:
     if not isinstance(output, ModelOutput):
         return output
-    return type(output)(**{name: value for name, value in output.items() if name not in _CACHES})
+    return type(output)(**{name: value for name, value in output.items() if name not in CACHES})
 
 
 def _join_groups(parts: list[tuple[Tensor, Tensor, Tensor]], shape: torch.Size) -> Tensor:

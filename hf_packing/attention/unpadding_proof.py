@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packing.attention.inspect_model import embedding_of, has_local_weights, pad_token_of
-from hf_packing.attention.packed_row import Sharing
+from hf_packing.attention.packed_row import CACHES, Sharing
 from hf_packing.attention.padded_rows import SIDES, Side, Unpadding
 from hf_packing.attention.patched_forward import Patch
 from hf_packing.attention.probe import DocumentTokens, Probe, pack_in_one_row
@@ -25,7 +25,7 @@ from hf_packing.attention.tolerance import Tolerance, measure_rounding, spread, 
 from hf_packing.attention.unpadding import UnpaddedForward, install_unpadding
 from hf_packing.errors import ModelNotSupportedError
 
-_NOT_COMPARED = ("loss", "hidden_states", "attentions", "past_key_values", "aux_loss", "router_logits")
+_NOT_COMPARED = ("loss", "hidden_states", "attentions", "aux_loss", "router_logits", *CACHES)
 """Names of outputs that the proof does not compare."""
 
 _CLOSE = 1e-3

@@ -23,7 +23,7 @@ from hf_packing.attention.choose_kernel import HUB_KERNEL, Kernel, choose_kernel
 from hf_packing.attention.compiled_exact_attention import attend_by_segment_compiled
 from hf_packing.attention.exact_attention import attend_by_segment
 from hf_packing.attention.local_masks import LocalMask, describe_local_mask
-from hf_packing.attention.packed_row import borders_from_positions, check_borders, current_row
+from hf_packing.attention.packed_row import CACHES, borders_from_positions, check_borders, current_row
 from hf_packing.attention.tree_attention import attend_in_trees
 from hf_packing.attention.tree_row import TreeRow
 from hf_packing.errors import PackingError
@@ -36,8 +36,8 @@ attention mask. Under this name, `packed_varlen` gets a `LocalMask` as its atten
 
 _HARMLESS = frozenset(
     ["cache_position", "deterministic", "ignore_index", "labels", "margin", "num_items_in_batch", "output_attentions"]
-    + ["output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "return_dict"]
-    + ["seq_idx", "shift_labels", "use_cache"]
+    + ["output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "seq_idx"]
+    + ["shift_labels", "use_cache", *CACHES]
 )
 """Names of arguments that some models pass to their attention function, although attention does not depend on them."""
 

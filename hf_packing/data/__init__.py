@@ -22,3 +22,7 @@ tokenize.py        turn texts into tokens
 branches.py        turn chats into one document for each assistant turn
 corpus.py          read, render and tokenize documents block by block, for the command and the recipes
 """
+
+from hf_packing.versions import refuse_older
+
+refuse_older("pyarrow", "datasets")

@@ -69,3 +69,7 @@ Example: the steps of `plan_packing(lengths, BestFit(8, seed=None))`, array by a
     >>> plan.segment_document.tolist(), plan.segment_start.tolist(), plan.segment_length.tolist()
     ([2, 5, 0, 1, 3, 2], [0, 0, 0, 0, 0, 8], [8, 6, 5, 3, 3, 3])
 """
+
+from hf_packing.versions import refuse_older
+
+refuse_older("numpy")

@@ -21,3 +21,7 @@ sampler.py        RankBatchSampler, for a DataLoader; InOrder, for evaluation
 epoch_summary.py  EpochSummary, the counts of an epoch
 sampled_rows.py   reads the rows that a sampler selects
 """
+
+from hf_packing.versions import refuse_older
+
+refuse_older("torch")

@@ -28,3 +28,7 @@
 | router_padding.py | refuses fixed shapes for a model whose routers would learn from padding |
 | ranks.py | checks that all ranks agree, and that a resumed run matches its checkpoint; counts tokens for the logs |
 """
+
+from hf_packing.versions import refuse_older
+
+refuse_older("accelerate")

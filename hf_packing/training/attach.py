@@ -32,6 +32,7 @@ from hf_packing.training.resumed_steps import EpochOfSteps
 from hf_packing.training.trainer_loss import keeps_rows_whole, subclass_with
 from hf_packing.training.unpad_models import UnpaddedModels, models_unpatched_on_error, unpad_models
 from hf_packing.training.whole_row_trainer import attach_whole_rows
+from hf_packing.versions import refuse_older
 
 
 @overload
@@ -127,6 +128,8 @@ def attach(
         >>> hfp.attach(trainer, hfp.TokenBudget(5)).num_micro_batches
         2
     """
+    if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
+        refuse_older("trl")
     if batching is None:
         unused = {"loss": loss, "loss_unit": loss_unit, "match_documents_per_step": match_documents_per_step}
         unused |= {"tokens": tokens, "max_segments": max_segments}

@@ -46,7 +46,6 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
     """A Trainer with its own collator and loss, whose micro-batches of whole rows `attach` planned."""
 
     planned_rows: PlannedRows
-    loss_is_scaled_for_ga = True
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         on_all_ranks(lambda _: self.planned_rows.check(self))
@@ -106,6 +105,7 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         loss, outputs = loss if return_outputs else (loss, None)
         if weighted:
             assert units is not None
+            self.current_gradient_accumulation_steps = 1  # training_step may divide by it, but the share is of a step
             share = units.to(loss.device).double() / num_items_in_batch * data_rank(self.accelerator).world_size
             loss = loss * share if units else torch.nan_to_num(loss * 0)  # the mean over no labels is not a number
         elif planned.evaluation is not None and units is not None:
@@ -168,7 +168,6 @@ def attach_whole_rows(
     trainer.planned_rows = planned
     trainer.add_callback(BatchesOfCheckpoint(planned.unit))
     trainer.__class__ = subclass_with(WholeRowTrainer, type(trainer), "WholeRow")
-    trainer.loss_is_scaled_for_ga = True
     planned.remember_settings(trainer)
     return summary
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from leaky_models import LEAKS, Behind, leaky
 from patched_models import patched, patched_tiny
 from tiers import fast_only
-from tiny_models import build
+from tiny_models import build, enable_checkpointing
 from training_by_hand import batch_of
 
 import hf_packing as hfp
@@ -124,7 +124,7 @@ def test_dropout_does_not_hide_a_leak_and_causes_none():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing(reentrant):
     model = patched().train()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    enable_checkpointing(model, use_reentrant=reentrant)
     model.enable_input_require_grads()
     proof = prove_on_batch(model, batch_with())
     assert proof.problem == ""

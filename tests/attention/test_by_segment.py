@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from tiers import fast_only
+from tiny_models import enable_checkpointing
 from training_by_hand import DOCUMENTS, batch_of, losses_and_gradients
 
 import hf_packing as hfp
@@ -190,8 +191,7 @@ def test_gradient_checkpointing(trait, use_reentrant):
     """Layers run again in the backward pass, when another row has come in between."""
     model = patched(trait).train()
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
+    enable_checkpointing(model, use_reentrant=use_reentrant)
     model.zero_grad()
     batch = batch_of(DOCUMENTS)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -221,13 +221,12 @@ def test_a_padding_token_in_a_document_of_a_model_that_does_not_count_them():
         assert torch.allclose(model(**packed(documents)).logits[0], expected, atol=1e-4)
 
 
-def test_a_cache_is_refused():
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_refused(name):
     model = patched("attention and a state")
-    with pytest.raises(hfp.PackingError, match="past_key_values: expected no cache on this patched model"):
-        model(
-            **{k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"},
-            past_key_values=transformers.DynamicCache(),
-        )
+    inputs = {k: v for k, v in batch_of(DOCUMENTS).items() if k != "labels"}
+    with pytest.raises(hfp.PackingError, match=f"{name}: expected no cache on this patched model"):
+        model(**inputs, **{name: transformers.DynamicCache()})
 
 
 def test_an_argument_that_was_not_there_when_it_was_patched():

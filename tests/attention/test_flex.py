@@ -119,24 +119,6 @@ def test_is_exact_attention(case):
         assert torch.allclose(one, other, atol=1e-11)
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_log_sum_exps_of_older_versions(monkeypatch):
-    """Up to torch 2.8, they are asked for by another argument, and are not in a named tuple."""
-    tensors, sinks = [torch.randn(1, 2, 7, 16, dtype=torch.float64) for _ in range(3)], torch.randn(2).double()
-    how = {"scale": 0.3, "is_causal": True, "sinks": sinks}
-
-    def older(query, key, value, *, return_lse, **options):
-        assert return_lse
-        output, aux = of_torch.flex_attention(query, key, value, return_aux=of_torch.AuxRequest(lse=True), **options)
-        return output, aux.lse
-
-    expected = attend_by_segment(*tensors, [4, 3], **how)
-    assert torch.allclose(attend_with_flex(*tensors, borders_of([4, 3]), **how), expected)
-    monkeypatch.setattr(flex, "_ARGUMENTS", {"return_lse"})
-    monkeypatch.setattr(flex, "flex_attention", older)
-    assert torch.allclose(attend_with_flex(*tensors, borders_of([4, 3]), **how), expected)
-
-
 def test_a_mask_is_made_once_for_the_layers_of_a_model():
     borders = borders_of([5, 7])
     mask = flex._block_mask_of(borders, 12, True, None)

@@ -137,7 +137,7 @@ def test_masks_are_made_with_arguments_that_all_versions_have():
         required = set(re.sub(r", \*|, \w+=[^,(]+|, \w+=\([^)]*\)", "", signature).split(", ")) - {"self"}
         assert required <= ours <= set(re.findall(r"\w+", signature))
     for signature in KNOWN["torch flex_attention"].values():
-        assert {"score_mod", "block_mask", "scale", "enable_gqa", "return_lse", "kernel_options"} <= set(
+        assert {"score_mod", "block_mask", "scale", "enable_gqa", "return_aux", "kernel_options"} <= set(
             re.findall(r"\w+", signature)
         )
 

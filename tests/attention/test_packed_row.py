@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import transformers
 
 import hf_packing as hfp
 from hf_packing.attention.group_lengths import CALL_OVERHEAD, MAX_PADDING, group_equal_lengths, group_similar_lengths
 from hf_packing.attention.inspect_model import Signature
-from hf_packing.attention.packed_row import PackedRow, borders_from_positions, current_row, read_row, use_row
+from hf_packing.attention.packed_row import CACHES, PackedRow, borders_from_positions, current_row, read_row, use_row
 from hf_packing.attention.route import InputFormat
 
 BORDERS = torch.tensor([0, 5, 8, 12], dtype=torch.int32)
@@ -67,7 +68,21 @@ def told(**inputs):
     return InputFormat().build(Signature(Anything()), *read_row(inputs))
 
 
+def full_cache():
+    cache = transformers.DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    return cache
+
+
 class TestBorders:
+    @pytest.mark.parametrize("name", CACHES)
+    def test_a_cache_with_tokens_is_refused(self, name):
+        inputs = {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": POSITIONS}
+        assert read_row({**inputs, name: transformers.DynamicCache()})[1].lengths == (5, 3, 4)
+        for cache in (full_cache(), [torch.zeros(1, 4)]):
+            with pytest.raises(hfp.PackingError, match=f"{name}: expected no earlier tokens on a patched model, got"):
+                read_row({**inputs, name: cache})
+
     def test_three_ways_to_tell(self):
         assert borders_from_positions(POSITIONS).tolist() == BORDERS.tolist()
         assert borders_from_positions(torch.tensor([[0] * 5 + [1] * 3 + [2] * 4]), step=0).tolist() == BORDERS.tolist()

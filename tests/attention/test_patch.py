@@ -7,7 +7,7 @@ import pytest
 import torch
 from patched_models import patched, patched_tiny
 from tiers import fast_only
-from tiny_models import SUPPORTED, build
+from tiny_models import SUPPORTED, build, enable_checkpointing
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -101,8 +101,7 @@ def test_bad_borders_are_refused():
 def test_gradient_checkpointing(name):
     model = patched(name, torch.float64).train()
     expected = losses_and_gradients(model, [batch_of(DOCUMENTS)])
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
+    enable_checkpointing(model)
     loss, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])
     assert loss == expected[0]
     assert all(torch.allclose(gradient, expected[1][name], atol=1e-12) for name, gradient in gradients.items())
@@ -256,6 +255,7 @@ def test_positions_that_do_not_restart_at_0_on_a_model_that_counts_itself():
 
 @pytest.mark.parametrize("architecture", fast_only(["llama", "jamba", "mamba"], "llama"))
 @pytest.mark.parametrize("implementation", CheckpointImpl)
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")  # of torch 2.9
 def test_the_checkpointing_that_fsdp_uses(architecture, implementation):
     model = patched_tiny(architecture, "causal").train()
     expected, gradients = losses_and_gradients(model, [batch_of(DOCUMENTS)])

@@ -161,6 +161,7 @@ def test_pictures_before_the_tokens_of_a_row_are_refused():
     assert model(ids, attention_mask=batch["attention_mask"]).logits.shape[:2] == ids.shape
 
 
+@pytest.mark.filterwarnings("ignore:.hidden_state. is deprecated:FutureWarning")  # inside Mllama of transformers 5.17
 def test_attention_to_pictures_is_refused():
     """In Mllama, tokens see the 17 places of a picture, which may be as many as the tokens of the longest row."""
     model, ratio = hfp.patch_model(picture_model("mllama")), torch.ones(2, 1, dtype=torch.long)

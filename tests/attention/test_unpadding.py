@@ -1,6 +1,7 @@
 """Models with any head on padded batches: every row has the outputs and gradients that it has alone."""
 
 import copy
+import inspect
 import pickle
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from tiers import fast_only
 from tiny_models import build
 
 import hf_packing as hfp
+from hf_packing.attention.packed_row import CACHES
 from hf_packing.attention.route import route_of
 from hf_packing.attention.tiny_model import tiny_model
 from hf_packing.attention.unpadding import install_unpadding
@@ -294,12 +296,28 @@ def test_generated_tokens_are_those_of_the_stock_model(name):
     stock.config.use_cache = model.config.use_cache = True
     one, other = (each(**batch, use_cache=True) for each in (stock, model))  # as a loop that generates text begins
     assert torch.equal(one.logits, other.logits)
-    if (cache := other.get("past_key_values")) is not None:
-        more = torch.full((len(LENGTHS), 1), 9)
-        mask = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1)
-        next_one = stock(more, attention_mask=mask, past_key_values=one.past_key_values).logits
-        assert torch.equal(next_one, model(more, attention_mask=mask, past_key_values=cache).logits)
-    assert model.train()(**batch).get("past_key_values") is None
+    (name,) = set(CACHES) & set(one)
+    more = torch.full((len(LENGTHS), 1), 9)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1)
+    next_one = stock(more, attention_mask=mask, **{name: one[name]}).logits
+    assert torch.equal(next_one, model(more, attention_mask=mask, **{name: other[name]}).logits)
+    assert not set(CACHES) & set(model.train()(**batch))
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated and will be removed:FutureWarning")  # the names before 5.24
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])
+def test_text_begins_in_a_cache_of_the_caller(family):
+    stock, model = tiny_model(family, "causal"), patched_tiny(family, "causal")
+    batch, _ = padded(documents(), "left", extra=0)
+    names = {"cache_params" if family == "mamba" else "past_key_values"}
+    for name in names | set(CACHES) & set(inspect.signature(stock.forward).parameters):
+        begun, went_on = [], []
+        for each in (stock, model):
+            cache = transformers.DynamicCache(config=stock.config)
+            begun.append(each(**batch, **{name: cache}).logits)
+            went_on.append(each(batch["input_ids"][:, :1], use_cache=True, **{name: cache}).logits)
+        assert torch.equal(*begun), name
+        assert torch.equal(*went_on), name
 
 
 def test_names_weights_and_methods_are_the_users(tmp_path):

@@ -24,7 +24,10 @@ CLOSE = {"gpt2": 1e-12, "bloom": 1e-12}
 def test_scores_are_those_of_each_document_alone(name):
     """Gemma 2 caps its logits; chunks of 5 tokens; rows of 7 tokens are shorter than most documents."""
     model, rows = patched_tiny(name, "causal", torch.float64), documents()
-    expected = alone(tiny_model(name, "causal", torch.float64), rows)
+    stock = tiny_model(name, "causal", torch.float64)
+    if name == "gemma2":
+        stock.set_attn_implementation("eager")  # transformers 5.17 lets "sdpa" ignore the soft cap
+    expected = alone(stock, rows)
     for max_tokens in (16384, 45, 7):
         check(hfp.score(model, rows, max_tokens=max_tokens, progress=False), expected, CLOSE.get(name, 1e-5))
     assert any(each[2] for each in expected if each[1] == 0)

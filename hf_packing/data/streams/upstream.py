@@ -1,6 +1,6 @@
 """The private names of `datasets` that streams use, all in one place.
 
-`tests/data/streams/test_upstream.py` says which name has changed when a new version of `datasets` changes one.
+`tests/data/streams/test_upstream_streams.py` says which name has changed when a new version of `datasets` changes one.
 """
 
 from collections.abc import Iterator

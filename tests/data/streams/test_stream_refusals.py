@@ -5,6 +5,7 @@ import pickle
 import datasets
 import pytest
 from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
 from document_streams import make_documents, read_stream, split_unevenly, stream_of, write_parquet, write_source
 
 import hf_packing as hfp
@@ -139,7 +140,7 @@ def test_a_state_of_other_ranks(tmp_path):
     def packed():
         return hfp.pack(write_source(tmp_path, "row groups")(), hfp.BestFit(64), window_packs=4, streams=4)
 
-    node = datasets.distributed.split_dataset_by_node(packed(), 0, 2)
+    node = split_dataset_by_node(packed(), 0, 2)
     next(iter(node))
     whole = packed()
     whole.load_state_dict(node.state_dict())
