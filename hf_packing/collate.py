@@ -16,6 +16,7 @@ import torch
 from hf_packing.collate_trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.columns import (
     ATTENTION_MASK,
+    COPIED_SEGMENT,
     CU_SEQ_LENS,
     IGNORED_LABEL,
     INPUT_IDS,
@@ -73,7 +74,8 @@ class PackingCollator:
         cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0. With
             max_segments, int32 [max_segments + 1]: after the last segment, all values are `tokens`.
         max_length_q, max_length_k: int, the number of tokens in the longest segment, or `tokens` if this is given.
-        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch.
+        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch, and less
+            for the segments of a row that is only a copy, whose own seq_idx is less than -1.
         Rows of trees make this dict, which has neither labels nor cu_seq_lens, so that no model computes a loss of its
         own; use `compute_loss`:
         input_ids, position_ids: int64 [1, tokens]; a position is the number of tokens before it in its documents.
@@ -146,7 +148,7 @@ class PackingCollator:
         position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
         position_ids -= np.repeat(begin, lengths)
         check_positions(rows, tokens, position_ids)
-        seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        seq_idx = np.repeat(_number_segments(rows, tokens, begin), lengths)
         token_types = _read_token_column(TOKEN_TYPE_IDS, rows, tokens)
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
@@ -160,6 +162,22 @@ class PackingCollator:
         if self.tokens is not None and self.max_segments is not None:
             batch = fill_to_shape(batch, self.tokens, self.max_segments)
         return batch
+
+
+def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: IntArray) -> npt.NDArray[np.int32]:
+    """Number the segments of a batch, int32 [segments]: from 0, but those of copies of rows from COPIED_SEGMENT down.
+
+    Args:
+        rows: packed rows or documents.
+        tokens: the input_ids of each row, integers [tokens of the row].
+        begin: integers [segments]: the index of each segment's first token in the batch.
+    """
+    numbers = np.arange(len(begin), dtype=np.int32)
+    copies = [SEQ_IDX in row and len(ids) > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT for row, ids in zip(rows, tokens)]
+    if not any(copies):
+        return numbers
+    copied = np.repeat(copies, [len(ids) for ids in tokens])[begin]
+    return np.where(copied, COPIED_SEGMENT - numbers, np.cumsum(~copied) - 1).astype(np.int32)
 
 
 def is_tree_batch(batch: Mapping[str, Any]) -> bool:

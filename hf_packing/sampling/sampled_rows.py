@@ -13,6 +13,7 @@ import torch
 
 from hf_packing.columns import (
     ATTENTION_MASK,
+    COPIED_SEGMENT,
     ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
@@ -22,6 +23,7 @@ from hf_packing.columns import (
     POSITION_IDS,
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
+    SEQ_IDX,
     SEQ_LENGTHS,
     TOKEN_TYPE_IDS,
     TRAINED,
@@ -202,10 +204,13 @@ def _shape_of(values: Any) -> tuple[int | str, ...]:
 
 
 def _with_masked_labels(row: Row) -> Row:
-    """Return the row with all labels masked."""
+    """Return the row with all labels masked, and with segments that are marked as those of a copy."""
     if TREE_LABELS in row:
         return {**row, TREE_LABELS: np.full(len(row[TREE_INPUT_IDS]), IGNORED_LABEL), TRAINED: np.zeros(0, np.int32)}
-    return {**row, LABELS: np.full(len(row[INPUT_IDS]), IGNORED_LABEL)}
+    tokens = len(row[INPUT_IDS])
+    lengths = row.get(SEQ_LENGTHS, [tokens])
+    segments = np.repeat(COPIED_SEGMENT - np.arange(len(lengths)), lengths)
+    return {**row, LABELS: np.full(tokens, IGNORED_LABEL), SEQ_IDX: segments}
 
 
 class ArrowRows:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,13 +14,21 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_packing.collate import is_tree_batch
-from hf_packing.columns import LABELS
+from hf_packing.columns import ATTENTION_MASK, LABELS
 from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.losses import ITEMS, items_in, router_loss, weights_of, without_router_loss
 from hf_packing.training.planned_batches import PlannedBatches
-from hf_packing.training.ranks import check_accumulation, data_rank, items_counted
+from hf_packing.training.ranks import (
+    Predictions,
+    StepCounts,
+    check_accumulation,
+    data_rank,
+    fillers_counted,
+    items_counted,
+    own_tokens,
+)
 from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.run_with_loss import run_with_loss
 from hf_packing.training.token_losses import TokenMean
@@ -36,6 +45,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         planned = self.planned_batches
         planned.resumed = ResumedSteps(kwargs.get("resume_from_checkpoint", args[0] if args else None))
+        planned.step_counts = StepCounts()
         try:
             with planned.on_all_ranks(self, planned.check_training):
                 return super().train(*args, **kwargs)
@@ -60,8 +70,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        with self.planned_batches.on_all_ranks(self, self.planned_batches.check):
-            return super().predict(*args, **kwargs)
+        planned = self.planned_batches
+        with planned.on_all_ranks(self, planned.check):
+            output = super().predict(*args, **kwargs)
+        planned.predictions.correct_speed(output.metrics)
+        return output
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return self.planned_batches.training_loader(self)
@@ -95,12 +108,20 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         counts = planned.counts_of([self._cut_for_this_step(batch) for batch in batches]).to(device)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
         planned.step_counts.add(everywhere)
+        if hasattr(self, "_total_train_tokens"):  # SFTTrainer is about to add all tokens of these batches
+            self._total_train_tokens -= fillers_counted(everywhere)
         return batches, items_counted(everywhere)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Tell Trainer which tokens are padding, since it would count pad tokens, which documents may end with."""
+        super()._track_num_input_tokens({**inputs, ATTENTION_MASK: own_tokens(inputs)})
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log packing metrics together with the training loss."""
         if "loss" in logs:
             logs = {**logs, **self.planned_batches.step_counts.take(self.planned_batches.decided.max_tokens)}
+        self.planned_batches.step_counts.correct_speed(logs)
+        self.planned_batches.predictions.correct_speed(logs)
         super().log(logs, *args, **kwargs)
 
     def compute_loss(
@@ -140,6 +161,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
+        self.planned_batches.predictions.begin(inputs)
         if is_tree_batch(inputs):
             inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
         return super().prediction_step(model, inputs, *args, **kwargs)
@@ -185,6 +207,8 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         stock = planned.decided.trainer_loss.kind.prediction_step is Trainer.prediction_step
         planned.only_evaluates_loss = only_loss and stock
+        planned.predictions = Predictions(self.accelerator, metric_key_prefix)
+        self.gather_function = partial(planned.predictions.gathered, self.gather_function)
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -199,4 +223,4 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
             planned.evaluation, planned.only_evaluates_loss = None, False
-        return output
+        return output._replace(num_samples=planned.predictions.documents)

@@ -38,6 +38,7 @@ from hf_packing.training.losses import Loss, collator_for, loss_of_model
 from hf_packing.training.ranks import (
     CollectiveCall,
     PlannedFrom,
+    Predictions,
     StepCounts,
     data_rank,
     micro_batch_counts,
@@ -88,6 +89,8 @@ class PlannedBatches:
         """Where the losses of all labels are kept during a step of training; None to keep none."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
+        self.predictions = Predictions(trainer.accelerator, "")
+        """What was predicted in the evaluation that is running, or was the last."""
         self.accumulation = 1
         """The value of gradient_accumulation_steps for which the training batches were planned."""
         self.resumed: ResumedSteps | None = None  # the place in the data at which train() begins, while it runs

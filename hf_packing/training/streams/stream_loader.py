@@ -13,12 +13,14 @@ from accelerate.utils import gather_object, send_to_device
 
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import (
+    COPIED_SEGMENT,
     ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
     PARENTS,
     SEGMENT_LENGTHS,
+    SEQ_IDX,
     TRAINED,
     TREE_INPUT_IDS,
     TREE_LABELS,
@@ -289,6 +291,6 @@ def _masked(collate: Callable[..., Batch], as_tree: bool) -> Batch:
     tokens = np.zeros(_MASKED_TOKENS, dtype=np.int64)
     labels = np.full_like(tokens, IGNORED_LABEL)
     if not as_tree:
-        return collate([{INPUT_IDS: tokens, LABELS: labels}])
+        return collate([{INPUT_IDS: tokens, LABELS: labels, SEQ_IDX: np.full_like(tokens, COPIED_SEGMENT)}])
     segments = {SEGMENT_LENGTHS: [_MASKED_TOKENS], PARENTS: [-1], ENDS: [0], TRAINED: []}
     return collate([{TREE_INPUT_IDS: tokens, TREE_LABELS: labels, **segments}])

@@ -86,7 +86,8 @@ class StreamedBatches(PlannedBatches):
     def counts_of(self, batches: Sequence[dict[str, Any]]) -> torch.Tensor:
         counts = super().counts_of(batches)
         assert self.loader is not None
-        counts[torch.tensor(self.loader.without_rows)] = 0  # nothing in them comes from the stream
+        without_rows = [nothing and is_tree_batch(batch) for nothing, batch in zip(self.loader.without_rows, batches)]
+        counts[torch.tensor(without_rows)] = 0  # other batches tell by themselves that they have nothing of the stream
         return counts
 
     @contextmanager
