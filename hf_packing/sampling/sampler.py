@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.sampling.epoch_plan import (
@@ -146,12 +147,15 @@ class RankBatchSampler:
             rows = [row for row, _ in self.plan.micro_batch(self._num_micro_batches - 1, self.rank)]
             yield [(min(rows, key=self.rows.sizes.tokens.__getitem__), True)]
 
-    def summary(self, unpacked: int, isolation: object = None) -> EpochSummary:
+    def summary(
+        self, unpacked: int | None = None, isolation: object = None, labels: LabelCounts | None = None
+    ) -> EpochSummary:
         """Return the summary of the current epoch.
 
         Args:
-            unpacked: number of documents that an optimizer step has in training without packing.
+            unpacked: number of documents that an optimizer step has in training without packing; None if not known.
             isolation: an object whose text says what was proven about isolation so far.
+            labels: the labels that are left.
         """
         plan, fitted, trees = self.plan, self.rows, self.sizes.trees
         steps = -(-plan.num_micro_batches // self.accumulation)
@@ -171,7 +175,8 @@ class RankBatchSampler:
             copies=plan.num_copies,
             left_out=len(plan.left_out) + (0 if trees is None else trees.left_out),
             lost_tokens=fitted.lost_tokens + (0 if trees is None else trees.lost_tokens),
-            unpacked_documents_per_step=unpacked if self._can_match(unpacked) else None,
+            labels=labels,
+            unpacked_documents_per_step=unpacked if unpacked is not None and self._can_match(unpacked) else None,
             trees=trees,
             length_schedule=getattr(self.batching, "length_schedule", None),
             isolation=isolation,

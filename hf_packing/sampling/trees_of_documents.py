@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
+from hf_packing.data.label_counts import LabelCounts, count_labels
 from hf_packing.data.token_columns import (
     check_no_transform,
     find_token_columns,
@@ -22,7 +23,7 @@ from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_rows import rows_of_packs
 from hf_packing.errors import PackingError
 from hf_packing.planning.forest import cut_large_trees
-from hf_packing.planning.lengths import Overflow, check_lengths, cut_to_pieces
+from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.row_sizes import sizes_of
@@ -110,6 +111,13 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
                 lost_tokens=int(plan.document_length.sum(dtype=np.int64) - plan.segment_length.sum(dtype=np.int64)),
             ),
         )
+
+    @property
+    def labels(self) -> LabelCounts:
+        """The labels that are left in the trees, and those of the documents."""
+        segments = Pieces(self.plan.segment_document, self.plan.segment_start, self.plan.segment_length)
+        documents = Pieces.whole(self.plan.document_length)
+        return LabelCounts(count_labels(self._columns, segments), count_labels(self._columns, documents))
 
     def are_of(self, dataset: Any) -> bool:
         """Return whether these are the trees of a dataset, to which no documents were added in the meantime."""

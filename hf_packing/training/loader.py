@@ -17,11 +17,13 @@ from hf_packing.attention import inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import LABELS, TOKEN_TYPE_IDS
 from hf_packing.cut_batch import with_segments_cut
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.data.lazy.lazy_columns import copies_labels
 from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import EpochPlan
+from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
 from hf_packing.sampling.token_budget import longest_segment
@@ -97,6 +99,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         loss: Loss,
         keep_labels: bool,
         prove_on: nn.Module | None = None,
+        labels: LabelCounts | None = None,
     ) -> None:
         assert isinstance(loader.dataset, SampledRows)
         self.dataset = loader.dataset
@@ -113,9 +116,16 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self._sampler = sampler
         self._loss = loss
         self._keep_labels = keep_labels
-        self._prove_on = prove_on
+        self._prove_on, self._labels = prove_on, labels
         self.first_batch_proof = FirstBatchProof()
         """What was proven on the first batch; `print` shows it."""
+
+    @property
+    def summary(self) -> EpochSummary:
+        """The numbers of steps, micro-batches, documents, tokens and labels of the current epoch; `print` shows them."""
+        self._sampler.set_epoch(self.epoch)
+        isolation = None if self._prove_on is None else self.first_batch_proof
+        return self._sampler.summary(isolation=isolation, labels=self._labels)
 
     def __len__(self) -> int:
         self._sampler.set_epoch(self.epoch)

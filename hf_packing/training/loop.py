@@ -20,6 +20,7 @@ from hf_packing.attention import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, check_batching
+from hf_packing.sampling.kept_labels import kept_labels
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import with_linear_cost
@@ -92,12 +93,13 @@ def prepare_dataloader(
 
     Returns:
         PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch,
-            but for an epoch whose rest was planned anew. For a stream, a StreamLoopLoader: each iteration goes on where
+            but for an epoch whose rest was planned anew. `print(loader.summary)` shows what an epoch has. For a stream, a StreamLoopLoader: each iteration goes on where
             the last one has stopped, up to the end of the epoch.
 
     Raises:
         PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
-            dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch;
+            dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch, or
+            all labels are in what is cut or dropped;
             the model's own loss is not the cross-entropy of its logits; the model is already sharded; data or arguments
             differ between ranks (raised on all ranks); or a masked language model gets data without labels, or labels
             that only repeat the input.
@@ -155,15 +157,18 @@ def prepare_dataloader(
 
         with unpatched_on_error(model):
             on_all_ranks(isolate_and_check)
+    collator = collator_for(model, tokens, max_segments)
+    labels = on_all_ranks(lambda _: kept_labels(dataset, sampler, keep_first=collator.keep_first_labels))
+    if labels is not None:
+        labels.check_some_left("batching", sampler.batching)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
-    collator = collator_for(model, tokens, max_segments)
     rows = rows_loader(dataset, sampler, model, collate_fn=collator, **(pinned | options))
     prove_on = model if prove == "first batch" else None
-    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss), prove_on)
+    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss), prove_on, labels)
     accelerator.register_for_checkpointing(loader)
     return loader
 

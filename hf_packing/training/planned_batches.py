@@ -12,8 +12,10 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model, patch_for_training
 from hf_packing.collate import PackingCollator
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
+from hf_packing.sampling.kept_labels import kept_labels
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
@@ -100,6 +102,8 @@ class PlannedBatches:
         """The trees of the training dataset; None if they were not yet found, or if documents share no prefixes."""
         self._known_sizes: dict[int, _KnownSizes] = {}
         """The cached sizes of each dataset; the key is id(dataset)."""
+        self._known_labels: tuple[RowSizes, LabelCounts | None] | None = None
+        """The sizes of the training dataset for which labels were counted, and the counts."""
         self._collective = CollectiveCall()
         self.first_batch_proof = FirstBatchProof()
         self._masks = trainer.data_collator if masks_tokens(trainer.data_collator) else None
@@ -202,6 +206,28 @@ class PlannedBatches:
             return
         check_labels_are_hidden(dataset, sizes, trainer.model, self._rows_of(trainer))
 
+    def kept_labels(self, trainer: Trainer, sampler: RankBatchSampler) -> LabelCounts | None:
+        """Count the labels that are left in the training dataset; None if they are not known before training.
+
+        Raises:
+            PackingError: the dataset has labels, but none are left.
+        """
+        if self._masks is not None:  # it draws the labels
+            return None
+        known = self._known_labels
+        if known is None or known[0] is not sampler.sizes:
+            counts = kept_labels(
+                self._rows_to_train(trainer),
+                sampler,
+                ignored_masks(trainer),
+                applies_masks(trainer),
+                self.collator.keep_first_labels,
+            )
+            known = self._known_labels = sampler.sizes, counts
+        if known[1] is not None:
+            known[1].check_some_left("batching", sampler.batching)
+        return known[1]
+
     def check_divided(self, trainer: Trainer) -> None:
         """Refuse a loss that depends on how an optimizer step is split into micro-batches; see `refuse_undivided`."""
         refuse_undivided(trainer, self.decided.trainer_loss, self.settled)
@@ -224,6 +250,7 @@ class PlannedBatches:
             self._settle_again(trainer)
             self.check_labels(trainer, trainer.train_dataset)
             self.check_divided(trainer)
+            self.kept_labels(trainer, sampler)
 
         run = self._collective.runner()
         sampler = run(plan)
