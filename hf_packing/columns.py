@@ -64,6 +64,18 @@ SPECIAL_TOKENS_MASK = "special_tokens_mask"
 OFFSET_MAPPING = "offset_mapping"
 """The column of a tokenizer with the first and the last character of every token, which tells where words begin."""
 
+SOURCE = "source"
+"""The column of a mixture with the number of the document's source, for every token."""
+SOURCE_EPOCH = "source_epoch"
+"""The column of a mixture with the number of times that the source was read before this document, for every token. Only
+mixtures whose sources are read again have it."""
+
+KNOWN_COLUMNS = frozenset(
+    (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, BUCKET, *SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS)
+    + (*LOSS_MASKS, SPECIAL_TOKENS_MASK, OFFSET_MAPPING, SOURCE, SOURCE_EPOCH)
+)
+"""Columns that packing and collators know. All others with one number for each token, such as weights, are passed on."""
+
 IGNORED_LABEL = -100
 """The label that losses in transformers ignore. For models that predict the next token, the first token of every
 segment gets this label, since no earlier token can predict the first token."""

@@ -46,6 +46,7 @@ def rows_loader(
     unread: Sequence[str] = (),
     apply_masks: bool = True,
     rows_of: Callable[..., SampledRows] = SampledRows,
+    more: Sequence[str] = (),
     **options: Any,
 ) -> DataLoader[Batch]:
     """Return a DataLoader of the sampler's micro-batches.
@@ -58,6 +59,7 @@ def rows_loader(
         apply_masks: True to make labels from loss masks for rows without labels; if False, the collator refuses such
             rows.
         rows_of: the class of the rows.
+        more: names of further columns with one number for each token to read.
         options: further arguments of DataLoader. The default of collate_fn is `collator_for(model)`. The default of
             generator is a new generator for the seeds of workers: if seeds were drawn from torch's global generator, a
             resumed run would have different dropout than an uninterrupted run.
@@ -67,7 +69,7 @@ def rows_loader(
     options = {"collate_fn": collator_for(model), "generator": torch.Generator(), **options}
     if _makes_labels(options["collate_fn"], dataset):
         unread.append(LABELS)
-    rows = rows_of(dataset, sampler, unread, apply_masks)
+    rows = rows_of(dataset, sampler, unread, apply_masks, more)
     return DataLoader(rows, batch_sampler=rows.batches, **options)
 
 

@@ -36,6 +36,7 @@ from hf_packing.training.losses import (
     refuse_unknown_loss,
     weights_of,
 )
+from hf_packing.training.passed_on import passed_on, taken_by_model, warn_of_left_out
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.run_with_loss import run_with_loss
@@ -135,10 +136,13 @@ def prepare_dataloader(
         accumulation = accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
-        own = dataset if balanced.fewest_shared is None else trees_to_train(dataset, balanced, (), model)
+        own = dataset
+        if balanced.fewest_shared is not None:
+            own = trees_to_train(dataset, balanced, (), model, passed_on(dataset, taken_by_model(model)))
         sizes = sizes_of(own)
         planned_from.note_data("dataset", own, sizes)
         rank, world_size = data_rank(accelerator)
+        warn_of_left_out("prepare_dataloader", [dataset], taken_by_model(model))
         return own, RankBatchSampler(balanced, sizes, world_size, rank, accumulation)
 
     dataset, sampler = on_all_ranks(plan)
@@ -166,7 +170,8 @@ def prepare_dataloader(
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
-    rows = rows_loader(dataset, sampler, model, collate_fn=collator, **(pinned | options))
+    more = passed_on(dataset, taken_by_model(model))
+    rows = rows_loader(dataset, sampler, model, more=more, collate_fn=collator, **(pinned | options))
     prove_on = model if prove == "first batch" else None
     loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss), prove_on, labels)
     accelerator.register_for_checkpointing(loader)
@@ -212,7 +217,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         if sizes.trees is None:
             check_labels_are_hidden(dataset, sizes, model)
         rank, world_size = data_rank(accelerator)
-        return rows_loader(dataset, RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank), model)
+        sampler = RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
+        return rows_loader(dataset, sampler, model, more=passed_on(dataset, taken_by_model(model)))
 
     if isinstance(dataset, datasets.IterableDataset):
         from hf_packing.training.streams.stream_loop import evaluation_loader

@@ -37,6 +37,7 @@ from hf_packing.training.checks import (
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
 from hf_packing.training.losses import Loss, collator_for, loss_of_model
+from hf_packing.training.passed_on import passed_on, taken_by_trainer
 from hf_packing.training.ranks import (
     CollectiveCall,
     PlannedFrom,
@@ -286,7 +287,8 @@ class PlannedBatches:
         if batching.fewest_shared is None:
             return dataset
         if self._trees is None or not self._trees.are_of(dataset):
-            self._trees = trees_to_train(dataset, batching, ignored_masks(trainer), trainer.model)
+            more = passed_on(dataset, taken_by_trainer(trainer))
+            self._trees = trees_to_train(dataset, batching, ignored_masks(trainer), trainer.model, more)
         return self._trees
 
     def _settle_again(self, trainer: Trainer) -> None:
@@ -347,6 +349,7 @@ class PlannedBatches:
             unread=ignored_masks(trainer),
             apply_masks=applies_masks(trainer),
             rows_of=self._rows_of(trainer),
+            more=passed_on(dataset, taken_by_trainer(trainer)),
             collate_fn=self.collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",

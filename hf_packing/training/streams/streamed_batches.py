@@ -12,10 +12,10 @@ from transformers import Trainer, TrainingArguments
 
 from hf_packing.attention import inner_model
 from hf_packing.collate import is_tree_batch
-from hf_packing.columns import COMPLETION_MASK, LABELS
-from hf_packing.data.streams.mixture import SOURCE
+from hf_packing.columns import COMPLETION_MASK, LABELS, SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks
+from hf_packing.training.passed_on import passed_on_in_stream, taken_by_trainer
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import PlannedFrom, check_same_loss, data_rank
 from hf_packing.training.streams.source_logs import SourceLogs, check_names, source_of_tokens
@@ -227,6 +227,7 @@ class StreamedBatches(PlannedBatches):
             trainer.accelerator,
             self.collator,
             token_types=bool(getattr(inner_model(trainer.model).config, "type_vocab_size", 0)),
+            more=passed_on_in_stream(stream.streams.features, taken_by_trainer(trainer)),
             workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
             prefetch_factor=args.dataloader_prefetch_factor,
