@@ -20,10 +20,10 @@ from hf_packing.columns import (
     CU_SEQ_LENS,
     IGNORED_LABEL,
     INPUT_IDS,
+    KNOWN_COLUMNS,
     LABELS,
     LOSS_MASKS,
     MAX_LENGTHS,
-    KNOWN_COLUMNS,
     PARENTS,
     POSITION_IDS,
     SEGMENT_COLUMNS,
@@ -51,8 +51,8 @@ class PackingCollator:
     `cu_seq_lens_q`, `cu_seq_lens_k` or from `position_ids`, which restart at 0 at every segment. If a row has several
     of these columns, all must give the same segments. If a row has none of them, the row is one document. The collator
     also uses `input_ids`, `labels` and `token_type_ids`. Other columns with one number for each token, such as weights,
-    are joined in the same way; all further columns are dropped. Loss masks must be applied to the labels, as in the rows
-    that `pack` returns, since Trainer drops mask columns before the collator runs.
+    are joined in the same way, and all further columns are dropped. Loss masks must be applied to the labels, as in the
+    rows that `pack` returns, since Trainer drops mask columns before the collator runs.
 
     With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
@@ -91,10 +91,11 @@ class PackingCollator:
 
     Raises:
         PackingError: the rows have no tokens or no input_ids; the columns of a row have different lengths or give
-            different segments; only some rows have labels, token_type_ids or another column of numbers; an attention_mask has a value other than
-            1; a loss mask contradicts the labels; the rows have more than `tokens` tokens, or more segments than
-            max_segments; accelerate splits batches between processes (dispatch_batches); or only some rows are rows of
-            trees, they lack a column or have columns that contradict each other, or an argument does not apply to them.
+            different segments; only some rows have labels, token_type_ids or another column of numbers; an
+            attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than
+            `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
+            (dispatch_batches); or only some rows are rows of trees, they lack a column or have columns that contradict
+            each other, or an argument does not apply to them.
 
     Example:
         >>> import hf_packing as hfp
@@ -177,10 +178,13 @@ def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: Int
         begin: integers [segments]: the index of each segment's first token in the batch.
     """
     numbers = np.arange(len(begin), dtype=np.int32)
-    copies = [SEQ_IDX in row and len(ids) > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT for row, ids in zip(rows, tokens)]
+    sizes = [len(ids) for ids in tokens]
+    copies = [
+        SEQ_IDX in row and size > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT for row, size in zip(rows, sizes, strict=True)
+    ]
     if not any(copies):
         return numbers
-    copied = np.repeat(copies, [len(ids) for ids in tokens])[begin]
+    copied = np.repeat(copies, sizes)[begin]
     return np.where(copied, COPIED_SEGMENT - numbers, np.cumsum(~copied) - 1).astype(np.int32)
 
 

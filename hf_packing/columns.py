@@ -74,7 +74,7 @@ KNOWN_COLUMNS = frozenset(
     (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, BUCKET, *SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS)
     + (*LOSS_MASKS, SPECIAL_TOKENS_MASK, OFFSET_MAPPING, SOURCE, SOURCE_EPOCH)
 )
-"""Columns that packing and collators know. All others with one number for each token, such as weights, are passed on."""
+"""Columns that packing and collators know. Others with one number for each token, such as weights, are passed on."""
 
 IGNORED_LABEL = -100
 """The label that losses in transformers ignore. For models that predict the next token, the first token of every

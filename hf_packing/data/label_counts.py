@@ -38,7 +38,7 @@ class LabelCounts:
 
 
 def labels_left(columns: Mapping[str, Any], plan: PackingPlan) -> LabelCounts | None:
-    """Count the labels that a plan leaves, if it drops tokens; else return None. `columns` is that of `count_labels`."""
+    """Count the labels that a plan leaves, if it drops tokens; else return None. For `columns`, see `count_labels`."""
     segments = Pieces(plan.segment_document, plan.segment_start, plan.segment_length)
     if segments.length.sum(dtype=np.int64) == plan.document_length.sum(dtype=np.int64):
         return None
@@ -49,8 +49,8 @@ def count_labels(columns: Mapping[str, Any], pieces: Pieces, keep_first: bool = 
     """Count the tokens of pieces of documents that are trained on.
 
     Args:
-        columns: columns of documents by name, as TokenColumn or LazyColumn. Only labels and loss masks are read; without
-            them, all tokens have labels.
+        columns: columns of documents by name, as TokenColumn or LazyColumn. Only labels and loss masks are read;
+            without them, all tokens have labels.
         pieces: the pieces, which are segments of a row.
         keep_first: whether the first token of a piece has a label, as for masked language models.
     """

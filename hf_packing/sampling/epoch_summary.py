@@ -36,8 +36,8 @@ class EpochSummary:
     lost_tokens: int
     """Number of tokens in dropped rows and in the cut-off ends of truncated documents."""
     labels: LabelCounts | None = None
-    """Number of labels other than -100 that are left, and of those in the dataset, without first tokens of documents that
-    have no label in training; None if not known, as where a collator draws the labels."""
+    """Number of labels other than -100 that are left, and of those in the dataset; the first token of a document has no
+    label if the model predicts the next token. None if not known, as where a collator draws the labels."""
     unpacked_documents_per_step: int | None = None
     """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
     cannot be set to this number."""

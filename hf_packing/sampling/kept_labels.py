@@ -43,7 +43,9 @@ def kept_labels(
     in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
     if sizes.trees is not None or not (in_table or rows.lost_tokens):
         return None
-    columns = _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sampler, unread, apply_masks)
+    columns = (
+        _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sampler, unread, apply_masks)
+    )
     whole = Pieces.whole(sizes.tokens)
     if (segments := columns.pop(SEQ_LENGTHS, None)) is not None:
         lengths = segments.gather(whole.document, whole.start, sizes.segments).astype(np.int64)
@@ -73,9 +75,7 @@ def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: boo
     return columns
 
 
-def _by_reading(
-    dataset: Any, sampler: RankBatchSampler, unread: Sequence[str], apply_masks: bool
-) -> dict[str, Any]:
+def _by_reading(dataset: Any, sampler: RankBatchSampler, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
     """Return the same columns of a dataset whose rows are computed when they are read."""
     sizes = sampler.sizes
     rows = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes), unread, apply_masks)

@@ -27,7 +27,7 @@ from hf_packing.training.losses import (
     check_loss,
 )
 from hf_packing.training.packed_trainer import PackedTrainer
-from hf_packing.training.passed_on import taken_by_trainer, warn_of_left_out
+from hf_packing.training.passed_on import check_columns, taken_by_trainer
 from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
 from hf_packing.training.ranks import (
     BatchesOfCheckpoint,
@@ -192,7 +192,7 @@ def _check_and_plan(
     for name, dataset in evaluation_datasets(trainer).items():
         batches.sampler_in_order(trainer, name, dataset, planned_from)
     known = [trainer.train_dataset, *evaluation_datasets(trainer).values()]
-    warn_of_left_out("attach", known, taken_by_trainer(trainer))
+    check_columns("attach", known, taken_by_trainer(trainer))
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     isolation = batches.first_batch_proof if prove == "first batch" else None
     summary = sampler.summary(unpacked * data_rank(trainer.accelerator).world_size, isolation)
@@ -200,7 +200,7 @@ def _check_and_plan(
 
 
 def _isolate_and_settle(trainer: Trainer, planned: _Planned, _: PlannedFrom) -> LabelCounts | None:
-    """Patch the trainer's model, decide whether attach or the trainer computes the loss, and check and count the labels."""
+    """Patch the trainer's model, decide whether attach or the trainer computes the loss, and count the labels."""
     batches = planned.batches
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):

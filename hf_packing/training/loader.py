@@ -124,7 +124,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
 
     @property
     def summary(self) -> EpochSummary:
-        """The numbers of steps, micro-batches, documents, tokens and labels of the current epoch; `print` shows them."""
+        """The numbers of steps, micro-batches, documents, tokens and labels in the epoch; `print` shows them."""
         self._sampler.set_epoch(self.epoch)
         isolation = None if self._prove_on is None else self.first_batch_proof
         return self._sampler.summary(isolation=isolation, labels=self._labels)

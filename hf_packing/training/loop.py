@@ -36,7 +36,7 @@ from hf_packing.training.losses import (
     refuse_unknown_loss,
     weights_of,
 )
-from hf_packing.training.passed_on import passed_on, taken_by_model, warn_of_left_out
+from hf_packing.training.passed_on import check_columns, passed_on, taken_by_model
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.run_with_loss import run_with_loss
@@ -94,12 +94,12 @@ def prepare_dataloader(
 
     Returns:
         PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch,
-            but for an epoch whose rest was planned anew. `print(loader.summary)` shows what an epoch has. For a stream, a StreamLoopLoader: each iteration goes on where
-            the last one has stopped, up to the end of the epoch.
+            but for an epoch whose rest was planned anew. `print(loader.summary)` shows what an epoch has. For a stream,
+            a StreamLoopLoader: each iteration goes on where the last one has stopped, up to the end of the epoch.
 
     Raises:
         PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
-            dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch, or
+            dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch;
             all labels are in what is cut or dropped;
             the model's own loss is not the cross-entropy of its logits; the model is already sharded; data or arguments
             differ between ranks (raised on all ranks); or a masked language model gets data without labels, or labels
@@ -142,7 +142,7 @@ def prepare_dataloader(
         sizes = sizes_of(own)
         planned_from.note_data("dataset", own, sizes)
         rank, world_size = data_rank(accelerator)
-        warn_of_left_out("prepare_dataloader", [dataset], taken_by_model(model))
+        check_columns("prepare_dataloader", [dataset], taken_by_model(model))
         return own, RankBatchSampler(balanced, sizes, world_size, rank, accumulation)
 
     dataset, sampler = on_all_ranks(plan)

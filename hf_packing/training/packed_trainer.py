@@ -40,6 +40,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """A Trainer that trains, evaluates and predicts on packed batches, which `attach` planned."""
 
     planned_batches: PlannedBatches
+    gather_function: Any
     loss_is_scaled_for_ga = True
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:

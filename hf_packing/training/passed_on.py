@@ -57,19 +57,27 @@ def passed_on_in_stream(features: datasets.Features | None, takes: Takes) -> lis
     return [name for name in _numbers_in_schema(features) if takes(name)]
 
 
-def warn_of_left_out(who: str, found: Iterable[Any], takes: Takes) -> None:
-    """Warn of columns of numbers that are not passed on.
+def check_columns(who: str, found: Iterable[Any], takes: Takes) -> None:
+    """Warn of columns of numbers that are not passed on, and check those that are.
 
     Args:
         who: the function that the user has called.
         found: the datasets.
         takes: which columns are passed on.
+
+    Raises:
+        PackingError: a column that is passed on does not have one number for each token.
     """
-    if names := {name for dataset in found for name in _columns_of_numbers(dataset) if not takes(name)}:
+    left_out: set[str] = set()
+    for dataset in found:
+        left_out.update(name for name in _columns_of_numbers(dataset) if not takes(name))
+        if not isinstance(dataset, datasets.IterableDataset):
+            passed_on(dataset, takes)
+    if left_out:
         way_out = " To read them in compute_loss, set remove_unused_columns=False" if who == "attach" else ""
         warnings.warn(
-            f"{who} leaves out the columns {', '.join(sorted(names))}, since no argument of the model's forward has this "
-            f"name.{way_out}",
+            f"{who} leaves out the columns {', '.join(sorted(left_out))}, since no argument of the model's forward has "
+            f"this name.{way_out}",
             stacklevel=3,
         )
 

@@ -274,7 +274,7 @@ def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tens
 
 
 def own_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """Return which tokens of a batch are those of its dataset, bool [1, tokens]: not padding, and not those of copies."""
+    """Return which tokens of a batch are of its dataset, bool [1, tokens]: those of neither padding nor copies."""
     return torch.ones_like(batch["input_ids"], dtype=torch.bool) if is_tree_batch(batch) else batch["seq_idx"] >= 0
 
 
@@ -328,7 +328,7 @@ class StepCounts:
     def correct_speed(self, logs: dict[str, float]) -> None:
         """Make the samples per second at the end of a training those documents that were trained on.
 
-        Trainer multiplies max_steps by per_device_train_batch_size, which does not decide how many documents a step has.
+        Trainer multiplies max_steps by per_device_train_batch_size, which does not decide how large a step is.
         """
         if (name := "train_samples_per_second") in logs:
             logs[name] = round(int(self._documents) / logs["train_runtime"], 3)
@@ -383,10 +383,16 @@ class Predictions:
     def gathered(self, gather: Callable[[Any], Any], data: Any) -> Any:
         """Return what `gather` returns for the results of a micro-batch, without those of ranks that ran a copy."""
         found = gather(data)
-        return found if all(self._counted) else recursively_apply(self._without_copies, found)
+        if all(self._counted):
+            return found
+        if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object
+            size = len(found) // len(self._counted)
+            return [each for number, each in enumerate(found) if self._counted[number // size]]
+        return recursively_apply(self._without_copies, found)
 
     def _without_copies(self, of_ranks: Tensor) -> Tensor:
-        return of_ranks.unflatten(0, (len(self._counted), -1))[self._counted].flatten(0, 1)
+        of_each = zip(of_ranks.chunk(len(self._counted)), self._counted, strict=True)
+        return torch.cat([results for results, counts in of_each if counts])
 
     def correct_speed(self, metrics: dict[str, float]) -> None:
         """Make the steps per second those micro-batches that each rank has run, instead of a number that rows give."""

@@ -16,7 +16,7 @@ import hf_packing as hfp
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
-from hf_packing.training.ranks import micro_batch_counts
+from hf_packing.training.ranks import Predictions, micro_batch_counts
 
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
 
@@ -133,6 +133,24 @@ def test_speed_of_an_evaluation(tmp_path, shapes):
             seconds = metrics[f"{name}_runtime"]
             assert metrics[f"{name}_samples_per_second"] * seconds == pytest.approx(documents_in, rel=2e-2)
             assert metrics[f"{name}_steps_per_second"] * seconds == pytest.approx(steps, rel=2e-2)
+
+
+def test_gathered_results_of_copies_are_left_out():
+    """Of three ranks with two results each, the second and the third run copies; some trainers gather objects."""
+
+    class Ranks:
+        gather = staticmethod(lambda _: torch.tensor([3, 0, 0]))
+
+    predictions = Predictions(Ranks, "eval")
+    predictions.begin(hfp.PackingCollator()([{"input_ids": [1, 2]}]))
+    assert predictions.documents == 3
+    results = torch.arange(6)
+    for gather in (lambda _: (results, {"more": results[:, None]}), lambda _: list(results)):
+        found = predictions.gathered(gather, results)
+        if isinstance(found, tuple):
+            assert found[1]["more"].tolist() == [[0], [1]]
+            found = list(found[0])
+        assert [int(each) for each in found] == [0, 1]
 
 
 @pytest.mark.slow

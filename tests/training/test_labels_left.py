@@ -103,11 +103,10 @@ def test_counts_are_those_of_the_batches(max_tokens, overflow):
     for each, total in ((data, 244), (without, 12 * 139 + 4), (packed, 244), (lazy, 488), (as_transform(data), 244)):
         if "seq_lengths" in each.column_names and overflow != "drop":
             continue
-        try:
-            loader = hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), each, budget)
-        except PackingError as error:
-            assert "labels are left" in str(error) or "got 0 rows" in str(error)
-            continue
+        if max_tokens == 20 and overflow == "truncate" and each is not without:
+            left = sum(int(label != -100) for row in data["labels"] for label in row[1:20])
+            assert left == 4
+        loader = hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), each, budget)
         left = sum(int((batch["labels"] != -100).sum()) for batch in loader)
         assert left
         if (labels := loader.summary.labels) is None:

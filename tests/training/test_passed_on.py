@@ -60,7 +60,11 @@ class Checked(Trainer):
         outputs = model(**given)
         labels = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
         losses = F.cross_entropy(outputs.logits[0], labels[0], reduction="none")
-        loss = losses @ inputs.get("weights", torch.ones(1, len(losses)))[0] / (1 if num_items_in_batch is None else num_items_in_batch)
+        loss = (
+            losses
+            @ inputs.get("weights", torch.ones(1, len(losses)))[0]
+            / (1 if num_items_in_batch is None else num_items_in_batch)
+        )
         return (loss, outputs) if return_outputs else loss
 
 
@@ -81,6 +85,7 @@ def as_lazy(data, folder):
 @pytest.mark.parametrize("kind", ["documents", "packed", "lazy", "transform", "plain", "stream", "packed stream"])
 @pytest.mark.parametrize("shapes", [{}, {"tokens": 80, "max_segments": 40}])
 def test_compute_loss_gets_them(tmp_path, kind, shapes):
+    few = hfp.BestFit(32, max_documents=19)
     make = {
         "documents": lambda data: data,
         "packed": lambda data: hfp.pack(data, hfp.BestFit(32)),
@@ -88,7 +93,7 @@ def test_compute_loss_gets_them(tmp_path, kind, shapes):
         "transform": as_transform,
         "plain": as_plain,
         "stream": lambda data: data.to_iterable_dataset(),
-        "packed stream": lambda data: hfp.pack(data.to_iterable_dataset(), hfp.BestFit(32, max_documents=19), streams=1),
+        "packed stream": lambda data: hfp.pack(data.to_iterable_dataset(), few, streams=1),
     }
     data = make[kind](weighted())
     trainer = trainer_of(tmp_path, Checked, data=data, **TAKES_ALL)
@@ -171,12 +176,10 @@ def test_shared_prefixes(tmp_path):
 def test_another_number_of_values_is_refused(tmp_path, changed):
     data = weighted(**changed).remove_columns(["text", "pairs"])
     name = next(iter(changed))
-    for each in (data, hfp.PackingCollator()):
+    known = trainer_of(tmp_path, data=data, **TAKES_ALL)
+    for act in (lambda: hfp.attach(known, BUDGET), lambda: hfp.PackingCollator()([dict(row) for row in data])):
         with pytest.raises(PackingError, match=f"column '{name}': expected"):
-            if each is data:
-                hfp.attach(trainer_of(tmp_path, data=data, **TAKES_ALL), BUDGET)
-            else:
-                each([dict(row) for row in data])
+            act()
     trainer = trainer_of(tmp_path, data=as_plain(data), **TAKES_ALL)
     hfp.attach(trainer, BUDGET)
     with pytest.raises(PackingError, match=f"column '{name}': expected"):

@@ -31,7 +31,7 @@ from hf_packing.training.losses import (
     refuse_unknown_loss,
     with_share,
 )
-from hf_packing.training.passed_on import passed_on_in_stream, taken_by_model, warn_of_left_out
+from hf_packing.training.passed_on import check_columns, passed_on_in_stream, taken_by_model
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.streams.stream_loader import Batch, StreamLoader
@@ -112,7 +112,7 @@ def prepare_stream_loader(
 ) -> StreamLoopLoader:
     """Return a loader of this rank's batches of a stream; `prepare_dataloader` describes the arguments."""
     stream = on_all_ranks(partial(_open, accelerator, dataset, batching, loss, model, shapes))
-    warn_of_left_out("prepare_dataloader", [dataset], taken_by_model(model))
+    check_columns("prepare_dataloader", [dataset], taken_by_model(model))
     if model is not None:
         with unpatched_on_error(model):
             on_all_ranks(partial(_isolate_and_check, accelerator, dataset, batching, loss, model, prove, shapes))

@@ -86,8 +86,8 @@ class StreamedBatches(PlannedBatches):
     def counts_of(self, batches: Sequence[dict[str, Any]]) -> torch.Tensor:
         counts = super().counts_of(batches)
         assert self.loader is not None
-        without_rows = [nothing and is_tree_batch(batch) for nothing, batch in zip(self.loader.without_rows, batches)]
-        counts[torch.tensor(without_rows)] = 0  # other batches tell by themselves that they have nothing of the stream
+        if is_tree_batch(batches[0]):  # other batches tell by themselves that they have nothing of the stream
+            counts[torch.tensor(self.loader.without_rows)] = 0
         return counts
 
     @contextmanager
