@@ -38,9 +38,14 @@ class LabelCounts:
 
 
 def labels_left(columns: Mapping[str, Any], plan: PackingPlan) -> LabelCounts | None:
-    """Count the labels that a plan leaves, if it drops tokens; else return None. For `columns`, see `count_labels`."""
+    """Count the labels that a plan leaves, if it drops some tokens; else return None.
+
+    Args:
+        columns: as for `count_labels`.
+        plan: the plan of the documents.
+    """
     segments = Pieces(plan.segment_document, plan.segment_start, plan.segment_length)
-    if segments.length.sum(dtype=np.int64) == plan.document_length.sum(dtype=np.int64):
+    if segments.length.sum(dtype=np.int64) in (0, plan.document_length.sum(dtype=np.int64)):
         return None
     return LabelCounts(count_labels(columns, segments), count_labels(columns, Pieces.whole(plan.document_length)))
 

@@ -238,8 +238,8 @@ def _pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]
     tokens, packed = (int(lengths.sum(dtype=np.int64)) for lengths in (plan.document_length, plan.segment_length))
     if packed < tokens:
         warnings.warn(
-            f"packing drops {tokens - packed:,} of the {tokens:,} tokens of a batch, as configured by overflow; "
-            f"{labels_left(columns, plan)}",
+            f"packing drops {tokens - packed:,} of the {tokens:,} tokens of a batch, as configured by overflow"
+            f"{f'; {labels}' if (labels := labels_left(columns, plan)) else ''}",
             stacklevel=2,
         )
     if masks := [name for name in LOSS_MASKS if name in columns]:

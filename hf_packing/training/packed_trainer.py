@@ -210,6 +210,8 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         planned.only_evaluates_loss = only_loss and stock
         planned.predictions = Predictions(self.accelerator, metric_key_prefix)
         self.gather_function = partial(planned.predictions.gathered, self.gather_function)
+        rows = self.args.per_device_eval_batch_size
+        self.args.per_device_eval_batch_size = 1  # a batch is one row of predictions, for which metrics get one loss
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -224,4 +226,5 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
             planned.evaluation, planned.only_evaluates_loss = None, False
+            self.args.per_device_eval_batch_size = rows
         return output._replace(num_samples=planned.predictions.documents)
