@@ -38,14 +38,18 @@ class LabelCounts:
 
 
 def labels_left(columns: Mapping[str, Any], plan: PackingPlan) -> LabelCounts | None:
-    """Count the labels that a plan leaves, if it drops some tokens; else return None.
+    """Count the labels that a plan leaves, if documents have labels, and the plan drops some of their tokens.
 
     Args:
         columns: as for `count_labels`.
         plan: the plan of the documents.
+
+    Returns:
+        The counts; None if nothing or everything is dropped, or if all tokens are labels.
     """
     segments = Pieces(plan.segment_document, plan.segment_start, plan.segment_length)
-    if segments.length.sum(dtype=np.int64) in (0, plan.document_length.sum(dtype=np.int64)):
+    lost_some = segments.length.sum(dtype=np.int64) not in (0, plan.document_length.sum(dtype=np.int64))
+    if not lost_some or columns.keys().isdisjoint((LABELS, *LOSS_MASKS)):
         return None
     return LabelCounts(count_labels(columns, segments), count_labels(columns, Pieces.whole(plan.document_length)))
 

@@ -48,7 +48,7 @@ def test_rows_are_those_of_pack(lengths, strategy, view, shards, rows_in_batch, 
         documents = VIEWS[view](on_disk(folder, lengths, shards, rows_in_batch, masks=masks, labels=labels))
         try:
             packed, warned, lazy, warned_lazily = both(documents, strategy, position_ids=position_ids)
-        except PackingError as error:  # what is left has single tokens, or prompts
+        except PackingError as error:  # what is left is not trained on
             if "labels are left, so there would be nothing to train on" not in str(error):
                 raise
             return
