@@ -10,7 +10,7 @@ from plain_dataset import Plain
 from tiny_models import build
 from torch.nn import functional as F
 from trainers import logged, trainer_of
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import hf_packing as hfp
 from hf_packing.errors import PackingError
@@ -60,11 +60,8 @@ class Checked(Trainer):
         outputs = model(**given)
         labels = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
         losses = F.cross_entropy(outputs.logits[0], labels[0], reduction="none")
-        loss = (
-            losses
-            @ inputs.get("weights", torch.ones(1, len(losses)))[0]
-            / (1 if num_items_in_batch is None else num_items_in_batch)
-        )
+        weights = inputs.get("weights", torch.ones(1, len(losses)))[0].to(losses)
+        loss = losses @ weights / (1 if num_items_in_batch is None else num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -199,3 +196,32 @@ def test_an_own_loop_with_the_collator():
         loader = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=hfp.PackingCollator(), num_workers=0)
         for batch in loader:
             check(batch)
+
+
+@pytest.mark.filterwarnings("ignore:attach leaves out the columns")
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
+    """One step over all documents, in float64; each document alone by hand."""
+    data, gradients = weighted(), {}
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, model=None, **__):
+            gradients.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+
+    model = patched(dtype=torch.float64)
+    step = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, **TAKES_ALL}
+    trainer = trainer_of(tmp_path, Checked, model=model, data=data.remove_columns(["text", "pairs"]), **step)
+    trainer.add_callback(Gradients())
+    summary = hfp.attach(trainer, hfp.TokenBudget(400), match_documents_per_step=len(data))
+    assert (summary.optimizer_steps, summary.num_micro_batches) == (1, accumulation)
+    alone = build("Llama", torch.float64)
+    alone.load_state_dict(model.state_dict())
+    labels = sum(len(row) - 1 for row in data["input_ids"])
+    for row in data["input_ids"]:
+        tokens = torch.tensor([row])
+        losses = F.cross_entropy(alone(tokens, use_cache=False).logits[0, :-1], tokens[0, 1:], reduction="none")
+        (losses @ (tokens[0, :-1] / 100).to(losses) / labels).backward()
+    trainer.train()
+    assert trainer.seen == accumulation
+    for name, parameter in alone.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-6, atol=1e-9), name
