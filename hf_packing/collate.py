@@ -18,9 +18,11 @@ from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from hf_packing.collate_trees import check_tree_row, collate_trees, is_tree_row
 from hf_packing.columns import (
     ATTENTION_MASK,
+    COPIED_SEGMENT,
     CU_SEQ_LENS,
     IGNORED_LABEL,
     INPUT_IDS,
+    KNOWN_COLUMNS,
     LABELS,
     LOSS_MASKS,
     MAX_LENGTHS,
@@ -30,6 +32,7 @@ from hf_packing.columns import (
     SEQ_IDX,
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
+    TREE_INPUT_IDS,
     find_unmasked_label,
 )
 from hf_packing.data.packing_trace import refuse_lost_borders, stored_datasets
@@ -51,8 +54,9 @@ class PackingCollator:
     `cu_seq_lens_q`, `cu_seq_lens_k` or from `position_ids`, which restart at 0 at every segment. If a row has several
     of these columns, all must give the same segments. If a row has none of them, the row is one document; it is an
     error if a DataLoader has read it from a dataset that `pack` returned. The collator also uses `input_ids`, `labels`
-    and `token_type_ids`, and drops other columns. Loss masks must be applied to the labels, as in the rows that `pack`
-    returns, since Trainer drops mask columns before the collator runs.
+    and `token_type_ids`. Other columns with one number for each token, such as weights, are joined in the same way, and
+    all further columns are dropped. Loss masks must be applied to the labels, as in the rows that `pack` returns, since
+    Trainer drops mask columns before the collator runs.
 
     With `tokens` and `max_segments`, every batch has the same shapes, so that torch.compile compiles a model once. One
     segment without labels fills the batch up to `tokens`. It repeats the first token of the batch, since a pad token
@@ -74,14 +78,16 @@ class PackingCollator:
         input_ids, labels, position_ids: int64 [1, tokens]; labels are -100 at the first token of every segment, unless
             keep_first_labels is True.
         token_type_ids: int64 [1, tokens], if the rows have this column.
+        further columns of numbers: int64, float32 or bool [1, tokens]; 0 for tokens that only fill the batch.
         cu_seq_lens_q, cu_seq_lens_k: int32 [segments + 1], cumulative segment lengths, starting with 0. With
             max_segments, int32 [max_segments + 1]: after the last segment, all values are `tokens`.
         max_length_q, max_length_k: int, the number of tokens in the longest segment, or `tokens` if this is given.
-        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch.
+        seq_idx: int32 [1, tokens], the index of each token's segment; -1 for tokens that only fill the batch, and less
+            for the segments of a row that is only a copy, whose own seq_idx is less than -1.
         Rows of trees make this dict, which has neither labels nor cu_seq_lens, so that no model computes a loss of its
         own; use `compute_loss`:
         input_ids, position_ids: int64 [1, tokens]; a position is the number of tokens before it in its documents.
-        token_type_ids: int64 [1, tokens], if the rows have this column.
+        token_type_ids and further columns of numbers: [1, tokens], if the rows have them.
         segment_lengths, parents: int64 [segments], the number of tokens and the parent of each segment; -1 for none.
         ends: int64 [documents], the segment in which each document ends.
         trained: int64 [runs, 3], the tokens to train on: document, place in the document, number of tokens.
@@ -89,7 +95,8 @@ class PackingCollator:
 
     Raises:
         PackingError: the rows have no tokens or no input_ids; packed rows have lost their borders; the columns of a row
-            have different lengths or give different segments; only some rows have labels or token_type_ids; an
+            have different lengths or give different segments; only some rows have labels, token_type_ids or another
+            column of numbers; an
             attention_mask has a value other than 1; a loss mask contradicts the labels; the rows have more than
             `tokens` tokens, or more segments than max_segments; accelerate splits batches between processes
             (dispatch_batches); or only some rows are rows of trees, they lack a column or have columns that contradict
@@ -131,9 +138,8 @@ class PackingCollator:
         for number, row in enumerate(rows):
             check_tree_row(row, number)
         names = (*TREE_COLUMNS, TOKEN_TYPE_IDS) if any(TOKEN_TYPE_IDS in row for row in rows) else TREE_COLUMNS
-        return collate_trees(
-            {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in names}
-        )
+        columns = {name: [read_integers(name, row, number) for number, row in enumerate(rows)] for name in names}
+        return {**collate_trees(columns), **_passed_on(rows, columns[TREE_INPUT_IDS])}
 
     def _flat_batch(self, rows: Sequence[Row]) -> dict[str, Any]:
         tokens = [read_integers(INPUT_IDS, row, number) for number, row in enumerate(rows)]
@@ -151,7 +157,7 @@ class PackingCollator:
         position_ids = np.arange(len(input_ids), dtype=np.int32)  # int32, as in packed rows: equal dtypes compare fast
         position_ids -= np.repeat(begin, lengths)
         check_positions(rows, tokens, position_ids)
-        seq_idx = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        seq_idx = np.repeat(_number_segments(rows, tokens, begin), lengths)
         token_types = _read_token_column(TOKEN_TYPE_IDS, rows, tokens)
         batch: dict[str, Any] = {
             INPUT_IDS: torch.from_numpy(input_ids[None]),
@@ -161,10 +167,30 @@ class PackingCollator:
             **dict.fromkeys(MAX_LENGTHS, int(lengths.max())),
             SEQ_IDX: torch.from_numpy(seq_idx[None]),
             **({} if token_types is None else {TOKEN_TYPE_IDS: torch.from_numpy(token_types[None])}),
+            **_passed_on(rows, tokens),
         }
         if self.tokens is not None and self.max_segments is not None:
             batch = fill_to_shape(batch, self.tokens, self.max_segments)
         return batch
+
+
+def _number_segments(rows: Sequence[Row], tokens: Sequence[IntArray], begin: IntArray) -> npt.NDArray[np.int32]:
+    """Number the segments of a batch, int32 [segments]: from 0, but those of copies of rows from COPIED_SEGMENT down.
+
+    Args:
+        rows: packed rows or documents.
+        tokens: the input_ids of each row, integers [tokens of the row].
+        begin: integers [segments]: the index of each segment's first token in the batch.
+    """
+    numbers = np.arange(len(begin), dtype=np.int32)
+    sizes = [len(ids) for ids in tokens]
+    copies = [
+        SEQ_IDX in row and size > 0 and row[SEQ_IDX][0] <= COPIED_SEGMENT for row, size in zip(rows, sizes, strict=True)
+    ]
+    if not any(copies):
+        return numbers
+    copied = np.repeat(copies, sizes)[begin]
+    return np.where(copied, COPIED_SEGMENT - numbers, np.cumsum(~copied) - 1).astype(np.int32)
 
 
 def is_tree_batch(batch: Mapping[str, Any]) -> bool:
@@ -260,6 +286,49 @@ def _read_token_column(name: str, rows: Sequence[Row], tokens: list[IntArray]) -
     for number, (given, ids) in enumerate(zip(values, tokens, strict=True)):
         check_length(name, given, len(ids), number)
     return np.concatenate(values, dtype=np.int64, casting="unsafe")
+
+
+def _passed_on(rows: Sequence[Row], tokens: Sequence[IntArray]) -> dict[str, torch.Tensor]:
+    """Return the columns of numbers that neither packing nor this collator knows, such as weights of the tokens.
+
+    Columns of anything else, such as texts or lists of lists, are dropped.
+
+    Args:
+        rows: packed rows, rows of trees or documents.
+        tokens: the tokens of each row.
+
+    Returns:
+        Tensors [1, tokens of all rows], by column name: int64, float32 or bool.
+
+    Raises:
+        PackingError: a row does not have one number for each token in a column that has numbers in other rows.
+    """
+    found = {}
+    for name in sorted(set().union(*rows) - KNOWN_COLUMNS):
+        of_rows = [numbers_in(row.get(name)) for row in rows]
+        if all(values is None for values in of_rows):
+            continue
+        for number, (values, ids) in enumerate(zip(of_rows, tokens, strict=True)):
+            if values is None:
+                raise PackingError(
+                    f"column {name!r}: expected a list of numbers in row {number}, one for each token, as in other "
+                    "rows; remove the column if it does not describe tokens"
+                )
+            check_length(name, values, len(ids), number)
+        joined = np.concatenate([values for values in of_rows if values is not None and len(values)])
+        kind = {"f": np.float32, "b": np.bool_}.get(joined.dtype.kind, np.int64)
+        found[name] = torch.from_numpy(joined.astype(kind)[None])
+    return found
+
+
+def numbers_in(values: Any) -> npt.NDArray[Any] | None:
+    """Return a list of numbers or booleans as a NumPy array; None for anything else."""
+    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+        return None
+    if isinstance(values, (list, tuple)) and len(values) and not isinstance(values[0], (int, float, np.generic)):
+        return None
+    array = np.asarray(values)
+    return array if array.ndim == 1 and array.dtype.kind in "iufb" else None
 
 
 def _refuse_dispatched_batches(collator: PackingCollator) -> None:

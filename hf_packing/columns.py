@@ -26,6 +26,9 @@ SEQ_IDX = "seq_idx"
 """The column with the index of the segment that each token belongs to."""
 PADDING_SEGMENT = -1
 """The segment index of tokens that only fill a batch of fixed shapes, as in the kernels of causal-conv1d."""
+COPIED_SEGMENT = -2
+"""The segment index of a copy's tokens: a row that stands in for one that is missing, so that all ranks have a batch. A
+second segment of copies has the index -3, and so on. Only tokens with an index of at least 0 are those of a dataset."""
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k")
 """The cumulative segment lengths, starting with 0. FlashAttention takes them separately for queries and for keys."""
 MAX_LENGTHS = ("max_length_q", "max_length_k")
@@ -60,6 +63,18 @@ SPECIAL_TOKENS_MASK = "special_tokens_mask"
 """The column of a tokenizer with a 1 for every special token, which is never masked."""
 OFFSET_MAPPING = "offset_mapping"
 """The column of a tokenizer with the first and the last character of every token, which tells where words begin."""
+
+SOURCE = "source"
+"""The column of a mixture with the number of the document's source, for every token."""
+SOURCE_EPOCH = "source_epoch"
+"""The column of a mixture with the number of times that the source was read before this document, for every token. Only
+mixtures whose sources are read again have it."""
+
+KNOWN_COLUMNS = frozenset(
+    (INPUT_IDS, LABELS, ATTENTION_MASK, TOKEN_TYPE_IDS, BUCKET, *SEGMENT_COLUMNS, *MAX_LENGTHS, *TREE_COLUMNS)
+    + (*LOSS_MASKS, SPECIAL_TOKENS_MASK, OFFSET_MAPPING, SOURCE, SOURCE_EPOCH)
+)
+"""Columns that packing and collators know. Others with one number for each token, such as weights, are passed on."""
 
 IGNORED_LABEL = -100
 """The label that losses in transformers ignore. For models that predict the next token, the first token of every

@@ -14,7 +14,6 @@ from hf_packing.columns import (
     PADDING_SEGMENT,
     POSITION_IDS,
     SEQ_IDX,
-    TOKEN_TYPE_IDS,
 )
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
@@ -37,7 +36,7 @@ def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> d
 
     The filling repeats the first token of the batch, since a pad token changes the result of some models. Its positions
     start again before they exceed those of all documents, since some models depend on the largest position, or have no
-    embedding for it.
+    embedding for it. Other columns with a value for each token are filled with 0.
 
     Args:
         batch: a batch with one row, as PackingCollator makes it.
@@ -65,14 +64,13 @@ def fill_to_shape(batch: Mapping[str, Any], tokens: int, max_segments: int) -> d
         LABELS: IGNORED_LABEL,
         POSITION_IDS: torch.arange(tokens - given) % borders.diff().max(),
         SEQ_IDX: PADDING_SEGMENT,
-        TOKEN_TYPE_IDS: 0,
     }
     filled = dict(batch)
-    for name, value in filling.items():
-        if name in batch:
-            filled[name] = batch[name].new_empty(1, tokens)
-            filled[name][:, :given] = batch[name]
-            filled[name][:, given:] = value
+    for name, values in batch.items():
+        if isinstance(values, torch.Tensor) and values.shape == (1, given):
+            filled[name] = values.new_empty(1, tokens)
+            filled[name][:, :given] = values
+            filled[name][:, given:] = filling.get(name, 0)
     empty = borders.new_full((max_segments - segments,), tokens)
     return {
         **filled,

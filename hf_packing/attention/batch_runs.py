@@ -33,7 +33,7 @@ from hf_packing.attention.snapshot import (
 from hf_packing.attention.temporary_changes import EmbeddingCut, unpatched, with_sampled_vocabulary
 from hf_packing.attention.token_axes import tensors_in
 from hf_packing.attention.tolerance import computation_dtype
-from hf_packing.columns import ENDS, TRAINED, TREE_LABELS
+from hf_packing.columns import ENDS, KNOWN_COLUMNS, TRAINED, TREE_LABELS
 from hf_packing.errors import ModelNotSupportedError, PackingError
 
 _SEED = 0
@@ -110,6 +110,8 @@ class BatchRuns:
         device = input_device(self.inner)
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         given = {name: value for name, value in given.items() if name not in _OF_THE_LOSS}
+        # columns such as weights may be for compute_loss alone, so **kwargs is no reason to pass them to the model
+        given = {name: value for name, value in given.items() if name in (*KNOWN_COLUMNS, *signature.names)}
         self.row = self._read_row(given)
         self._inputs = {n: value for n, value in given.items() if n in read_by_patch or signature.takes(n)}
         shape = self._inputs["input_ids"].shape

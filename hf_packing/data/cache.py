@@ -27,7 +27,8 @@ from filelock import FileLock
 
 import hf_packing
 from hf_packing.columns import INPUT_IDS, LABELS, SEQ_LENGTHS, TREE_INPUT_IDS
-from hf_packing.data.packed_rows import FACT_NAMES, SPLITS, Origin, describe_changes
+from hf_packing.data.label_counts import LabelCounts
+from hf_packing.data.packed_rows import FACT_NAMES, LABELS_LEFT, SPLITS, Origin, describe_changes
 from hf_packing.data.packing_trace import with_trace
 from hf_packing.errors import PackingError
 from hf_packing.planning.plan import ARRAYS, SEGMENT_SHARED, PackingPlan
@@ -138,7 +139,8 @@ class CachedPacks:
                 f"packed, but it holds the plan {plan.fingerprint}; pack the documents again with {again}"
             )
         masks, trained = tuple(facts["loss_masks"]), facts["trained_tokens"]
-        return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained, facts.get(SPLITS))
+        left = LabelCounts(*facts[LABELS_LEFT]) if LABELS_LEFT in facts else None
+        return Origin(plan, facts["strategy"], facts["labels_made"], labels, masks, trained, facts.get(SPLITS), left)
 
     def describe_changes(self) -> list[str]:
         """Return what `pack` did to the documents, as `describe_changes` of hf_packing.data.origin words it."""
@@ -162,7 +164,7 @@ class CachedPacks:
             OSError, ValueError: the file is missing or damaged.
         """
         facts: dict[str, Any] = json.loads((self.origin / _FACTS).read_text())
-        if not isinstance(facts, dict) or facts.keys() - {SPLITS} != FACT_NAMES:
+        if not isinstance(facts, dict) or facts.keys() - {SPLITS, LABELS_LEFT} != FACT_NAMES:
             raise ValueError(
                 f"expected the fields {', '.join(sorted(FACT_NAMES))} in {str(self.origin / _FACTS)!r}, got {facts!r}"
             )

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS
+from hf_packing.data.label_counts import labels_left
 from hf_packing.data.packed_rows import check_bucket_is_free, pack_rows
 from hf_packing.data.token_columns import (
     TRAINING_COLUMNS,
@@ -237,7 +238,8 @@ def _pack_table(table: pa.Table, plan_lengths: Callable[[IntArray], PackingPlan]
     tokens, packed = (int(lengths.sum(dtype=np.int64)) for lengths in (plan.document_length, plan.segment_length))
     if packed < tokens:
         warnings.warn(
-            f"packing drops {tokens - packed:,} of the {tokens:,} tokens of a batch, as configured by overflow",
+            f"packing drops {tokens - packed:,} of the {tokens:,} tokens of a batch, as configured by overflow"
+            f"{f'; {labels}' if (labels := labels_left(columns, plan)) else ''}",
             stacklevel=2,
         )
     if masks := [name for name in LOSS_MASKS if name in columns]:

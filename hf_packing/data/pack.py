@@ -13,6 +13,7 @@ from datasets.utils import tqdm
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS
 from hf_packing.data.cache import PLAN_KEY, CachedPacks, cache_for, fingerprint_of, info_of_packed
+from hf_packing.data.label_counts import LabelCounts, labels_left
 from hf_packing.data.lazy.stored_packs import StoredPacks
 from hf_packing.data.lazy.write_lazy_packs import DocumentPlaces, write_lazy_packs
 from hf_packing.data.packed_rows import Origin, PackedRows, blocks_of_packs, check_bucket_is_free, pack_rows
@@ -119,7 +120,8 @@ def pack(
 
     Raises:
         PackingError: the dataset has no input_ids, has columns whose lengths disagree, is packed already, has a
-            transform, or is a stream with a shuffle buffer; lazy is True for documents in memory, or for a stream; or
+            transform, or is a stream with a shuffle buffer; documents have labels, but those that the strategy drops or
+            truncates have all of them; lazy is True for documents in memory, or for a stream; or
             share_prefixes cannot be combined with the strategy or another argument.
 
     Example:
@@ -221,14 +223,17 @@ def pack_split(
         if schedule is not None and isinstance(plan, PackingPlan):
             plan = schedule.cut(plan, int(plan.pack_capacity.max(initial=1)))
         extras = {"position_ids": position_ids, "bucket": strategy.has_buckets}
+        labels = labels_left(columns, plan.plan if isinstance(plan, TreesPlan) else plan)
+        if labels is not None:
+            labels.check_some_left("strategy", strategy)
         if isinstance(plan, TreesPlan):
             build_trees = partial(tree_rows, columns, plan.plan, bucket=strategy.has_buckets)
-            rows = _write_packs(build_trees, columns, plan.plan, repr(strategy), cache, plan.splits)
+            rows = _write_packs(build_trees, columns, plan.plan, repr(strategy), cache, labels, plan.splits)
         elif documents is not None and isinstance(stored, StoredPacks):
-            rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, stored)
+            rows = write_lazy_packs(documents, columns, plan, repr(strategy), extras, labels, stored)
         else:
             build_rows = partial(pack_rows, columns, plan, **extras)
-            rows = _write_packs(build_rows, columns, plan, repr(strategy), cache)
+            rows = _write_packs(build_rows, columns, plan, repr(strategy), cache, labels)
     changes = stored.describe_changes()
     if left_out := columns_left_out(table.schema):
         changes.append(f"leaves out columns without one number for each token: {', '.join(left_out)}")
@@ -270,6 +275,7 @@ def _write_packs(
     plan: PackingPlan,
     strategy: str,
     cache: CachedPacks,
+    labels: LabelCounts | None,
     splits: Mapping[str, int] | None = None,
 ) -> MemoryMappedTable:
     """Build the rows of a plan block by block, write them to the cache, and return them.
@@ -282,6 +288,7 @@ def _write_packs(
         plan: the plan, which assigns slices of documents to packs.
         strategy: the strategy's repr.
         cache: where to write.
+        labels: the labels that are left, if tokens are dropped.
         splits: for rows of trees: by the name of a column, how many prefixes it has split; None for other rows.
     """
     schema = build_rows(0, 0).table.schema.with_metadata({PLAN_KEY: plan.fingerprint.encode()})
@@ -312,6 +319,7 @@ def _write_packs(
             loss_masks=masks,
             trained_tokens=trained_tokens,
             splits=splits,
+            labels=labels,
         )
         cache.save_origin(origin, folder)
     return MemoryMappedTable.from_file(str(cache.rows))

@@ -22,6 +22,7 @@ from hf_packing.columns import (
     SEQ_LENGTHS,
     apply_loss_masks,
 )
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.data.token_columns import TokenColumn, TokenColumns, blocks_of_rows, is_token_type
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
@@ -264,6 +265,8 @@ FACT_NAMES = {
 """The keys of the dict that `Origin.facts` returns."""
 SPLITS = "splits"
 """A further key of this dict, for rows of trees."""
+LABELS_LEFT = "labels_left"
+"""A further key of this dict, for rows that lack tokens of the documents: the two numbers of `LabelCounts`."""
 
 
 @dataclass(frozen=True)
@@ -283,13 +286,17 @@ class Origin:
     """The number of labels in the rows that are not -100; None if lazy packs have no masks, and are not read."""
     splits: Mapping[str, int] | None = None
     """For rows of trees: by the name of a column, how many prefixes it has split; None for other rows."""
+    labels: LabelCounts | None = None
+    """The labels that are left in the rows, if tokens were dropped."""
 
     def facts(self) -> dict[str, Any]:
         """Return the strategy, token counts and other facts as a dict to save as JSON, without the plan's arrays."""
         tokens = int(self.plan.document_length.sum(dtype=np.int64))
         packed_tokens = int(self.plan.segment_length.sum(dtype=np.int64))
-        of_trees = {} if self.splits is None else {SPLITS: dict(self.splits)}
-        return of_trees | {
+        more: dict[str, Any] = {} if self.splits is None else {SPLITS: dict(self.splits)}
+        if self.labels is not None:
+            more[LABELS_LEFT] = [self.labels.left, self.labels.documents]
+        return more | {
             "strategy": self.strategy,
             "labels_made": self.labels_made,
             "loss_masks": list(self.loss_masks),
@@ -314,7 +321,8 @@ def describe_changes(facts: Mapping[str, Any]) -> list[str]:
         said.append(f"applies {names} to labels: {trained:,} of {packed:,} tokens are trained on")
     if facts["dropped_tokens"]:
         dropped, tokens = facts["dropped_tokens"], facts["tokens"]
-        said.append(f"drops {dropped:,} of {tokens:,} tokens, as configured by {facts['strategy']}")
+        left = f"; {LabelCounts(*facts[LABELS_LEFT])}" if LABELS_LEFT in facts else ""
+        said.append(f"drops {dropped:,} of {tokens:,} tokens, as configured by {facts['strategy']}{left}")
     if (empty := facts["empty_documents"]) == 1:
         said.append("skips 1 document without a token")
     elif empty:

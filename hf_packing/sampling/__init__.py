@@ -20,6 +20,7 @@ steps_of_epochs.py the optimizer steps of each epoch of a run, to find its place
 sampler.py        RankBatchSampler, for a DataLoader; InOrder, for evaluation
 epoch_summary.py  EpochSummary, the counts of an epoch
 sampled_rows.py   reads the rows that a sampler selects
+kept_labels.py    counts the labels in these rows
 """
 
 from hf_packing.versions import refuse_older

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.planning.length_schedule import LengthSchedule
 from hf_packing.sampling.tree_counts import TreeCounts
 
@@ -34,6 +35,9 @@ class EpochSummary:
     """Number of rows that are empty, or too long and dropped."""
     lost_tokens: int
     """Number of tokens in dropped rows and in the cut-off ends of truncated documents."""
+    labels: LabelCounts | None = None
+    """Number of labels other than -100 that are left, and of those in the dataset; the first token of a document has no
+    label if the model predicts the next token. None if not known, as where a collator draws the labels."""
     unpacked_documents_per_step: int | None = None
     """Number of documents in an optimizer step without packing; None if match_documents_per_step is set already, or
     cannot be set to this number."""
@@ -60,6 +64,8 @@ class EpochSummary:
             "attention\n"
             f"{self.copies:,} masked copies, {self.left_out:,} rows left out, {self.lost_tokens:,} tokens lost"
         )
+        if self.labels is not None:
+            text = f"{text}; {self.labels}"
         if self.unpacked_documents_per_step is None:
             return text
         return (

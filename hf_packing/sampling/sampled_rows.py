@@ -13,15 +13,18 @@ import torch
 
 from hf_packing.columns import (
     ATTENTION_MASK,
+    COPIED_SEGMENT,
     ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
     LOSS_MASKS,
+    OFFSET_MAPPING,
     PARENTS,
     POSITION_IDS,
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
+    SEQ_IDX,
     SEQ_LENGTHS,
     TOKEN_TYPE_IDS,
     TRAINED,
@@ -180,8 +183,9 @@ class SampledRows(torch.utils.data.Dataset[Row]):
                     f"dataset: expected {planned} tokens in row {number}, as when batches were planned, got "
                     f"{tokens}; rows must not change from one reading to the next"
                 )
-            for name in _PER_TOKEN:
-                if name in row and (shape := _shape_of(row[name])) != (tokens,):
+            for name in (*_PER_TOKEN, *self.more):
+                expected = (tokens, 2) if name == OFFSET_MAPPING else (tokens,)
+                if name in row and (shape := _shape_of(row[name])) != expected:
                     raise PackingError(
                         f"column {name!r}: expected {tokens} values in row {number}, as many as {tokens_in}, got shape "
                         f"{shape}"
@@ -202,10 +206,13 @@ def _shape_of(values: Any) -> tuple[int | str, ...]:
 
 
 def _with_masked_labels(row: Row) -> Row:
-    """Return the row with all labels masked."""
+    """Return the row with all labels masked, and with segments that are marked as those of a copy."""
     if TREE_LABELS in row:
         return {**row, TREE_LABELS: np.full(len(row[TREE_INPUT_IDS]), IGNORED_LABEL), TRAINED: np.zeros(0, np.int32)}
-    return {**row, LABELS: np.full(len(row[INPUT_IDS]), IGNORED_LABEL)}
+    tokens = len(row[INPUT_IDS])
+    lengths = row.get(SEQ_LENGTHS, [tokens])
+    segments = np.repeat(COPIED_SEGMENT - np.arange(len(lengths)), lengths)
+    return {**row, LABELS: np.full(tokens, IGNORED_LABEL), SEQ_IDX: segments}
 
 
 class ArrowRows:
@@ -213,7 +220,7 @@ class ArrowRows:
 
     Args:
         dataset: a Dataset.
-        names: the columns to read. Every column has lists of integers, or of pairs of integers, without nulls, or is
+        names: the columns to read. Every column has lists of numbers, or of pairs of integers, without nulls, or is
             one of lazy packs.
     """
 
@@ -226,12 +233,12 @@ class ArrowRows:
     def open(cls, dataset: datasets.Dataset, names: Sequence[str]) -> "ArrowRows | None":
         """Return the rows of a dataset; None if they have to be read through the dataset.
 
-        This is the case if a column has anything but lists of integers, lists of lists of integers or lazy packs, or
+        This is the case if a column has anything but lists of numbers, lists of lists of integers or lazy packs, or
         has nulls, and if the dataset is an instance of a subclass of Dataset, which may change rows when they are read.
         """
         table = dataset.data.table
         plain = type(dataset) is datasets.Dataset and all(
-            not table.column(name).null_count if is_lazy(dataset, name) else _has_integers_only(table.column(name))
+            not table.column(name).null_count if is_lazy(dataset, name) else _has_numbers_only(table.column(name))
             for name in names
         )
         return cls(dataset, names) if plain else None
@@ -273,7 +280,7 @@ class _ListColumn:
     """A column of lists, whose rows are slices of the values of one chunk.
 
     Args:
-        column: lists of integers without nulls.
+        column: lists of numbers, or of lists of integers, without nulls.
     """
 
     def __init__(self, column: pa.ChunkedArray) -> None:
@@ -312,8 +319,8 @@ class _Pairs:
         return pairs
 
 
-def _has_integers_only(column: pa.ChunkedArray) -> bool:
-    """Return whether a column has lists of integers, or lists of lists of integers, and no nulls."""
+def _has_numbers_only(column: pa.ChunkedArray) -> bool:
+    """Return whether a column has lists of integers or floats, or lists of lists of integers, and no nulls."""
     if not is_list(column.type):
         return False
     kind = column.type.value_type
@@ -321,7 +328,8 @@ def _has_integers_only(column: pa.ChunkedArray) -> bool:
         return pa.types.is_integer(kind.value_type) and not any(
             chunk.null_count or chunk.values.null_count or chunk.values.values.null_count for chunk in column.chunks
         )
-    return pa.types.is_integer(kind) and not any(chunk.null_count or chunk.values.null_count for chunk in column.chunks)
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return number and not any(chunk.null_count or chunk.values.null_count for chunk in column.chunks)
 
 
 def _with_offsets(chunk: pa.Array) -> pa.Array:

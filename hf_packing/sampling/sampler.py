@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.errors import PackingError
-from hf_packing.planning.lengths import check_whole_number
+from hf_packing.planning.lengths import IntArray, check_whole_number
 from hf_packing.sampling.epoch_plan import (
     Batching,
     Epoch,
@@ -146,12 +147,15 @@ class RankBatchSampler:
             rows = [row for row, _ in self.plan.micro_batch(self._num_micro_batches - 1, self.rank)]
             yield [(min(rows, key=self.rows.sizes.tokens.__getitem__), True)]
 
-    def summary(self, unpacked: int, isolation: object = None) -> EpochSummary:
+    def summary(
+        self, unpacked: int | None = None, isolation: object = None, labels: LabelCounts | None = None
+    ) -> EpochSummary:
         """Return the summary of the current epoch.
 
         Args:
-            unpacked: number of documents that an optimizer step has in training without packing.
+            unpacked: number of documents that an optimizer step has in training without packing; None if not known.
             isolation: an object whose text says what was proven about isolation so far.
+            labels: the labels that are left.
         """
         plan, fitted, trees = self.plan, self.rows, self.sizes.trees
         steps = -(-plan.num_micro_batches // self.accumulation)
@@ -171,7 +175,8 @@ class RankBatchSampler:
             copies=plan.num_copies,
             left_out=len(plan.left_out) + (0 if trees is None else trees.left_out),
             lost_tokens=fitted.lost_tokens + (0 if trees is None else trees.lost_tokens),
-            unpacked_documents_per_step=unpacked if self._can_match(unpacked) else None,
+            labels=labels,
+            unpacked_documents_per_step=unpacked if unpacked is not None and self._can_match(unpacked) else None,
             trees=trees,
             length_schedule=getattr(self.batching, "length_schedule", None),
             isolation=isolation,
@@ -244,8 +249,8 @@ def _same_slots(saved: Any, world_size: int) -> str:
 class InOrder(Batching):
     """A batching for evaluation: each micro-batch has rows_per_batch successive rows of the dataset.
 
-    Ranks take micro-batches in turn. If rows are too few to fill the last micro-batches, copies of rows with masked
-    labels are added.
+    Ranks take micro-batches in turn. The last micro-batch may have fewer rows. If micro-batches are too few for all
+    ranks, copies of the first row with masked labels are added.
 
     Args:
         rows_per_batch: number of rows in a micro-batch.
@@ -255,7 +260,7 @@ class InOrder(Batching):
         >>> from hf_packing.sampling.row_sizes import sizes_of_documents
         >>> plan = InOrder(2).plan(sizes_of_documents(np.array([5, 3, 2])), Epoch(0, world_size=2))
         >>> plan.micro_batch(0, rank=1), plan.num_copies
-        ([(2, False), (0, True)], 1)
+        ([(2, False)], 0)
     """
 
     needs_row_per_rank: ClassVar[bool] = False  # one row is enough, since the other ranks get copies of this row
@@ -272,12 +277,22 @@ class InOrder(Batching):
         return -(-len(rows.kept) // (self.rows_per_batch * epoch.world_size))
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        num_rows = self.num_micro_batches(rows, epoch) * epoch.world_size * self.rows_per_batch
-        copies = np.resize(rows.kept, num_rows - len(rows.kept))
-        return EpochPlan(
-            epoch.world_size,
-            rows=np.concatenate([rows.kept, copies]),
-            is_copy=np.arange(num_rows) >= len(rows.kept),
-            offsets=np.arange(0, num_rows + 1, self.rows_per_batch),
-            left_out=rows.left_out,
-        )
+        return plan_in_order(rows, np.arange(0, len(rows.kept), self.rows_per_batch), epoch.world_size)
+
+
+def plan_in_order(rows: FittedRows, begins: IntArray, world_size: int) -> EpochPlan:
+    """Return the plan in which ranks take micro-batches of successive rows in turn, and copies of the first row.
+
+    Args:
+        rows: the rows.
+        begins: integers [micro-batches]: the index of the first row of each micro-batch among the kept rows.
+        world_size: number of ranks.
+    """
+    copies = -len(begins) % world_size
+    return EpochPlan(
+        world_size,
+        rows=np.concatenate([rows.kept, np.repeat(rows.kept[:1], copies)]),
+        is_copy=np.arange(len(rows.kept) + copies) >= len(rows.kept),
+        offsets=np.concatenate([begins, len(rows.kept) + np.arange(copies + 1)]),
+        left_out=rows.left_out,
+    )

@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 
 from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, TOKEN_TYPE_IDS
+from hf_packing.data.label_counts import LabelCounts, count_labels
 from hf_packing.data.token_columns import (
     check_no_transform,
     find_token_columns,
@@ -22,7 +23,7 @@ from hf_packing.data.trees.find_trees import find_trees
 from hf_packing.data.trees.tree_rows import rows_of_packs
 from hf_packing.errors import PackingError
 from hf_packing.planning.forest import cut_large_trees
-from hf_packing.planning.lengths import Overflow, check_lengths, cut_to_pieces
+from hf_packing.planning.lengths import Overflow, Pieces, check_lengths, cut_to_pieces
 from hf_packing.planning.plan import PackingPlan
 from hf_packing.sampling.epoch_plan import RowSizes
 from hf_packing.sampling.row_sizes import sizes_of
@@ -30,7 +31,7 @@ from hf_packing.sampling.tree_counts import TreeCounts
 from hf_packing.tree_segments import attention_costs
 
 _READ = (INPUT_IDS, LABELS, TOKEN_TYPE_IDS, *LOSS_MASKS)
-"""The columns that are read; the collator does not use others."""
+"""The columns that are read, beside those that are passed on."""
 
 Row = dict[str, npt.NDArray[Any]]
 
@@ -44,15 +45,24 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
         dataset: a Dataset of documents, without a transform.
         plan: a plan in which each pack is a tree.
         unread: names of columns that are not read.
+        more: names of further columns to read, which are passed on.
     """
 
-    def __init__(self, dataset: datasets.Dataset, plan: PackingPlan, unread: Sequence[str] = ()) -> None:
-        self.dataset, self.plan, self._unread = dataset, plan, tuple(unread)
-        self._columns = _columns_of(dataset, unread)
+    def __init__(
+        self, dataset: datasets.Dataset, plan: PackingPlan, unread: Sequence[str] = (), more: Sequence[str] = ()
+    ) -> None:
+        self.dataset, self.plan, self._unread, self._more = dataset, plan, tuple(unread), tuple(more)
+        self._columns = _columns_of(dataset, unread, more)
 
     @classmethod
     def find(
-        cls, dataset: Any, max_tokens: int, fewest_shared: int, overflow: Overflow, unread: Sequence[str] = ()
+        cls,
+        dataset: Any,
+        max_tokens: int,
+        fewest_shared: int,
+        overflow: Overflow,
+        unread: Sequence[str] = (),
+        more: Sequence[str] = (),
     ) -> "TreesOfDocuments":
         """Find the trees of a dataset. Trees that are too large are cut where the fewest tokens are repeated.
 
@@ -62,6 +72,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             fewest_shared: the fewest tokens that documents share.
             overflow: treatment of documents with more than max_tokens tokens.
             unread: names of columns that are not read.
+            more: names of further columns to read, which are passed on. Documents share no token whose values differ.
 
         Raises:
             PackingError: the dataset is not a Dataset of documents, or a document is too long and overflow is "error".
@@ -71,7 +82,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
                 f"dataset: expected a Dataset of documents with share_prefixes, got {type(dataset).__name__}"
             )
         check_no_transform(dataset)
-        columns = _columns_of(dataset, unread)
+        columns = _columns_of(dataset, unread, more)
         lengths = check_lengths(columns[INPUT_IDS].length)
         pieces = cut_to_pieces(lengths, max_tokens, overflow)
         forest = cut_large_trees(find_trees(columns, pieces, fewest_shared).forest, max_tokens)
@@ -85,7 +96,7 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             pack_capacity=np.full(len(forest.offsets) - 1, max_tokens),
             segment_shared=forest.shared,
         )
-        return cls(dataset, plan, unread)
+        return cls(dataset, plan, unread, more)
 
     @property
     def sizes(self) -> RowSizes:
@@ -111,6 +122,13 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
             ),
         )
 
+    @property
+    def labels(self) -> LabelCounts:
+        """The labels that are left in the trees, and those of the documents."""
+        segments = Pieces(self.plan.segment_document, self.plan.segment_start, self.plan.segment_length)
+        documents = Pieces.whole(self.plan.document_length)
+        return LabelCounts(count_labels(self._columns, segments), count_labels(self._columns, documents))
+
     def are_of(self, dataset: Any) -> bool:
         """Return whether these are the trees of a dataset, to which no documents were added in the meantime."""
         return dataset is self.dataset and len(dataset) == self.plan.num_documents
@@ -130,13 +148,13 @@ class TreesOfDocuments(torch.utils.data.Dataset[Row]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the dataset and the plan, since columns that are mapped from files would be pickled as copies."""
-        return type(self), (self.dataset, self.plan, self._unread)
+        return type(self), (self.dataset, self.plan, self._unread, self._more)
 
 
-def _columns_of(dataset: datasets.Dataset, unread: Sequence[str]) -> Any:
+def _columns_of(dataset: datasets.Dataset, unread: Sequence[str], more: Sequence[str]) -> Any:
     table = with_typed_empty_lists(dataset.data.table.select(visible_columns(dataset)))
     columns = find_token_columns(table, row_numbers(dataset))
-    return {name: column for name, column in columns.items() if name in _READ and name not in unread}
+    return {name: column for name, column in columns.items() if name in (*_READ, *more) and name not in unread}
 
 
 def _sums(values: npt.NDArray[np.int64], plan: PackingPlan) -> npt.NDArray[np.int64]:
@@ -148,5 +166,5 @@ def _sums(values: npt.NDArray[np.int64], plan: PackingPlan) -> npt.NDArray[np.in
 def _lists_in(column: pa.ChunkedArray) -> list[npt.NDArray[Any]]:
     """Return the lists of a column as arrays that share its memory."""
     lists = column.combine_chunks()
-    values, offsets = lists.values.to_numpy(), lists.offsets.to_numpy()
+    values, offsets = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_numpy()
     return [values[begin:end] for begin, end in pairwise(offsets.tolist())]

@@ -10,6 +10,7 @@ from hf_packing.fixed_shapes import check_shapes
 from hf_packing.planning.lengths import IntArray
 from hf_packing.sampling.bucket_batches import BucketBatches
 from hf_packing.sampling.epoch_plan import Batching, Epoch, EpochPlan, FittedRows, RowSizes, keep_rows
+from hf_packing.sampling.sampler import plan_in_order
 from hf_packing.sampling.token_budget import TokenBudget
 
 Shapes = tuple[int | None, int | None]
@@ -95,15 +96,7 @@ class FilledInOrder(Batching):
         return -(-len(self._begins(rows)) // epoch.world_size)
 
     def plan_fitted(self, rows: FittedRows, epoch: Epoch) -> EpochPlan:
-        begins = self._begins(rows)
-        copies = self.num_micro_batches(rows, epoch) * epoch.world_size - len(begins)
-        return EpochPlan(
-            epoch.world_size,
-            rows=np.concatenate([rows.kept, np.repeat(rows.kept[:1], copies)]),
-            is_copy=np.arange(len(rows.kept) + copies) >= len(rows.kept),
-            offsets=np.concatenate([begins, len(rows.kept) + np.arange(copies + 1)]),
-            left_out=rows.left_out,
-        )
+        return plan_in_order(rows, self._begins(rows), epoch.world_size)
 
     def _begins(self, rows: FittedRows) -> IntArray:
         """Return the index of the first row of each micro-batch among the kept rows, int64 [micro-batches]."""

@@ -16,6 +16,7 @@
 | planned_batches.py | the state and the loaders of a trainer after `attach` |
 | resumed_steps.py | goes on from a checkpoint whose optimizer steps had another number of micro-batches |
 | streams | the same for streams: logical streams, in lockstep on all ranks, with one state |
+| passed_on.py | chooses columns such as weights that reach the model or the trainer's loss |
 | loader.py | the DataLoader of one rank, and `PackedLoader` |
 | losses.py | counts and weights of the labels of an optimizer step |
 | model_loss.py | lets a model compute its own loss, and finds out how it does that |

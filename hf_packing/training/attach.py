@@ -4,6 +4,7 @@
 trainer's class by a subclass with methods of `PackedTrainer`. Losses stay those of the trainer and the model.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
 
@@ -12,15 +13,18 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.errors import PackingError
 from hf_packing.planning.tree_plan import check_fewest_shared
 from hf_packing.sampling.epoch_plan import Batching, check_batching
 from hf_packing.sampling.epoch_summary import EpochSummary
+from hf_packing.sampling.sampler import RankBatchSampler
 from hf_packing.sampling.token_budget import with_documents_per_step, with_linear_cost
 from hf_packing.sampling.within_limits import Shapes, within_shapes
 from hf_packing.training.checks import check_trainer
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.packed_trainer import PackedTrainer
+from hf_packing.training.passed_on import check_columns, taken_by_trainer
 from hf_packing.training.planned_batches import PlannedBatches, evaluation_datasets
 from hf_packing.training.ranks import (
     BatchesOfCheckpoint,
@@ -110,7 +114,8 @@ def attach(
         UnpaddedModels: how each model runs padded batches.
 
     Raises:
-        PackingError: the trainer, an argument or a dataset is not supported; data or arguments differ between ranks
+        PackingError: the trainer, an argument or a dataset is not supported; the training dataset has labels, but none
+            are left after its documents were cut or dropped; data or arguments differ between ranks
             (raised on all ranks); or a masked language model gets data without labels, or labels that only repeat the
             input tokens, and no collator that masks tokens.
         ModelNotSupportedError: it cannot be verified that the model isolates documents. If the first batch shows a
@@ -156,15 +161,16 @@ def attach(
     shapes, documents = (tokens, max_segments), match_documents_per_step
     planned = on_all_ranks(partial(check_and_plan, documents_per_step=documents, shapes=shapes))
     with models_unpatched_on_error(trainer):
-        on_all_ranks(partial(_isolate_and_settle, trainer, planned.batches))
+        labels = on_all_ranks(partial(_isolate_and_settle, trainer, planned))
     _install(trainer, planned)
-    return planned.summary
+    return replace(planned.summary, labels=labels)
 
 
 class _Planned(NamedTuple):
     """The results of planning: the trainer's planned batches and new class, and the summary that attach returns."""
 
     batches: PlannedBatches
+    sampler: RankBatchSampler
     kind: type[PackedTrainer]
     summary: EpochSummary
 
@@ -196,17 +202,21 @@ def _check_and_plan(
     sampler = batches.sampler(trainer, planned_from)
     for name, dataset in evaluation_datasets(trainer).items():
         batches.sampler_in_order(trainer, name, dataset, planned_from)
+    known = [trainer.train_dataset, *evaluation_datasets(trainer).values()]
+    check_columns("attach", known, taken_by_trainer(trainer))
     unpacked = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     isolation = batches.first_batch_proof if prove == "first batch" else None
     summary = sampler.summary(unpacked * data_rank(trainer.accelerator).world_size, isolation)
-    return _Planned(batches, subclass_with(PackedTrainer, type(trainer), "Packed"), summary)
+    return _Planned(batches, sampler, subclass_with(PackedTrainer, type(trainer), "Packed"), summary)
 
 
-def _isolate_and_settle(trainer: Trainer, batches: PlannedBatches, _: PlannedFrom) -> None:
-    """Patch the trainer's models, and check the loss and the labels."""
+def _isolate_and_settle(trainer: Trainer, planned: _Planned, _: PlannedFrom) -> LabelCounts | None:
+    """Patch the trainer's models, check the loss, and count the labels."""
+    batches = planned.batches
     batches.settle(trainer)
     for dataset in (trainer.train_dataset, *evaluation_datasets(trainer).values()):
         batches.check_labels(trainer, dataset)
+    return batches.kept_labels(trainer, planned.sampler)
 
 
 def _install(trainer: Trainer, planned: _Planned) -> None:

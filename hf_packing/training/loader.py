@@ -17,11 +17,13 @@ from hf_packing.attention import inner_model
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import LABELS, TOKEN_TYPE_IDS
 from hf_packing.cut_batch import with_segments_cut
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.data.lazy.lazy_columns import copies_labels
 from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import check_whole_number
 from hf_packing.sampling.epoch_plan import EpochPlan
+from hf_packing.sampling.epoch_summary import EpochSummary
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import SLOTS, RankBatchSampler
 from hf_packing.sampling.token_budget import longest_segment
@@ -45,6 +47,7 @@ def rows_loader(
     unread: Sequence[str] = (),
     apply_masks: bool = True,
     rows_of: Callable[..., SampledRows] = SampledRows,
+    more: Sequence[str] = (),
     **options: Any,
 ) -> DataLoader[Batch]:
     """Return a DataLoader of the sampler's micro-batches.
@@ -57,6 +60,7 @@ def rows_loader(
         apply_masks: True to make labels from loss masks for rows without labels; if False, the collator refuses such
             rows.
         rows_of: the class of the rows.
+        more: names of further columns with one number for each token to read.
         options: further arguments of DataLoader. The default of collate_fn is `collator_for(model)`. The default of
             generator is a new generator for the seeds of workers: if seeds were drawn from torch's global generator, a
             resumed run would have different dropout than an uninterrupted run.
@@ -66,7 +70,7 @@ def rows_loader(
     options = {"collate_fn": collator_for(model), "generator": torch.Generator(), **options}
     if _makes_labels(options["collate_fn"], dataset):
         unread.append(LABELS)
-    rows = rows_of(dataset, sampler, unread, apply_masks)
+    rows = rows_of(dataset, sampler, unread, apply_masks, more)
     return DataLoader(rows, batch_sampler=rows.batches, **options)
 
 
@@ -98,6 +102,7 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         loss: Loss,
         keep_labels: bool,
         prove_on: nn.Module | None = None,
+        labels: LabelCounts | None = None,
     ) -> None:
         assert isinstance(loader.dataset, SampledRows)
         self.dataset = loader.dataset
@@ -114,9 +119,16 @@ class PackedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self._sampler = sampler
         self._loss = loss
         self._keep_labels = keep_labels
-        self._prove_on = prove_on
+        self._prove_on, self._labels = prove_on, labels
         self.first_batch_proof = FirstBatchProof()
         """What was proven on the first batch; `print` shows it."""
+
+    @property
+    def summary(self) -> EpochSummary:
+        """The numbers of steps, micro-batches, documents, tokens and labels in the epoch; `print` shows them."""
+        self._sampler.set_epoch(self.epoch)
+        isolation = None if self._prove_on is None else self.first_batch_proof
+        return self._sampler.summary(isolation=isolation, labels=self._labels)
 
     def __len__(self) -> int:
         self._sampler.set_epoch(self.epoch)

@@ -20,6 +20,7 @@ from hf_packing.attention import (
 )
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, check_batching
+from hf_packing.sampling.kept_labels import kept_labels
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
 from hf_packing.sampling.token_budget import with_linear_cost
@@ -34,6 +35,7 @@ from hf_packing.training.model_loss import (
     run_with_loss,
     weighting_of,
 )
+from hf_packing.training.passed_on import check_columns, passed_on, taken_by_model
 from hf_packing.training.ranks import PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.token_losses import TokenMean
@@ -90,12 +92,13 @@ def prepare_dataloader(
 
     Returns:
         PackedLoader: an iterable over micro-batches; their number is the same on every rank and in every epoch,
-            but for an epoch whose rest was planned anew. For a stream, a StreamLoopLoader: each iteration goes on where
-            the last one has stopped, up to the end of the epoch.
+            but for an epoch whose rest was planned anew. `print(loader.summary)` shows what an epoch has. For a stream,
+            a StreamLoopLoader: each iteration goes on where the last one has stopped, up to the end of the epoch.
 
     Raises:
         PackingError: split_batches, context or sequence parallelism is on, or dispatch_batches without a stream; the
             dataset is neither map-style nor a stream, or has fewer rows than ranks; a row is longer than a micro-batch;
+            all labels are in what is cut or dropped;
             the model's own loss is not the cross-entropy of its logits; the model is already sharded; data or arguments
             differ between ranks (raised on all ranks); or a masked language model gets data without labels, or labels
             that only repeat the input.
@@ -131,10 +134,13 @@ def prepare_dataloader(
         accumulation = accelerator.gradient_accumulation_steps
         planned_from.note_settings(batching=balanced, gradient_accumulation_steps=accumulation, loss=check_loss(loss))
         planned_from.note_settings(tokens=tokens, max_segments=max_segments)
-        own = dataset if balanced.fewest_shared is None else trees_to_train(dataset, balanced, (), model)
+        own = dataset
+        if balanced.fewest_shared is not None:
+            own = trees_to_train(dataset, balanced, (), model, passed_on(dataset, taken_by_model(model)))
         sizes = sizes_of(own)
         planned_from.note_data("dataset", own, sizes)
         rank, world_size = data_rank(accelerator)
+        check_columns("prepare_dataloader", [dataset], taken_by_model(model))
         return own, RankBatchSampler(balanced, sizes, world_size, rank, accumulation)
 
     dataset, sampler = on_all_ranks(plan)
@@ -152,15 +158,19 @@ def prepare_dataloader(
 
         with unpatched_on_error(model):
             on_all_ranks(isolate_and_check)
+    collator = collator_for(model, tokens, max_segments)
+    labels = on_all_ranks(lambda _: kept_labels(dataset, sampler, keep_first=collator.keep_first_labels))
+    if labels is not None:
+        labels.check_some_left("batching", sampler.batching)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         if settings.get("train_micro_batch_size_per_gpu") == "auto":
             settings["train_micro_batch_size_per_gpu"] = 1  # one packed row
     pinned = {"pin_memory": accelerator.device.type == "cuda"}
-    collator = collator_for(model, tokens, max_segments)
-    rows = rows_loader(dataset, sampler, model, collate_fn=collator, **(pinned | options))
+    more = passed_on(dataset, taken_by_model(model))
+    rows = rows_loader(dataset, sampler, model, more=more, collate_fn=collator, **(pinned | options))
     prove_on = model if prove == "first batch" else None
-    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss), prove_on)
+    loader = PackedLoader(accelerator, rows, sampler, loss, _keeps_labels(model, loss), prove_on, labels)
     accelerator.register_for_checkpointing(loader)
     return loader
 
@@ -204,7 +214,8 @@ def evaluation_loss(accelerator: Accelerator, model: nn.Module, dataset: Any, *,
         if sizes.trees is None:
             check_labels_are_hidden(dataset, sizes, model)
         rank, world_size = data_rank(accelerator)
-        return rows_loader(dataset, RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank), model)
+        sampler = RankBatchSampler(InOrder(rows_per_batch), sizes, world_size, rank)
+        return rows_loader(dataset, sampler, model, more=passed_on(dataset, taken_by_model(model)))
 
     if isinstance(dataset, datasets.IterableDataset):
         from hf_packing.training.streams.stream_loop import evaluation_loader

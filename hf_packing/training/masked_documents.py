@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 from transformers import TrainingArguments
 
-from hf_packing.columns import INPUT_IDS, LABELS, LOSS_MASKS, OFFSET_MAPPING, SPECIAL_TOKENS_MASK
+from hf_packing.columns import LABELS, LOSS_MASKS, OFFSET_MAPPING, SPECIAL_TOKENS_MASK
 from hf_packing.data.token_columns import visible_columns
 from hf_packing.errors import PackingError
 from hf_packing.sampling.sampled_rows import Row, SampledRows
@@ -40,6 +40,7 @@ class MaskedRows(SampledRows):
         sampler: the sampler of this rank.
         unread: names of columns that are not read.
         apply_masks: has no effect, since rows with loss masks are refused.
+        more: names of further per-token columns to read.
         masking: how tokens are masked.
 
     Raises:
@@ -53,10 +54,11 @@ class MaskedRows(SampledRows):
         sampler: RankBatchSampler,
         unread: Sequence[str] = (),
         apply_masks: bool = True,
+        more: Sequence[str] = (),
         *,
         masking: Masking,
     ) -> None:
-        more = [SPECIAL_TOKENS_MASK, *([OFFSET_MAPPING] if masking.whole_words else [])]
+        more = [*more, SPECIAL_TOKENS_MASK, *([OFFSET_MAPPING] if masking.whole_words else [])]
         super().__init__(dataset, sampler, unread, apply_masks, more)
         self.masking = masking
         self._same_masks = isinstance(sampler.batching, (InOrder, FilledInOrder))
@@ -103,14 +105,8 @@ class MaskedRows(SampledRows):
 
     def _check_lengths(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
         super()._check_lengths(numbers, rows)
-        for number, row in zip(numbers, rows, strict=True):
+        for row in rows:
             self._check_columns(row)
-            for name in self.more:
-                if name in row and len(row[name]) != len(row[INPUT_IDS]):
-                    raise PackingError(
-                        f"column {name!r}: expected {len(row[INPUT_IDS])} values in row {number}, as many as "
-                        f"input_ids, got {len(row[name])}"
-                    )
 
     def _check_words(self) -> None:
         """Raise PackingError if no gaps divide words in a sample of rows, so that a row is masked as a whole or not."""

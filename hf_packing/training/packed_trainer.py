@@ -14,12 +14,20 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from hf_packing.attention import borders_required
 from hf_packing.collate import is_tree_batch
-from hf_packing.columns import LABELS
+from hf_packing.columns import ATTENTION_MASK, LABELS
 from hf_packing.cut_batch import with_segments_cut
 from hf_packing.errors import PackingError
 from hf_packing.sampling.token_budget import longest_segment
 from hf_packing.training.planned_batches import PlannedBatches
-from hf_packing.training.ranks import check_accumulation, data_rank, items_counted
+from hf_packing.training.ranks import (
+    Predictions,
+    StepCounts,
+    check_accumulation,
+    data_rank,
+    fillers_counted,
+    items_counted,
+    own_tokens,
+)
 from hf_packing.training.resumed_steps import ResumedSteps
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.tree_batch import labels_key
@@ -29,11 +37,13 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """A Trainer that trains, evaluates and predicts on packed batches, which `attach` planned."""
 
     planned_batches: PlannedBatches
+    gather_function: Any
     loss_is_scaled_for_ga = True
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         planned = self.planned_batches
         planned.resumed = ResumedSteps(kwargs.get("resume_from_checkpoint", args[0] if args else None))
+        planned.step_counts = StepCounts()
         try:
             with planned.on_all_ranks(self, planned.check_training):
                 return super().train(*args, **kwargs)
@@ -58,8 +68,11 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
             return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        with self.planned_batches.on_all_ranks(self, self.planned_batches.check):
-            return super().predict(*args, **kwargs)
+        planned = self.planned_batches
+        with planned.on_all_ranks(self, planned.check):
+            output = super().predict(*args, **kwargs)
+        planned.predictions.correct_speed(output.metrics)
+        return output
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return self.planned_batches.training_loader(self)
@@ -93,12 +106,20 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
         counts = planned.counts_of([self._cut_for_this_step(batch) for batch in batches]).to(device)
         everywhere = self.accelerator.gather(counts[None])[::processes_per_rank]
         planned.step_counts.add(everywhere)
+        if hasattr(self, "_total_train_tokens"):  # SFTTrainer is about to add all tokens of these batches
+            self._total_train_tokens -= fillers_counted(everywhere)
         return batches, items_counted(everywhere)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Tell Trainer which tokens are padding, since it would count pad tokens, which documents may end with."""
+        super()._track_num_input_tokens({**inputs, ATTENTION_MASK: own_tokens(inputs)})
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log packing metrics together with the training loss."""
         if "loss" in logs:
             logs = {**logs, **self.planned_batches.step_counts.take(self.planned_batches.decided.max_tokens)}
+        self.planned_batches.step_counts.correct_speed(logs)
+        self.planned_batches.predictions.correct_speed(logs)
         super().log(logs, *args, **kwargs)
 
     def compute_loss(
@@ -132,6 +153,7 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Give a batch of trees labels, since Trainer computes a loss only of batches with labels."""
+        self.planned_batches.predictions.begin(inputs)
         if is_tree_batch(inputs):
             inputs = {**inputs, LABELS: inputs[labels_key(inputs)]}
         with borders_required():
@@ -151,6 +173,10 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     ) -> EvalLoopOutput:
         planned = self.planned_batches
         planned.evaluation = TokenMean(self.args.device)
+        planned.predictions = Predictions(self.accelerator, metric_key_prefix)
+        self.gather_function = partial(planned.predictions.gathered, self.gather_function)
+        rows = self.args.per_device_eval_batch_size
+        self.args.per_device_eval_batch_size = 1  # a batch is one row of predictions, for which metrics get one loss
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -165,4 +191,5 @@ class PackedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
                 output.metrics[name] = summed / tokens if tokens else math.nan
         finally:
             planned.evaluation = None
-        return output
+            self.args.per_device_eval_batch_size = rows
+        return output._replace(num_samples=planned.predictions.documents)

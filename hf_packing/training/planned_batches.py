@@ -12,8 +12,10 @@ from transformers import Trainer
 
 from hf_packing.attention import ProveInTraining, inner_model
 from hf_packing.collate import PackingCollator
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.errors import PackingError
 from hf_packing.sampling.epoch_plan import Batching, RowSizes
+from hf_packing.sampling.kept_labels import kept_labels
 from hf_packing.sampling.row_sizes import sizes_of
 from hf_packing.sampling.sampled_rows import SampledRows
 from hf_packing.sampling.sampler import InOrder, RankBatchSampler
@@ -36,9 +38,11 @@ from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.loader import rows_loader
 from hf_packing.training.losses import Loss
 from hf_packing.training.model_loss import check_loss_of_model, collator_for
+from hf_packing.training.passed_on import passed_on, taken_by_trainer
 from hf_packing.training.ranks import (
     CollectiveCall,
     PlannedFrom,
+    Predictions,
     StepCounts,
     data_rank,
     micro_batch_counts,
@@ -80,6 +84,8 @@ class PlannedBatches:
         """Where the losses of all labels are kept during a step of training; None to keep none."""
         self.step_counts = StepCounts()
         """Counts of tokens and documents in the optimizer steps since the trainer last logged."""
+        self.predictions = Predictions(trainer.accelerator, "")
+        """What was predicted in the evaluation that is running, or was the last."""
         self.accumulation = 1
         """The value of gradient_accumulation_steps for which the training batches were planned."""
         self.resumed: ResumedSteps | None = None  # the place in the data at which train() begins, while it runs
@@ -89,6 +95,8 @@ class PlannedBatches:
         """The trees of the training dataset; None if they were not yet found, or if documents share no prefixes."""
         self._known_sizes: dict[int, _KnownSizes] = {}
         """The cached sizes of each dataset; the key is id(dataset)."""
+        self._known_labels: tuple[RowSizes, LabelCounts | None] | None = None
+        """The sizes of the training dataset for which labels were counted, and the counts."""
         self._collective = CollectiveCall()
         self.first_batch_proof = FirstBatchProof()
         self._masks = trainer.data_collator if masks_tokens(trainer.data_collator) else None
@@ -193,6 +201,28 @@ class PlannedBatches:
             return
         check_labels_are_hidden(dataset, sizes, trainer.model, self._rows_of(trainer))
 
+    def kept_labels(self, trainer: Trainer, sampler: RankBatchSampler) -> LabelCounts | None:
+        """Count the labels that are left in the training dataset; None if they are not known before training.
+
+        Raises:
+            PackingError: the dataset has labels, but none are left.
+        """
+        if self._masks is not None:  # it draws the labels
+            return None
+        known = self._known_labels
+        if known is None or known[0] is not sampler.sizes:
+            counts = kept_labels(
+                self._rows_to_train(trainer),
+                sampler,
+                ignored_masks(trainer),
+                applies_masks(trainer),
+                self.collator.keep_first_labels,
+            )
+            known = self._known_labels = sampler.sizes, counts
+        if known[1] is not None:
+            known[1].check_some_left("batching", sampler.batching)
+        return known[1]
+
     def remember_settings(self, trainer: Trainer) -> None:
         """Store the settings that decide the trainer's loss, so that `check` notices changes."""
         self._loss_settings = loss_settings(trainer)
@@ -210,6 +240,7 @@ class PlannedBatches:
         def settle(_: PlannedFrom) -> None:
             self._settle_again(trainer)
             self.check_labels(trainer, trainer.train_dataset)
+            self.kept_labels(trainer, sampler)
 
         run = self._collective.runner()
         sampler = run(plan)
@@ -245,7 +276,8 @@ class PlannedBatches:
         if batching.fewest_shared is None:
             return dataset
         if self._trees is None or not self._trees.are_of(dataset):
-            self._trees = trees_to_train(dataset, batching, ignored_masks(trainer), trainer.model)
+            more = passed_on(dataset, taken_by_trainer(trainer))
+            self._trees = trees_to_train(dataset, batching, ignored_masks(trainer), trainer.model, more)
         return self._trees
 
     def _settle_again(self, trainer: Trainer) -> None:
@@ -304,6 +336,7 @@ class PlannedBatches:
             unread=ignored_masks(trainer),
             apply_masks=applies_masks(trainer),
             rows_of=self._rows_of(trainer),
+            more=passed_on(dataset, taken_by_trainer(trainer)),
             collate_fn=self.collator,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",

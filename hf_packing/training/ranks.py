@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import is_initialized
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hf_packing.collate import is_tree_batch
-from hf_packing.columns import PADDING_SEGMENT
 from hf_packing.errors import PackingError
 from hf_packing.sampling.data_facts import DataFacts, data_facts, difference
 from hf_packing.sampling.epoch_plan import RowSizes
@@ -36,8 +36,9 @@ LOSS = "loss"
 STEPS_AHEAD = "steps_ahead"
 """A checkpoint entry: the number of optimizer steps by which global_step is ahead of the position in the epoch."""
 
-_TOKENS, _DOCUMENTS, _SQUARES, _ITEMS = range(4)
-"""Columns of the result of `micro_batch_counts`. Items are the tokens or documents over which the loss is averaged."""
+_TOKENS, _DOCUMENTS, _SQUARES, _ITEMS, _FILLERS = range(5)
+"""Columns of the result of `micro_batch_counts`. Items are the tokens or documents over which the loss is averaged;
+fillers are the tokens of padding and of copies, which the other columns leave out."""
 
 
 class DataRank(NamedTuple):
@@ -252,24 +253,29 @@ class BatchesOfCheckpoint(TrainerCallback, ExportableState):  # type: ignore[mis
 
 
 def micro_batch_counts(batches: Sequence[Mapping[str, Any]], loss: Loss) -> Tensor:
-    """Count the tokens, documents, attention cost and items of the loss in each batch, without padding.
+    """Count the tokens, documents, attention cost, items of the loss and filling tokens of each batch.
 
     Returns:
-        int64 [batches, 4], on the batches' device. Attention cost is the sum of squared segment lengths or, for trees,
+        int64 [batches, 5], on the batches' device. Attention cost is the sum of squared segment lengths or, for trees,
         `TreeSegments.attention_cost`. Items are the tokens or documents over which the loss is averaged.
     """
     rows = []
     for batch in batches:
         if is_tree_batch(batch):
             trees = trees_of(batch)
-            known = [trees.tokens, int(documents_in(batch)), trees.attention_cost, int(items_in(batch, loss))]
+            known = [trees.tokens, int(documents_in(batch)), trees.attention_cost, int(items_in(batch, loss)), 0]
             rows.append(torch.tensor(known, device=batch["input_ids"].device))
             continue
-        lengths = batch["cu_seq_lens_q"].long().diff()
-        padding = (batch["seq_idx"] == PADDING_SEGMENT).sum()  # one segment, if there is any
-        counted = [batch["input_ids"].shape[1] - padding, documents_in(batch), lengths.square().sum() - padding**2]
-        rows.append(torch.stack([each.to(lengths.device) for each in (*counted, items_in(batch, loss))]))
+        borders, own = batch["cu_seq_lens_q"].long(), own_tokens(batch)[0]
+        lengths = F.pad(own.long().cumsum(0), (1, 0))[borders].diff()  # 0 for segments that only fill the batch
+        counted = [lengths.sum(), (lengths > 0).sum(), lengths.square().sum(), items_in(batch, loss), (~own).sum()]
+        rows.append(torch.stack([each.to(borders.device) for each in counted]))
     return torch.stack(rows)
+
+
+def own_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return which tokens of a batch are of its dataset, bool [1, tokens]: those of neither padding nor copies."""
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool) if is_tree_batch(batch) else batch["seq_idx"] >= 0
 
 
 def check_accumulation(trainer: Trainer, planned: int) -> None:
@@ -289,11 +295,16 @@ def check_accumulation(trainer: Trainer, planned: int) -> None:
         )
 
 
+def fillers_counted(counts: Tensor) -> int:
+    """Return the number of tokens in an optimizer step that only fill batches, given the counts of all ranks."""
+    return int(counts[..., _FILLERS].sum())
+
+
 def items_counted(counts: Tensor) -> Tensor:
     """Return the number of items over which the loss of an optimizer step is averaged, an int64 scalar of at least 1.
 
     Args:
-        counts: int64 [ranks, batches, 4], the result of `micro_batch_counts` on each rank.
+        counts: int64 [ranks, batches, 5], the result of `micro_batch_counts` on each rank.
     """
     return counts[..., _ITEMS].sum().clamp(min=1)
 
@@ -306,10 +317,21 @@ class StepCounts:
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
+        self._documents: Tensor | int = 0
+        """The number of documents in all steps."""
 
     def add(self, counts: Tensor) -> None:
-        """Add the counts of an optimizer step, int64 [ranks, batches, 4], gathered from `micro_batch_counts`."""
+        """Add the counts of an optimizer step, int64 [ranks, batches, 4 or 5], as of `micro_batch_counts`."""
         self._steps.append(counts.detach())
+        self._documents = self._documents + counts[..., _DOCUMENTS].sum()
+
+    def correct_speed(self, logs: dict[str, float]) -> None:
+        """Make the samples per second at the end of a training those documents that were trained on.
+
+        Trainer multiplies max_steps by per_device_train_batch_size, which does not decide how large a step is.
+        """
+        if (name := "train_samples_per_second") in logs:
+            logs[name] = round(int(self._documents) / logs["train_runtime"], 3)
 
     def take(self, max_tokens: int | None) -> dict[str, float]:
         """Return packing metrics of the optimizer steps since the last call, by their names in the logs.
@@ -331,6 +353,52 @@ class StepCounts:
             "token_utilization": _utilization(tokens),
             "attention_utilization": _utilization(squares),
         }
+
+
+class Predictions:
+    """What the ranks have predicted in an evaluation, without the copies of rows that some of them had to run.
+
+    Args:
+        accelerator: the accelerator of the trainer.
+        prefix: the prefix of the names of metrics.
+    """
+
+    def __init__(self, accelerator: Accelerator, prefix: str) -> None:
+        self._accelerator, self._prefix = accelerator, prefix
+        self._documents: Tensor | int = 0
+        self._batches = 0
+        self._counted: list[bool] = []
+        """For each process: whether its current micro-batch has rows that are not copies."""
+
+    @property
+    def documents(self) -> int:
+        """The number of documents, over all ranks."""
+        return int(self._documents)
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Note the micro-batch that this rank is about to run; all ranks call this together."""
+        documents = self._accelerator.gather(micro_batch_counts([batch], "token")[:, _DOCUMENTS])
+        self._documents, self._batches = self._documents + documents.sum(), self._batches + 1
+        self._counted = [True] if len(documents) == 1 else (documents > 0).tolist()
+
+    def gathered(self, gather: Callable[[Any], Any], data: Any) -> Any:
+        """Return what `gather` returns for the results of a micro-batch, without those of ranks that ran a copy."""
+        found = gather(data)
+        if all(self._counted):
+            return found
+        if isinstance(found, list) and not isinstance(data, list):  # of eval_use_gather_object
+            size = len(found) // len(self._counted)
+            return [each for number, each in enumerate(found) if self._counted[number // size]]
+        return recursively_apply(self._without_copies, found)
+
+    def _without_copies(self, of_ranks: Tensor) -> Tensor:
+        of_each = zip(of_ranks.chunk(len(self._counted)), self._counted, strict=True)
+        return torch.cat([results for results, counts in of_each if counts])
+
+    def correct_speed(self, metrics: dict[str, float]) -> None:
+        """Make the steps per second those micro-batches that each rank has run, instead of a number that rows give."""
+        if (name := f"{self._prefix}_steps_per_second") in metrics:
+            metrics[name] = round(self._batches / metrics[f"{self._prefix}_runtime"], 3)
 
 
 def _utilization(work: Tensor) -> float:

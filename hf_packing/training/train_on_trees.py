@@ -20,7 +20,7 @@ from hf_packing.training.trainer_loss import TrainerLoss
 
 
 def trees_to_train(
-    dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None
+    dataset: Any, batching: Batching, unread: Sequence[str], model: nn.Module | None, more: Sequence[str] = ()
 ) -> TreesOfDocuments:
     """Return the trees of a training dataset's documents.
 
@@ -29,12 +29,13 @@ def trees_to_train(
         batching: a TokenBudget that shares prefixes.
         unread: names of columns that are not read.
         model: the model that will run the batches; None stands for any model.
+        more: names of further columns to read.
     """
     assert isinstance(batching, TokenBudget)
     assert batching.fewest_shared is not None
     has_token_types = model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0))
     unread = [*unread, *([] if has_token_types else [TOKEN_TYPE_IDS])]
-    return TreesOfDocuments.find(dataset, batching.max_tokens, batching.fewest_shared, batching.overflow, unread)
+    return TreesOfDocuments.find(dataset, batching.max_tokens, batching.fewest_shared, batching.overflow, unread, more)
 
 
 def check_takes_trees(model: nn.Module, loss: Loss, batching: Batching, shapes: Shapes) -> None:

@@ -31,7 +31,14 @@ from hf_packing.training.checks import (
 )
 from hf_packing.training.loss_units import UNITS
 from hf_packing.training.planned_rows import PlannedRows
-from hf_packing.training.ranks import BatchesOfCheckpoint, check_accumulation, data_rank, items_counted, on_all_ranks
+from hf_packing.training.ranks import (
+    BatchesOfCheckpoint,
+    StepCounts,
+    check_accumulation,
+    data_rank,
+    items_counted,
+    on_all_ranks,
+)
 from hf_packing.training.token_losses import TokenMean
 from hf_packing.training.trainer_loss import subclass_with
 from hf_packing.training.uneven_gather import gathering_uneven_tensors
@@ -49,6 +56,7 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         on_all_ranks(lambda _: self.planned_rows.check(self))
+        self.planned_rows.step_counts = StepCounts()
         return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -75,6 +83,7 @@ class WholeRowTrainer(Trainer):  # type: ignore[misc]  # transformers has no typ
         """Log packing metrics together with the training loss."""
         if "loss" in logs:
             logs = {**logs, **self.planned_rows.step_counts.take(self.planned_rows.batching.max_tokens)}
+        self.planned_rows.step_counts.correct_speed(logs)
         super().log(logs, *args, **kwargs)
 
     def compute_loss(

@@ -18,6 +18,7 @@ from lazy_documents import STRATEGIES, both, on_disk, same_rows
 import hf_packing as hfp
 from hf_packing.data.lazy.packed_tokens import number_of
 from hf_packing.data.lazy.token_files import SourceFile, StoredColumn, TokenFiles, TokenReader
+from hf_packing.errors import PackingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:pack (skips|drops|applies|leaves):UserWarning")
 
@@ -45,7 +46,12 @@ VIEWS = {
 def test_rows_are_those_of_pack(lengths, strategy, view, shards, rows_in_batch, masks, labels, position_ids):
     with tempfile.TemporaryDirectory() as folder:
         documents = VIEWS[view](on_disk(folder, lengths, shards, rows_in_batch, masks=masks, labels=labels))
-        packed, warned, lazy, warned_lazily = both(documents, strategy, position_ids=position_ids)
+        try:
+            packed, warned, lazy, warned_lazily = both(documents, strategy, position_ids=position_ids)
+        except PackingError as error:  # what is left is not trained on
+            if "labels are left, so there would be nothing to train on" not in str(error):
+                raise
+            return
         assert warned == warned_lazily
         assert lazy.column_names == packed.column_names
         assert lazy[:] == packed[:]

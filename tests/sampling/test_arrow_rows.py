@@ -87,7 +87,7 @@ def test_a_subclass_may_change_its_rows():
     [
         pa.array([[1], None]),
         pa.array([[1], [None]]),
-        pa.array([[1.0], [2.0]]),
+        pa.array([[1.0], [None]]),
         pa.array([[True], [False]]),
         pa.array([["a"], ["b"]]),
         pa.array([[[1.0]], [[2.0]]]),
@@ -101,6 +101,16 @@ def test_other_columns_are_left_to_the_dataset(column):
     dataset = datasets.Dataset(pa.table({"a": [[1], [2]], "b": column}))
     assert ArrowRows.open(dataset, ["a"]) is not None
     assert ArrowRows.open(dataset, ["a", "b"]) is None
+
+
+def test_weights_are_read_as_they_are():
+    weights = [[0.5, 1.0], [], [0.25]]
+    for kind in (pa.float16(), pa.float32(), pa.float64()):
+        halves = [np.array(row, kind.to_pandas_dtype()) for row in weights]
+        dataset = datasets.Dataset(pa.table({"weights": pa.array(halves, pa.list_(kind))}))
+        rows = ArrowRows.open(dataset.select([2, 0, 1]), ["weights"]).read(range(3))
+        assert [row["weights"].tolist() for row in rows] == [weights[2], weights[0], weights[1]]
+        assert {row["weights"].dtype for row in rows} == {np.dtype(kind.to_pandas_dtype())}
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.list_(pa.int64())), pa.list_(pa.list_(pa.int32(), 2))], ids=str)

@@ -92,7 +92,10 @@ def test_in_order(lengths, rows_per_batch, world_size, number):
     wanted = np.flatnonzero(lengths).tolist()
     assert in_turn[: len(wanted)] == [(row, False) for row in wanted]
     copies = in_turn[len(wanted) :]
-    assert copies == [(wanted[place % len(wanted)], True) for place in range(len(copies))]
-    assert len(copies) == plan.num_copies < rows_per_batch * world_size
-    assert set(np.diff(plan.offsets).tolist()) == {rows_per_batch}
+    assert copies == [(wanted[0], True)] * plan.num_copies
+    assert plan.num_copies < world_size  # each is the only row of its micro-batch
+    full, rest = divmod(len(wanted), rows_per_batch)
+    rows_of_each = [rows_per_batch] * full + [rest] * (rest > 0) + [1] * plan.num_copies
+    assert np.diff(plan.offsets).tolist() == rows_of_each
+    assert len(rows_of_each) == plan.num_micro_batches * world_size
     assert plan.left_out.tolist() == [row for row, length in enumerate(lengths) if not length]

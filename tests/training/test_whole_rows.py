@@ -71,6 +71,15 @@ def test_steps_are_those_of_the_padded_batch(kind, accumulation, tmp_path):
     assert apart(trainer.model.state_dict(), expected) < 1e-12
 
 
+def test_samples_per_second_count_rows(tmp_path):
+    """Six rows in each of three steps would be 18; each step has about as many rows as the budget holds."""
+    trainer = attached("classifier", tmp_path)
+    metrics = trainer.train().metrics
+    rows = sum(entry["documents_per_step"] for entry in trainer.state.log_history if "loss" in entry)
+    assert rows not in (0, 18)
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(rows, rel=1e-2)
+
+
 @pytest.mark.parametrize("kind", ["classifier", "tokens", "answers"])
 def test_predictions_are_in_the_order_of_the_dataset(kind, tmp_path):
     stock, ours = trainer_of(kind, tmp_path), attached(kind, tmp_path)

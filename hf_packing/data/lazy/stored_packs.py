@@ -20,7 +20,7 @@ from datasets.table import MemoryMappedTable
 from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, POSITION_IDS, SEQ_LENGTHS, apply_loss_masks
 from hf_packing.data.cache import work_folder
 from hf_packing.data.lazy.token_files import SourceFile, StoredColumn, TokenFiles, TokenReader
-from hf_packing.data.packed_rows import FACT_NAMES, Origin, as_int32, describe_changes, positions_of
+from hf_packing.data.packed_rows import FACT_NAMES, LABELS_LEFT, Origin, as_int32, describe_changes, positions_of
 from hf_packing.errors import PackingError
 from hf_packing.planning.lengths import IntArray
 from hf_packing.planning.storage import put_in_place
@@ -213,7 +213,7 @@ def number_of(folder: str) -> int:
 
 def _read_facts(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads((folder / _FACTS).read_text())
-    if facts["format"] != _FORMAT or facts["packing"].keys() != FACT_NAMES:
+    if facts["format"] != _FORMAT or facts["packing"].keys() - {LABELS_LEFT} != FACT_NAMES:
         raise ValueError(f"{str(folder / _FACTS)!r} is of another version of hf_packing")
     return facts
 

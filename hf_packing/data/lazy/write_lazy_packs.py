@@ -8,6 +8,7 @@ import pyarrow as pa
 from datasets.table import MemoryMappedTable
 
 from hf_packing.columns import BUCKET, INPUT_IDS, LABELS, LOSS_MASKS, POSITION_IDS, SEQ_LENGTHS
+from hf_packing.data.label_counts import LabelCounts
 from hf_packing.data.lazy.find_tokens import find_tokens, first_tokens
 from hf_packing.data.lazy.packed_tokens import PackedTokens, cells_of
 from hf_packing.data.lazy.stored_packs import StoredPacks
@@ -48,6 +49,7 @@ def write_lazy_packs(
     plan: PackingPlan,
     strategy: str,
     extras: dict[str, bool],
+    labels: LabelCounts | None,
     packs: StoredPacks,
 ) -> MemoryMappedTable:
     """Write the packs of a plan, and return their rows.
@@ -60,6 +62,7 @@ def write_lazy_packs(
         plan: the plan, which assigns slices of documents to packs.
         strategy: the strategy's repr.
         extras: whether packed rows get the columns `position_ids` and `bucket`.
+        labels: the labels that are left, if tokens are dropped.
         packs: where to write.
 
     Raises:
@@ -74,6 +77,7 @@ def write_lazy_packs(
         first_labels=None,
         loss_masks=masks,
         trained_tokens=_count_trained_tokens(columns, plan) if masks else None,
+        labels=labels,
     )
     begin = documents.first_token[plan.segment_document] + plan.segment_start
     others = [name for name in columns if name not in (INPUT_IDS, LABELS, *masks)]

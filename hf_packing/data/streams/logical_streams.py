@@ -53,7 +53,7 @@ class Turn(NamedTuple):
     def values(self, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
         """Return the row's values in some columns, integers [tokens] or [segments]."""
         assert self.row is not None
-        return {name: self.row.column(name).combine_chunks().flatten().to_numpy() for name in names}
+        return {name: self.row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in names}
 
 
 class LogicalStreams(upstream.TypedExamples):

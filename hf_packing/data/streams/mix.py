@@ -7,9 +7,10 @@ from typing import Any, get_args
 
 import datasets
 
+from hf_packing.columns import SOURCE, SOURCE_EPOCH
 from hf_packing.data.streams import upstream
 from hf_packing.data.streams.mixed_examples import MixedExamples
-from hf_packing.data.streams.mixture import SOURCE, SOURCE_EPOCH, Count, Mixture, StoppingStrategy
+from hf_packing.data.streams.mixture import Count, Mixture, StoppingStrategy
 from hf_packing.data.streams.mixtures_in import mixtures_in
 from hf_packing.data.streams.sources import Source, open_source
 from hf_packing.errors import PackingError

@@ -13,10 +13,11 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
+from hf_packing.columns import SOURCE, SOURCE_EPOCH
 from hf_packing.data.packed_rows import list_array
 from hf_packing.data.streams import upstream
 from hf_packing.data.streams.document_reader import DocumentReader, Place, lengths_of
-from hf_packing.data.streams.mixture import SOURCE, SOURCE_EPOCH, Mixture
+from hf_packing.data.streams.mixture import Mixture
 from hf_packing.data.streams.mixture_balance import phases_of
 from hf_packing.data.streams.mixture_progress import Given, MixtureProgress, Piece, SourceProgress, describe
 from hf_packing.data.streams.saved_state import STATE, MadeFrom, load, new_state, save

@@ -10,16 +10,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, apply_loss_masks
+from hf_packing.columns import (
+    IGNORED_LABEL,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASKS,
+    SOURCE,
+    SOURCE_EPOCH,
+    apply_loss_masks,
+)
 from hf_packing.data.streams.document_reader import lengths_of
 from hf_packing.errors import PackingError
-
-SOURCE = "source"
-"""The column with the number of the document's source, for every token."""
-
-SOURCE_EPOCH = "source_epoch"
-"""The column with the number of times that the source was read before this document, for every token. Only mixtures
-whose sources are read again have it."""
 
 Count = Literal["tokens", "trainable"]
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from hf_packing.columns import INPUT_IDS
+from hf_packing.data.label_counts import labels_left
 from hf_packing.data.packed_rows import pack_rows
 from hf_packing.data.streams import upstream
 from hf_packing.data.streams.document_reader import DocumentReader
@@ -274,6 +275,9 @@ class PackedExamples(upstream.TypedExamples):
             ) from error
         age = np.concatenate([start.age, np.zeros(new.num_rows, np.int8)])
         plan, waits = window.plan, np.zeros(window.plan.num_packs, dtype=bool)
+        labels = labels_left(columns, plan)
+        if labels is not None and not start.number:
+            labels.check_some_left("strategy", self.packing.strategy)
         if not reader.ended:
             plan, waits = choose_waiting(window, age, size)
         waiting, document = waiting_documents(columns, plan, waits, schema)
@@ -286,6 +290,7 @@ class PackedExamples(upstream.TypedExamples):
             dropped_tokens=int(lengths.sum(dtype=np.int64)) - packed,
             packs=int((~waits).sum()),
             splits=window.splits,
+            lost_labels=0 if labels is None else labels.documents - labels.left,
         )
         following = WindowStart(
             place=reader.place,
@@ -304,8 +309,8 @@ def warn_of_losses(counts: Counts, strategy: PlansWindows) -> None:
     """Warn of dropped tokens, empty documents and prefixes that ended early, when a stream has ended."""
     if counts.dropped_tokens:
         warnings.warn(
-            f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, as configured by "
-            f"{strategy!r}",
+            f"pack drops {counts.dropped_tokens:,} of {counts.tokens:,} tokens of a stream, and {counts.lost_labels:,} "
+            f"labels, as configured by {strategy!r}",
             stacklevel=2,
         )
     if counts.empty_documents:

@@ -1,6 +1,6 @@
 """What has to be known at the start of a window to make its rows again: saved in the state of a packed stream."""
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ class Counts:
     splits: int = 0
     """How many shared prefixes ended early, since values of tokens other than input_ids differ; counted in each window
     anew, so documents that wait for the next window may count again."""
+    lost_labels: int = 0
+    """The labels other than -100 among the dropped tokens."""
 
     def plus(self, other: "Counts") -> "Counts":
         """Return the sums of the counts."""
@@ -35,7 +37,7 @@ class Counts:
 
     def as_tuple(self) -> tuple[int, ...]:
         """Return the counts in the order of the fields."""
-        return self.documents, self.tokens, self.empty_documents, self.dropped_tokens, self.packs, self.splits
+        return astuple(self)
 
 
 @dataclass(frozen=True)

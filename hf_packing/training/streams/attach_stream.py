@@ -27,6 +27,7 @@ from hf_packing.training.checks import check_trainer
 from hf_packing.training.first_batch import FirstBatchProof
 from hf_packing.training.losses import Loss, check_loss
 from hf_packing.training.packed_trainer import PackedTrainer
+from hf_packing.training.passed_on import check_columns, taken_by_trainer
 from hf_packing.training.planned_batches import evaluation_datasets
 from hf_packing.training.ranks import LOSS, PlannedFrom, data_rank, on_all_ranks
 from hf_packing.training.streams.stream_loader import StreamLoader
@@ -190,6 +191,8 @@ def _check(
             batches.evaluation_stream(trainer, name, dataset, planned_from)
         else:
             batches.sampler_in_order(trainer, name, dataset, planned_from)
+    known = [trainer.train_dataset, *evaluation_datasets(trainer).values()]
+    check_columns("attach", known, taken_by_trainer(trainer))
     proof = batches.first_batch_proof if prove == "first batch" else None
     ranks = data_rank(trainer.accelerator).world_size
     schedule = getattr(batching, "length_schedule", None)

@@ -20,12 +20,13 @@ from hf_packing.columns import (
     SEGMENT_COLUMNS,
     SEGMENT_LENGTHS,
     SEQ_LENGTHS,
+    SOURCE,
+    SOURCE_EPOCH,
     TOKEN_TYPE_IDS,
     TREE_COLUMNS,
 )
 from hf_packing.data.streams.logical_streams import LogicalStreams, Position, Turn
 from hf_packing.data.streams.mixed_examples import MixedExamples
-from hf_packing.data.streams.mixture import SOURCE, SOURCE_EPOCH
 from hf_packing.planning.lengths import IntArray
 from hf_packing.tree_segments import TreeSegments
 
@@ -95,6 +96,7 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
         state: the state of the logical streams of this rank, for `LogicalStreams.load_state_dict`.
         first: the number of the first micro-batch, counted from the beginning of the epoch.
         token_types: whether rows keep `token_type_ids`.
+        more: names of further columns with one number for each token to read.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class RankTurns(torch.utils.data.IterableDataset[MicroBatch]):
         state: dict[str, Any] | None,
         first: int,
         token_types: bool,
+        more: Sequence[str] = (),
     ) -> None:
         self.owned = streams.owned[rank::world_size]
         self._streams, self._state, self._first = streams, state, first
         self._rows_per_batch, self._collate = rows_per_batch, collate
         names = [INPUT_IDS, LABELS, *([TOKEN_TYPE_IDS] if token_types else []), *SEGMENT_COLUMNS, *TREE_COLUMNS]
+        names += more
         names += [SOURCE, SOURCE_EPOCH] if isinstance(streams.ex_iterable, MixedExamples) else []
         self._names = [name for name in names if name in streams.features]
 

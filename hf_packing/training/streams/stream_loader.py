@@ -1,6 +1,6 @@
 """Yield the micro-batches of one rank from logical streams, and save how far the logical streams of all ranks are."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import islice
 from typing import Any
@@ -13,12 +13,14 @@ from accelerate.utils import gather_object, send_to_device
 
 from hf_packing.collate import PackingCollator
 from hf_packing.columns import (
+    COPIED_SEGMENT,
     ENDS,
     IGNORED_LABEL,
     INPUT_IDS,
     LABELS,
     PARENTS,
     SEGMENT_LENGTHS,
+    SEQ_IDX,
     TRAINED,
     TREE_INPUT_IDS,
     TREE_LABELS,
@@ -58,6 +60,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         collate: the collator.
         accumulation: number of micro-batches in an optimizer step on this rank.
         token_types: whether the model takes `token_type_ids`.
+        more: names of further columns with one number for each token to read.
         restarts: True for evaluation: each iteration begins at the first row of the first epoch.
         workers: number of DataLoader workers.
         options: further arguments of DataLoader.
@@ -71,6 +74,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         *,
         accumulation: int = 1,
         token_types: bool = True,
+        more: Sequence[str] = (),
         restarts: bool = False,
         workers: int = 0,
         **options: Any,
@@ -93,6 +97,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.counts = SourceCounts(stream.sources, stream.streams.streams)
         """What was yielded of each source of a mixture."""
         self._collate, self._token_types, self._restarts = collate, token_types, restarts
+        self._more = more
         self._workers, self._options = workers, options
         self._dispatches = bool(accelerator.dispatch_batches) and accelerator.num_processes > 1
         self._positions: dict[int, Position] = {}
@@ -177,7 +182,8 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
     def _batch(self, micro_batch: MicroBatch) -> Batch:
         if micro_batch.batch is not None:
             return micro_batch.batch
-        return _masked(self._collate, self.stream.shares_prefixes)
+        kinds = {name: self.stream.streams.features[name].feature.dtype for name in self._more}
+        return _masked(self._collate, self.stream.shares_prefixes, kinds)
 
     def _move(self, step: list[MicroBatch]) -> None:
         """Note that a step was run, or passed over."""
@@ -207,6 +213,7 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
             streams.state_at(own) if own else None,
             turns // self.stream.rows_per_batch,
             self._token_types,
+            self._more,
         )
 
     def _dispatched_steps(self) -> Iterator[list[MicroBatch]]:
@@ -281,14 +288,20 @@ class StreamLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate ha
         self.counts.load(state.get("sources"))  # a state of an older version has no counts
 
 
-def _masked(collate: Callable[..., Batch], as_tree: bool) -> Batch:
+def _masked(collate: Callable[..., Batch], as_tree: bool, more: Mapping[str, str]) -> Batch:
     """Return a batch without labels, for a rank that has no row while other ranks have one.
 
     It is always the same batch, since a model draws as much dropout for a batch as the batch has tokens.
+
+    Args:
+        collate: the collator.
+        as_tree: whether other batches are made of rows of trees.
+        more: the dtypes of the columns that are passed on, by name.
     """
     tokens = np.zeros(_MASKED_TOKENS, dtype=np.int64)
     labels = np.full_like(tokens, IGNORED_LABEL)
+    zeros = {name: tokens.astype(dtype) for name, dtype in more.items()}
     if not as_tree:
-        return collate([{INPUT_IDS: tokens, LABELS: labels}])
+        return collate([{INPUT_IDS: tokens, LABELS: labels, SEQ_IDX: np.full_like(tokens, COPIED_SEGMENT), **zeros}])
     segments = {SEGMENT_LENGTHS: [_MASKED_TOKENS], PARENTS: [-1], ENDS: [0], TRAINED: []}
-    return collate([{TREE_INPUT_IDS: tokens, TREE_LABELS: labels, **segments}])
+    return collate([{TREE_INPUT_IDS: tokens, TREE_LABELS: labels, **segments, **zeros}])

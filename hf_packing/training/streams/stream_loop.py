@@ -24,6 +24,7 @@ from hf_packing.training.first_batch import FirstBatchProof, prepared_model
 from hf_packing.training.loader import items_of_step
 from hf_packing.training.losses import Loss, check_loss, with_share
 from hf_packing.training.model_loss import check_loss_of_model, collator_for
+from hf_packing.training.passed_on import check_columns, passed_on_in_stream, taken_by_model
 from hf_packing.training.ranks import LOSS, PlannedFrom, check_same_loss, data_rank, on_all_ranks
 from hf_packing.training.router_padding import refuse_padding_in_router_loss
 from hf_packing.training.streams.stream_loader import Batch, StreamLoader
@@ -104,6 +105,7 @@ def prepare_stream_loader(
 ) -> StreamLoopLoader:
     """Return a loader of this rank's batches of a stream; `prepare_dataloader` describes the arguments."""
     stream = on_all_ranks(partial(_open, accelerator, dataset, batching, loss, model, shapes))
+    check_columns("prepare_dataloader", [dataset], taken_by_model(model))
     if model is not None:
         with unpatched_on_error(model):
             on_all_ranks(partial(_isolate_and_check, accelerator, dataset, batching, loss, model, prove, shapes))
@@ -114,6 +116,7 @@ def prepare_stream_loader(
         collator_for(model, *shapes),
         accumulation=accelerator.gradient_accumulation_steps,
         token_types=model is None or bool(getattr(inner_model(model).config, "type_vocab_size", 0)),
+        more=passed_on_in_stream(stream.streams.features, taken_by_model(model)),
         workers=pinned.pop("num_workers", 0),
         batching=batching,
         loss=loss,
@@ -137,9 +140,14 @@ def evaluation_loader(accelerator: Accelerator, model: nn.Module, dataset: Any, 
             check_labels_of_stream(dataset, model)
         return with_rows_joined(stream, rows_per_batch)
 
-    has_token_types = bool(getattr(inner_model(model).config, "type_vocab_size", 0))
+    stream = on_all_ranks(open_stream)
     return StreamLoader(
-        on_all_ranks(open_stream), accelerator, collator_for(model), token_types=has_token_types, restarts=True
+        stream,
+        accelerator,
+        collator_for(model),
+        token_types=bool(getattr(inner_model(model).config, "type_vocab_size", 0)),
+        more=passed_on_in_stream(stream.streams.features, taken_by_model(model)),
+        restarts=True,
     )
 
 

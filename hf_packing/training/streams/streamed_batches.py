@@ -12,11 +12,11 @@ from transformers import Trainer, TrainingArguments
 
 from hf_packing.attention import inner_model
 from hf_packing.collate import is_tree_batch
-from hf_packing.columns import COMPLETION_MASK, LABELS
-from hf_packing.data.streams.mixture import SOURCE
+from hf_packing.columns import COMPLETION_MASK, LABELS, SOURCE
 from hf_packing.errors import PackingError
 from hf_packing.training.checks import ignored_masks
 from hf_packing.training.model_loss import predicts_next
+from hf_packing.training.passed_on import passed_on_in_stream, taken_by_trainer
 from hf_packing.training.planned_batches import PlannedBatches
 from hf_packing.training.ranks import PlannedFrom, check_same_loss, data_rank
 from hf_packing.training.streams.source_logs import SourceLogs, check_names, source_of_tokens
@@ -89,7 +89,8 @@ class StreamedBatches(PlannedBatches):
     def counts_of(self, batches: Sequence[dict[str, Any]]) -> torch.Tensor:
         counts = super().counts_of(batches)
         assert self.loader is not None
-        counts[torch.tensor(self.loader.without_rows)] = 0  # nothing in them comes from the stream
+        if is_tree_batch(batches[0]):  # other batches tell by themselves that they have nothing of the stream
+            counts[torch.tensor(self.loader.without_rows)] = 0
         return counts
 
     @contextmanager
@@ -228,6 +229,7 @@ class StreamedBatches(PlannedBatches):
             trainer.accelerator,
             self.collator,
             token_types=bool(getattr(inner_model(trainer.model).config, "type_vocab_size", 0)),
+            more=passed_on_in_stream(stream.streams.features, taken_by_trainer(trainer)),
             workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and trainer.accelerator.device.type != "cpu",
             prefetch_factor=args.dataloader_prefetch_factor,

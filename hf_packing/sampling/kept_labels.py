@@ -1,0 +1,90 @@
+"""Count the labels in the rows that a sampler keeps: those that are left after rows were cut or left out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+
+from hf_packing.columns import IGNORED_LABEL, INPUT_IDS, LABELS, LOSS_MASKS, SEQ_LENGTHS
+from hf_packing.data.label_counts import LabelCounts, count_labels
+from hf_packing.data.lazy.lazy_columns import copies_labels
+from hf_packing.data.token_columns import check_same_lengths, column_of_values, row_numbers, visible_columns
+from hf_packing.planning.lengths import Pieces
+from hf_packing.sampling.row_sizes import open_column
+from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.sampling.trees_of_documents import TreesOfDocuments
+
+
+def kept_labels(
+    dataset: Any,
+    sampler: RankBatchSampler,
+    unread: Sequence[str] = (),
+    apply_masks: bool = True,
+    keep_first: bool = False,
+) -> LabelCounts | None:
+    """Count the labels other than -100 in the rows of a sampler, and in all rows of its dataset.
+
+    Args:
+        dataset: the dataset that the sampler was made for.
+        sampler: the sampler.
+        unread: names of columns that are not read.
+        apply_masks: whether rows without labels get labels from their loss masks.
+        keep_first: whether the first token of a document has a label, as for masked language models.
+
+    Returns:
+        The counts; None if they are not known: for rows that were packed as trees, and for rows that are computed when
+        they are read, unless tokens of them are lost.
+    """
+    rows, sizes = sampler.rows, sampler.sizes
+    if isinstance(dataset, TreesOfDocuments):
+        return dataset.labels
+    in_table = isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+    if sizes.trees is not None or not (in_table or rows.lost_tokens):
+        return None
+    columns = (
+        _in_table(dataset, unread, apply_masks) if in_table else _by_reading(dataset, sampler, unread, apply_masks)
+    )
+    whole = Pieces.whole(sizes.tokens)
+    if (segments := columns.pop(SEQ_LENGTHS, None)) is not None:
+        lengths = segments.gather(whole.document, whole.start, sizes.segments).astype(np.int64)
+        row = np.repeat(whole.document, sizes.segments)
+        first_of_row = np.cumsum(sizes.tokens) - sizes.tokens
+        whole = Pieces(row, np.cumsum(lengths) - lengths - first_of_row[row], lengths)
+    found = count_labels(columns, whole, keep_first)
+    if rows.pieces is not None:
+        return LabelCounts(count_labels(columns, rows.pieces.take(rows.kept), keep_first), found)
+    if not rows.lost_tokens:
+        return LabelCounts(found, found)
+    kept = np.flatnonzero(np.isin(whole.document, rows.kept))
+    return LabelCounts(count_labels(columns, whole.take(kept), keep_first), found)
+
+
+def _in_table(dataset: datasets.Dataset, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
+    """Return the columns of a dataset that decide which tokens have labels, and seq_lengths."""
+    names = [name for name in visible_columns(dataset) if name not in unread]
+    deciding = [LABELS] if LABELS in names else [name for name in LOSS_MASKS if name in names and apply_masks]
+    if copies_labels(dataset):
+        deciding = []
+    table, numbers = dataset.data.table, row_numbers(dataset)
+    columns = {name: open_column(dataset, name, table, numbers) for name in (INPUT_IDS, *deciding)}
+    check_same_lengths(columns)
+    if SEQ_LENGTHS in names:
+        columns[SEQ_LENGTHS] = open_column(dataset, SEQ_LENGTHS, table, numbers)
+    return columns
+
+
+def _by_reading(dataset: Any, sampler: RankBatchSampler, unread: Sequence[str], apply_masks: bool) -> dict[str, Any]:
+    """Return the same columns of a dataset whose rows are computed when they are read."""
+    sizes = sampler.sizes
+    rows = SampledRows(dataset, RankBatchSampler(InOrder(1), sizes), unread, apply_masks)
+    labels, lengths = [np.zeros(0, np.int8)], [np.zeros(0, np.int64)]
+    for number in np.flatnonzero(sizes.tokens).tolist():
+        row = rows[number]
+        labels.append(np.where(np.asarray(row[LABELS]) == IGNORED_LABEL, IGNORED_LABEL, 0).astype(np.int8))
+        lengths.append(np.asarray(row.get(SEQ_LENGTHS, [])))
+    columns = {LABELS: column_of_values(LABELS, np.concatenate(labels), sizes.tokens)}
+    if sizes.packed:
+        columns[SEQ_LENGTHS] = column_of_values(SEQ_LENGTHS, np.concatenate(lengths), sizes.segments)
+    return columns

@@ -1,0 +1,173 @@
+"""Figures that Trainer and TRL derive themselves, after attach, against counts over the documents by hand."""
+
+import json
+
+import datasets
+import pytest
+import torch
+from patched_models import patched
+from processes import launch
+from trainers import trainer_of
+from training_process import documents, tokenizer
+from transformers import Trainer
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.sampling.row_sizes import sizes_of
+from hf_packing.sampling.sampled_rows import SampledRows
+from hf_packing.sampling.sampler import InOrder, RankBatchSampler
+from hf_packing.training.ranks import Predictions, micro_batch_counts
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+SHAPES = {"tokens": 96, "max_segments": 24}
+NUMBER = 45
+
+
+def ending_with_eos(number=NUMBER):
+    """Documents that end with the pad token, as where a tokenizer's pad token is its eos token."""
+    rows = [[*row[:-1], 0] for row in documents(number)["input_ids"]]
+    return datasets.Dataset.from_dict({"input_ids": rows})
+
+
+def tokens_in(data):
+    return sum(map(len, data["input_ids"]))
+
+
+def attached(folder, kind=Trainer, data=None, budget=None, shapes=None, **changes):
+    trainer = trainer_of(folder, kind, data=ending_with_eos() if data is None else data, **changes)
+    trainer.processing_class = tokenizer()
+    assert trainer.processing_class.pad_token_id == 0
+    hfp.attach(trainer, budget or hfp.TokenBudget(64), **(shapes or {}))
+    return trainer
+
+
+@pytest.mark.parametrize("shapes", [{}, SHAPES])
+def test_input_tokens_seen_are_those_of_documents(tmp_path, shapes):
+    known = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    trainer = attached(tmp_path, shapes=shapes, include_num_input_tokens_seen="non_padding", **known)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 2 * tokens_in(trainer.train_dataset)
+
+
+def test_all_input_tokens_seen_are_those_of_batches(tmp_path):
+    trainer = attached(tmp_path, shapes=SHAPES, include_num_input_tokens_seen="all", max_steps=3)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 3 * SHAPES["tokens"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shapes", [{}, SHAPES])
+def test_copies_of_rows_count_as_nothing(shapes, packed):
+    """Of three rows, the second of two ranks runs a copy beside the last one."""
+    data = hfp.pack(ending_with_eos(12), hfp.BestFit(64, seed=0)).select(range(3)) if packed else ending_with_eos(3)
+    sizes, collate = sizes_of(data), hfp.PackingCollator(**shapes)
+    counts = []
+    for rank in range(2):
+        rows = SampledRows(data, RankBatchSampler(InOrder(1), sizes, 2, rank))
+        counts += [micro_batch_counts([collate(rows.__getitems__(each))], "token")[0].tolist() for each in rows.batches]
+    copy = counts.pop()
+    assert copy[:4] == [0, 0, 0, 0]
+    assert copy[4] == (SHAPES["tokens"] if shapes else len(data[0]["input_ids"]))
+    assert sum(tokens for tokens, *_ in counts) == tokens_in(data)
+    segments = [len(row["seq_lengths"]) for row in data] if packed else [1, 1, 1]
+    assert sum(found for _, found, *_ in counts) == sum(segments)
+
+
+def test_a_copy_and_rows_in_one_batch():
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100] * 2, "seq_idx": [-2, -2]}]
+    rows = [{"labels": row["input_ids"], **row} for row in (*rows, {"input_ids": [6], "seq_idx": [0]}, rows[1])]
+    batch = hfp.PackingCollator()(rows)
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, -3, -3, 1, -5, -5]]
+    assert micro_batch_counts([batch], "token").tolist() == [[4, 2, 10, 2, 4]]
+    model = patched(dtype=torch.float64).eval()
+    with torch.no_grad():
+        logits, alone = model(**batch).logits[0, 3:5], model(input_ids=torch.tensor([[4, 5]]), use_cache=False).logits
+    assert torch.allclose(logits, alone[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("shapes", [{}, SHAPES])
+def test_tokens_of_trl_are_those_of_documents(tmp_path, shapes):
+    trainer = attached(tmp_path, SFTTrainer, shapes=shapes, max_steps=-1, num_train_epochs=2, logging_steps=1)
+    trainer.train()
+    last = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
+    assert last == 2 * tokens_in(trainer.train_dataset)
+
+
+@pytest.mark.parametrize("steps", [3, 11])
+@pytest.mark.parametrize("shapes", [{}, SHAPES])
+def test_samples_per_second_count_documents(tmp_path, steps, shapes):
+    trainer = attached(tmp_path, shapes=shapes, max_steps=steps, logging_steps=2)
+    trained, step = [], trainer.training_step
+
+    def counted(model, inputs, *args):
+        trained.append(sum(int(inputs["input_ids"][0, end - 1]) == 0 for end in inputs["cu_seq_lens_q"][1:].unique()))
+        return step(model, inputs, *args)
+
+    trainer.training_step = counted
+    metrics = trainer.train().metrics
+    filled = steps if shapes else 0  # the segment that fills a batch repeats its first token, which is not 0
+    assert sum(trained) > 2 * steps > filled
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(sum(trained), rel=1e-2)
+    assert trainer.state.log_history[-1]["train_samples_per_second"] == metrics["train_samples_per_second"]
+
+
+def test_a_second_training_counts_its_own_documents(tmp_path):
+    trainer = attached(tmp_path, max_steps=-1, num_train_epochs=1)
+    for _ in range(2):
+        metrics = trainer.train().metrics
+        assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(NUMBER, rel=1e-2)
+
+
+@pytest.mark.parametrize("shapes", [{}, SHAPES])
+def test_speed_of_an_evaluation(tmp_path, shapes):
+    trainer = attached(tmp_path, shapes=shapes, per_device_eval_batch_size=4)
+    packed = hfp.pack(ending_with_eos(), hfp.BestFit(48))
+    for data, documents_in in ((ending_with_eos(23), 23), (packed, NUMBER)):
+        steps = len(trainer.get_eval_dataloader(data))
+        for metrics, name in (
+            (trainer.evaluate(data), "eval"),
+            (trainer.evaluate(data, metric_key_prefix="eval_other"), "eval_other"),
+            (trainer.predict(data).metrics, "test"),
+        ):
+            seconds = metrics[f"{name}_runtime"]
+            assert metrics[f"{name}_samples_per_second"] * seconds == pytest.approx(documents_in, rel=2e-2)
+            assert metrics[f"{name}_steps_per_second"] * seconds == pytest.approx(steps, rel=2e-2)
+
+
+def test_gathered_results_of_copies_are_left_out():
+    """Of three ranks with two results each, the second and the third run copies; some trainers gather objects."""
+
+    class Ranks:
+        gather = staticmethod(lambda _: torch.tensor([3, 0, 0]))
+
+    predictions = Predictions(Ranks, "eval")
+    predictions.begin(hfp.PackingCollator()([{"input_ids": [1, 2]}]))
+    assert predictions.documents == 3
+    results = torch.arange(6)
+    for gather in (lambda _: (results, {"more": results[:, None]}), lambda _: list(results)):
+        found = predictions.gathered(gather, results)
+        if isinstance(found, tuple):
+            assert found[1]["more"].tolist() == [[0], [1]]
+            found = list(found[0])
+        assert [int(each) for each in found] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4])
+def test_predictions_of_two_ranks_have_no_copies(tmp_path, rows):
+    """23 rows: rank 1 lacks the last one, and runs a copy in its place."""
+    found = []
+    for ranks in (1, 2):
+        launch("figures_process.py", tmp_path / str(ranks), str(rows), ranks=ranks)
+        found += [json.loads((tmp_path / str(ranks) / f"facts-{rank}.json").read_text()) for rank in range(ranks)]
+    one, two, other = found
+    assert two["labels"] == other["labels"]
+    assert two["labels"] == one["labels"]
+    assert len(one["labels"]) == -(-23 // rows)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["seen_by_metrics"] == one["seen_by_metrics"]
+    for facts in found:
+        assert facts["documents"] == 23
+        assert facts["num_tokens_seen"] == 2 * tokens_in(documents(23))
+        assert facts["trained_documents"] == pytest.approx(2 * 23, rel=1e-2)

@@ -1,0 +1,144 @@
+"""Labels that are left after documents were cut or dropped: counted, and refused where there are none."""
+
+import accelerate
+import datasets
+import pytest
+from plain_dataset import Plain
+from trainers import trainer_of
+from transformers import Trainer
+from trl import SFTTrainer
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # TRL uses names that transformers has renamed
+
+TRUNCATED = hfp.TokenBudget(128, overflow="truncate")
+
+
+def prompts(masked=200, trained=20, number=12, short=0):
+    """Documents whose first tokens are not trained on, and short ones that are trained on but for their first token."""
+    tokens = [3 + (row * 7 + place) % 90 for row in range(number) for place in range(masked + trained)]
+    rows = [tokens[row * (masked + trained) : (row + 1) * (masked + trained)] for row in range(number)]
+    labels = [[-100] * masked + row[masked:] for row in rows]
+    rows, labels = [*rows, *[[5, 6, 7]] * short], [*labels, *[[5, 6, 7]] * short]
+    return datasets.Dataset.from_dict({"input_ids": rows, "labels": labels})
+
+
+def with_mask(data, name="completion_mask"):
+    masks = [[int(label != -100) for label in row] for row in data["labels"]]
+    return data.remove_columns("labels").add_column(name, masks)
+
+
+def table(rows):
+    return datasets.Dataset.from_list(rows)
+
+
+def as_transform(data):
+    rows = data[:]
+    return data.with_transform(lambda batch: {name: batch[name] for name in rows})
+
+
+@pytest.mark.parametrize("kind", [table, Plain, lambda rows: as_transform(table(rows))])
+@pytest.mark.parametrize("overflow", ["truncate", "drop"])
+def test_no_label_left_is_refused(tmp_path, kind, overflow):
+    """A short document that stays has no labels."""
+    data = kind([*prompts(), {"input_ids": [5, 6, 7], "labels": [-100] * 3}])
+    budget = hfp.TokenBudget(128, overflow=overflow)
+    with pytest.raises(PackingError, match="batching: 0 of 240 labels are left.*got TokenBudget"):
+        hfp.attach(trainer_of(tmp_path, data=data), budget)
+    with pytest.raises(PackingError, match="batching: 0 of 240 labels are left"):
+        hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), data, budget)
+
+
+def test_masks_of_trl_are_labels(tmp_path):
+    trainer = trainer_of(tmp_path, SFTTrainer, data=with_mask(prompts()), completion_only_loss=True)
+    with pytest.raises(PackingError, match="0 of 240 labels are left"):
+        hfp.attach(trainer, TRUNCATED)
+    trainer = trainer_of(tmp_path, SFTTrainer, data=with_mask(prompts()), completion_only_loss=False)
+    labels = hfp.attach(trainer, TRUNCATED).labels
+    assert (labels.left, labels.documents) == (12 * 127, 12 * 219)
+
+
+def test_shared_prefixes_are_counted_too(tmp_path):
+    budget = hfp.TokenBudget(128, overflow="truncate", share_prefixes=True)
+    with pytest.raises(PackingError, match="0 of 240 labels are left"):
+        hfp.attach(trainer_of(tmp_path, data=prompts()), budget)
+
+
+def test_changed_data_is_counted_again(tmp_path):
+    trainer = trainer_of(tmp_path, data=prompts(short=1))
+    assert "2 of 242 labels are left" in str(hfp.attach(trainer, TRUNCATED))
+    trainer.train_dataset = prompts()
+    with pytest.raises(PackingError, match="0 of 240 labels are left"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
+def test_what_is_left_is_said(tmp_path, kind):
+    data = prompts(masked=120, short=2)
+    summary = hfp.attach(trainer_of(tmp_path, kind, data=data), TRUNCATED)
+    left = 12 * 8 + 2 * 2
+    assert (summary.labels.left, summary.labels.documents) == (left, 244)
+    assert f"144 tokens lost; {left} of 244 labels are left" in str(summary)
+
+
+def test_a_loader_has_a_summary():
+    loader = hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), prompts(masked=120, short=2), TRUNCATED)
+    assert "100 of 244 labels are left" in str(loader.summary)
+    assert (loader.summary.documents, loader.summary.lost_tokens) == (14, 144)
+    batches = list(loader)
+    assert len(batches) == loader.summary.num_micro_batches
+    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == loader.summary.labels.left
+
+
+@pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
+@pytest.mark.parametrize("max_tokens", [20, 64, 131, 300])
+def test_counts_are_those_of_the_batches(max_tokens, overflow):
+    data = prompts(masked=120, short=2)
+    without = data.remove_columns("labels")
+    packed = hfp.pack(data, hfp.BestFit(141, seed=0))
+    lazy = datasets.concatenate_datasets([packed, packed])
+    budget = hfp.TokenBudget(max_tokens, overflow=overflow)
+    for each, total in ((data, 244), (without, 12 * 139 + 4), (packed, 244), (lazy, 488), (as_transform(data), 244)):
+        if "seq_lengths" in each.column_names and overflow != "drop":
+            continue
+        if max_tokens == 20 and overflow == "truncate" and each is not without:
+            left = sum(int(label != -100) for row in data["labels"] for label in row[1:20])
+            assert left == 4
+        loader = hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), each, budget)
+        left = sum(int((batch["labels"] != -100).sum()) for batch in loader)
+        assert left
+        if (labels := loader.summary.labels) is None:
+            assert not loader.summary.lost_tokens
+        else:
+            assert (labels.left, labels.documents) == (left, total)
+
+
+@pytest.mark.parametrize("how", [{}, {"share_prefixes": True}, {"lazy": True}])
+def test_pack(tmp_path, how):
+    for data, left in ((prompts(masked=120, short=2), 100), (prompts(), 0)):
+        if "lazy" in how:
+            data.save_to_disk(tmp_path / str(left))
+            data = datasets.load_from_disk(tmp_path / str(left))
+        strategy = hfp.BestFit(128, overflow="truncate")
+        if left:
+            for _ in range(2):  # the second one is read from the cache
+                with pytest.warns(UserWarning, match=f"drops 144 of .* tokens, as configured .*; {left} of 244 labels"):
+                    packed = hfp.pack(data, strategy, **how)
+            if not how:
+                assert sum(label != -100 for row in packed["labels"] for label in row) == left
+        else:
+            with pytest.raises(PackingError, match="strategy: 0 of 240 labels are left"):
+                hfp.pack(data, strategy, **how)
+
+
+def test_map_and_streams():
+    strategy, some = hfp.BestFit(128, overflow="truncate"), prompts(masked=120, short=2)
+    with pytest.warns(UserWarning, match="drops 144 of the 1,686 tokens of a batch, .*; 100 of 244 labels are left"):
+        some.map(strategy, batched=True, batch_size=None, remove_columns=some.column_names)
+    for streams in (None, 1):
+        with pytest.warns(UserWarning, match="pack drops 144 of 1,686 tokens of a stream, and 144 labels"):
+            list(hfp.pack(some.to_iterable_dataset(), strategy, streams=streams))
+        with pytest.raises(PackingError, match="0 of 240 labels are left"):
+            list(hfp.pack(prompts().to_iterable_dataset(), strategy, streams=streams))

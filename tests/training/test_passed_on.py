@@ -1,0 +1,227 @@
+"""Columns with one number for each token, such as weights: from the dataset to the model or to compute_loss."""
+
+import accelerate
+import datasets
+import numpy as np
+import pytest
+import torch
+from patched_models import patched
+from plain_dataset import Plain
+from tiny_models import build
+from torch.nn import functional as F
+from trainers import logged, trainer_of
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+
+import hf_packing as hfp
+from hf_packing.errors import PackingError
+
+BUDGET = hfp.TokenBudget(64)
+TAKES_ALL = {"remove_unused_columns": False}
+
+
+def weighted(number=30, **changes):
+    """Documents whose tokens have weights that follow from the tokens, so that every batch can be checked alone."""
+    rng = np.random.default_rng(3)
+    rows = [rng.integers(3, 99, size).tolist() for size in rng.integers(2, 20, number)]
+    columns = {
+        "input_ids": rows,
+        "weights": [[token / 100 for token in row] for row in rows],
+        "kinds": [[token % 7 for token in row] for row in rows],
+        "marked": [[token % 2 == 0 for token in row] for row in rows],
+        "text": ["text"] * number,
+        "pairs": [[[token, 1] for token in row] for row in rows],
+    }
+    return datasets.Dataset.from_dict(columns | changes)
+
+
+def check(batch):
+    """Every value is that of its token, in the dtype that models take, and 0 where tokens fill a batch."""
+    tokens = batch["input_ids"]
+    own = batch["seq_idx"] >= 0 if "seq_idx" in batch else torch.ones_like(tokens, dtype=torch.bool)
+    zero = torch.zeros_like(tokens)
+    assert torch.allclose(batch["weights"], torch.where(own, tokens / 100, zero.float()))
+    assert torch.equal(batch["kinds"], torch.where(own, tokens % 7, zero))
+    assert torch.equal(batch["marked"], torch.where(own, tokens % 2 == 0, zero.bool()))
+    assert [batch[name].dtype for name in ("weights", "kinds", "marked")] == [torch.float32, torch.int64, torch.bool]
+    assert not {"text", "pairs"} & set(batch)
+
+
+class Checked(Trainer):
+    """A trainer whose loss is weighted, and which checks the batches of its datasets."""
+
+    filled, seen = 0, 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if hasattr(self, "planned_batches"):
+            check(inputs)
+            self.seen += 1
+            self.filled += int((inputs["seq_idx"] < 0).any())
+        given = {name: inputs[name] for name in inputs if name not in ("weights", "kinds", "marked")}
+        outputs = model(**given)
+        labels = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+        losses = F.cross_entropy(outputs.logits[0], labels[0], reduction="none")
+        weights = inputs.get("weights", torch.ones(1, len(losses)))[0].to(losses)
+        loss = losses @ weights / (1 if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def as_plain(data):
+    return Plain([dict(row) for row in data])
+
+
+def as_transform(data):
+    return data.with_transform(lambda batch: batch)
+
+
+def as_lazy(data, folder):
+    data.remove_columns(["text", "pairs"]).save_to_disk(folder)
+    return hfp.pack(datasets.load_from_disk(folder), hfp.BestFit(32), lazy=True)
+
+
+@pytest.mark.filterwarnings("ignore:pack leaves out columns without one number")
+@pytest.mark.parametrize("kind", ["documents", "packed", "lazy", "transform", "plain", "stream", "packed stream"])
+@pytest.mark.parametrize("shapes", [{}, {"tokens": 80, "max_segments": 40}])
+def test_compute_loss_gets_them(tmp_path, kind, shapes):
+    few = hfp.BestFit(32, max_documents=19)
+    make = {
+        "documents": lambda data: data,
+        "packed": lambda data: hfp.pack(data, hfp.BestFit(32)),
+        "lazy": lambda data: as_lazy(data, tmp_path / "saved"),
+        "transform": as_transform,
+        "plain": as_plain,
+        "stream": lambda data: data.to_iterable_dataset(),
+        "packed stream": lambda data: hfp.pack(data.to_iterable_dataset(), few, streams=1),
+    }
+    data = make[kind](weighted())
+    trainer = trainer_of(tmp_path, Checked, data=data, **TAKES_ALL)
+    hfp.attach(trainer, BUDGET, **shapes)
+    assert min(logged(trainer)) > 0
+    trained = trainer.seen
+    assert (trainer.filled > 0) == bool(shapes)
+    if "stream" not in kind:
+        trainer.evaluate(data)
+        assert trainer.seen > trained >= 2
+
+
+class Weighted(LlamaForCausalLM):
+    """A model whose forward takes weights."""
+
+    def forward(self, input_ids=None, labels=None, weights=None, num_items_in_batch=None, **others):
+        outputs = super().forward(input_ids, labels=None, **others)
+        if labels is not None:
+            targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+            losses = F.cross_entropy(outputs.logits[0], targets[0], reduction="none")
+            self.seen.append(weights)
+            weights = torch.ones_like(labels) if weights is None else weights
+            outputs.loss = (losses @ weights[0].to(losses)) / (num_items_in_batch or (targets != -100).sum())
+        return outputs
+
+
+def with_weights():
+    model = build("Llama")
+    model.__class__, model.seen = Weighted, []
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:attach leaves out the columns kinds, marked")
+@pytest.mark.filterwarnings("ignore:prepare_dataloader leaves out the columns kinds, marked")
+def test_the_model_gets_what_its_forward_takes(tmp_path):
+    data = weighted()
+    trainer = trainer_of(tmp_path, data=data, model=with_weights())
+    hfp.attach(trainer, BUDGET)
+    batches = list(trainer.get_train_dataloader())
+    loop = list(hfp.prepare_dataloader(accelerate.Accelerator(cpu=True), data, BUDGET, model=with_weights()))
+    for batch in (*batches, *loop):
+        assert torch.allclose(batch["weights"], batch["input_ids"] / 100)
+        assert not {"kinds", "marked"} & set(batch)
+
+
+def test_others_are_left_out_and_named(tmp_path):
+    """By default, Trainer keeps what the model's forward takes."""
+    trainer = trainer_of(tmp_path, data=weighted())
+    with pytest.warns(UserWarning, match="attach leaves out the columns kinds, marked, weights, since no argument"):
+        hfp.attach(trainer, BUDGET)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert not {"weights", "kinds", "marked"} & set(batch)
+    assert min(logged(trainer)) > 0
+
+
+def test_a_loader_passes_on_what_the_model_takes():
+    data, accelerator = weighted().remove_columns("marked"), accelerate.Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="prepare_dataloader leaves out the columns kinds, weights"):
+        loader = hfp.prepare_dataloader(accelerator, data, BUDGET, model=patched())
+    assert not {"weights", "kinds"} & set(next(iter(loader)))
+
+
+def test_shared_prefixes(tmp_path):
+    """A prefix is shared only where weights are equal, too."""
+    prompt = list(range(10, 40))
+    rows = [[*prompt, *range(50 + number, 60 + number)] for number in range(6)]
+    columns = {"input_ids": rows, "weights": [[token / 100 for token in row] for row in rows]}
+    columns["kinds"] = [[token % 7 for token in row] for row in rows]
+    columns["marked"] = [[token % 2 == 0 for token in row] for row in rows]
+    data = datasets.Dataset.from_dict(columns)
+    for each, share in ((data, True), (hfp.pack(data, hfp.BestFit(128), share_prefixes=True), False)):
+        trainer = trainer_of(tmp_path, data=each, model=patched(trees=True), **TAKES_ALL)
+        summary = hfp.attach(trainer, hfp.TokenBudget(128, share_prefixes=share))
+        assert summary.trees.shared_ratio > 2
+        for batch in trainer.get_train_dataloader():
+            check(batch)
+
+
+@pytest.mark.parametrize("changed", [{"weights": [[1.0]] * 30}, {"vector": [[0.5] * 3] * 30}])
+def test_another_number_of_values_is_refused(tmp_path, changed):
+    data = weighted(**changed).remove_columns(["text", "pairs"])
+    name = next(iter(changed))
+    known = trainer_of(tmp_path, data=data, **TAKES_ALL)
+    for act in (lambda: hfp.attach(known, BUDGET), lambda: hfp.PackingCollator()([dict(row) for row in data])):
+        with pytest.raises(PackingError, match=f"column '{name}': expected"):
+            act()
+    trainer = trainer_of(tmp_path, data=as_plain(data), **TAKES_ALL)
+    hfp.attach(trainer, BUDGET)
+    with pytest.raises(PackingError, match=f"column '{name}': expected"):
+        trainer.train()
+
+
+def test_some_rows_without_them_are_refused():
+    rows = [{"input_ids": [1, 2], "weights": [1, 0.5]}, {"input_ids": [3]}]
+    with pytest.raises(PackingError, match="column 'weights': expected a list of numbers in row 1"):
+        hfp.PackingCollator()(rows)
+
+
+def test_an_own_loop_with_the_collator():
+    packed = hfp.pack(weighted().remove_columns(["text", "pairs"]), hfp.BestFit(32))
+    for form in (None, "numpy", "torch"):
+        rows = packed.with_format(form)
+        loader = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=hfp.PackingCollator(), num_workers=0)
+        for batch in loader:
+            check(batch)
+
+
+@pytest.mark.filterwarnings("ignore:attach leaves out the columns")
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_weighted_gradient_is_that_of_the_documents(tmp_path, accumulation):
+    """One step over all documents, in float64; each document alone by hand."""
+    data, gradients = weighted(), {}
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, model=None, **__):
+            gradients.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+
+    model = patched(dtype=torch.float64)
+    step = {"max_steps": 1, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, **TAKES_ALL}
+    trainer = trainer_of(tmp_path, Checked, model=model, data=data.remove_columns(["text", "pairs"]), **step)
+    trainer.add_callback(Gradients())
+    summary = hfp.attach(trainer, hfp.TokenBudget(400), match_documents_per_step=len(data))
+    assert (summary.optimizer_steps, summary.num_micro_batches) == (1, accumulation)
+    alone = build("Llama", torch.float64)
+    alone.load_state_dict(model.state_dict())
+    labels = sum(len(row) - 1 for row in data["input_ids"])
+    for row in data["input_ids"]:
+        tokens = torch.tensor([row])
+        losses = F.cross_entropy(alone(tokens, use_cache=False).logits[0, :-1], tokens[0, 1:], reduction="none")
+        (losses @ (tokens[0, :-1] / 100).to(losses) / labels).backward()
+    trainer.train()
+    assert trainer.seen == accumulation
+    for name, parameter in alone.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-6, atol=1e-9), name
