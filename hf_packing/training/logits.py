@@ -257,7 +257,7 @@ class Logits(Tensor):
     """The functions that the forward has called on the logits. Views have the same list, since they share memory."""
     base: "Logits | None" = None
     """The logits of which these are a view or a selection."""
-    select: _Step
+    taken: _Step
     """Returns these logits, or their hidden states, given those of `base`."""
     is_used: bool = False
     """True if something was computed of the logits in chunks, or is going to be."""
@@ -267,7 +267,7 @@ class Logits(Tensor):
     def whole(self) -> Tensor | None:
         """The logits, once they are known."""
         if self._whole is None and self.base is not None and self.base.whole is not None:
-            self._whole = self.select(self.base.whole)
+            self._whole = self.taken(self.base.whole)
         return self._whole
 
     @classmethod
@@ -390,7 +390,7 @@ class Logits(Tensor):
             return Logits.known(self.head, select(self.whole), places)
         like = torch.empty(1, dtype=self.dtype, device=self.device)
         view = Logits.later(self.head, select(self.hidden), self.gate, places, self.steps, like)
-        view.base, view.select = self, select
+        view.base, view.taken = self, select
         return view
 
     def of_tokens(self, tokens: Tensor) -> "Logits":

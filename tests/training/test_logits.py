@@ -713,8 +713,8 @@ def test_logits_are_printed_pickled_and_copied_as_tensors():
         assert repr(outputs.logits) == repr(expected)
         assert f"{outputs.logits[0, 0, 0]:.3f}" == f"{expected[0, 0, 0]:.3f}"
         for again in (
-            pickle.loads(pickle.dumps(run_later(model, batch).logits)),  # noqa: S301  # made here
-            pickle.loads(pickle.dumps(dict(run_later(model, batch))))["logits"],  # noqa: S301
+            pickle.loads(pickle.dumps(run_later(model, batch).logits)),  # made here
+            pickle.loads(pickle.dumps(dict(run_later(model, batch))))["logits"],
             copy.deepcopy(run_later(model, batch)).logits,
             copy.copy(run_later(model, batch)).logits.clone() * 1,
             torch.from_numpy(run_later(model, batch).logits.numpy()),

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
-from accelerate import Accelerator
-from chunks import chunks_of
 from tiers import fast_only
-from tiny_models import build, exact
+from tiny_models import build
 from torch.nn import functional as F
 from trainers import trainer_of
 from training_process import documents
@@ -24,7 +22,6 @@ from trl import SFTTrainer
 
 import hf_packing as hfp
 from hf_packing.attention.tiny_model import tiny_model
-from hf_packing.errors import PackingError
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning"),  # TRL and PEFT use names that transformers has renamed
