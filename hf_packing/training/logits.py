@@ -283,7 +283,7 @@ class Logits(Tensor):
         trained = [each for each in head.layer.parameters() if each.requires_grad]
         of = partial(head.of, steps=steps)
         apply: Callable[..., Tensor] = _InGraph.apply
-        logits = apply(of, gate if like is None else like, gate, hidden, *trained).as_subclass(cls)
+        logits: Any = apply(of, gate if like is None else like, gate, hidden, *trained)
         logits.head, logits.places = head, places
         logits.hidden, logits.gate, logits.steps = hidden, gate, steps
         return logits
@@ -294,9 +294,18 @@ class Logits(Tensor):
             self.base.values()
         if self.whole is None:
             with torch.set_grad_enabled(self.head.has_graph):  # as in the forward, whoever reads the logits first
-                self._whole = self.head.of(self.hidden, self.steps)
+                self._whole = self.head.of(self._in_graph(), self.steps)
         assert self.whole is not None
         return self.whole
+
+    def _in_graph(self) -> Tensor:
+        """Return the hidden states. Their gradients also reach the stand-in, on which DDP and FSDP may have hooks."""
+        apply: Callable[..., Tensor] = _Reaching.apply
+        return apply(self.hidden, self._stand_in())
+
+    def _stand_in(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
     def _use(self) -> None:
         self.is_used = True
@@ -308,7 +317,7 @@ class Logits(Tensor):
         kwargs, name = kwargs or {}, function.__name__
         if name == "__get__":
             name = function.__self__.__name__
-        if name in _WITHOUT_VALUES or (name == "register_hook" and _is_of_torch(args[1])):
+        if name in _WITHOUT_VALUES or (name == "register_hook" and args[0].whole is None and _is_of_torch(args[1])):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         found = None
@@ -415,7 +424,8 @@ class Logits(Tensor):
         chunks = _chunks(len(self.hidden), self.head.observed.size)
         if torch.is_grad_enabled():
             again = partial(checkpoint, of_chunk, use_reentrant=False, preserve_rng_state=False)
-            return torch.cat([again(self.hidden[chunk], chunk) for chunk in chunks])
+            hidden = self._in_graph()
+            return torch.cat([again(hidden[chunk], chunk) for chunk in chunks])
         return torch.cat([of_chunk(self.hidden[chunk], chunk) for chunk in chunks])
 
     def summed(self, tokens: Tensor, function: Callable[[Tensor, slice], Tensor]) -> Tensor:
@@ -432,10 +442,8 @@ class Logits(Tensor):
         def of_chunk(hidden: Tensor, chunk: slice) -> Tensor:
             return function(self.head.of(hidden, self.steps)[0], chunk)
 
-        with torch._C.DisableTorchFunctionSubclass():
-            gate = self.as_subclass(Tensor)
         hidden = self.hidden[tokens.to(self.hidden.device)][None]
-        return sum_of_chunks(of_chunk, hidden, self.head.observed.size, gate)
+        return sum_of_chunks(of_chunk, hidden, self.head.observed.size, self._stand_in())
 
 
 def _cross_entropy(
@@ -507,21 +515,21 @@ def _weighted(logits: Logits, weighting: Weighting, token_losses: TokenLosses | 
         )
     weights = weighting.weights[0, tokens]
 
-    def sum_of(losses: Tensor, chunk: slice) -> Tensor:
+    def sum_of(losses: Tensor, own: Any) -> Tensor:
         if token_losses is not None:
-            token_losses.put(losses, predictors[chunk].cpu())
-        return losses @ weights[chunk].to(losses)
+            token_losses.put_at(losses, tokens[own])
+        return losses @ weights[own].to(losses)
 
     if logits.whole is not None:
         return sum_of(-weighting.following.log_probs(logits.whole), slice(None))
-    if not len(predictors):  # so that the sum always has a gradient
-        predictors, labels, weights = (each.new_zeros(1) for each in (predictors, labels, weights))
+    chosen, row_of_label = predictors.unique_consecutive(return_inverse=True)  # in a tree, one may predict several
 
     def losses_of(rows: Tensor, chunk: slice) -> Tensor:
-        exact = rows if rows.dtype == torch.float64 else rows.float()
-        return sum_of(F.cross_entropy(exact, labels[chunk].to(rows.device), reduction="none"), chunk)
+        own = ((row_of_label >= chunk.start) & (row_of_label < chunk.stop)).nonzero()[:, 0]
+        following = NextTokens(row_of_label[own] - chunk.start, tokens[own], labels[own])
+        return sum_of(-following.log_probs(rows), own)
 
-    return logits.summed(predictors, losses_of)
+    return logits.summed(chosen if len(chosen) else chosen.new_zeros(1), losses_of)
 
 
 class _InGraph(torch.autograd.Function):
@@ -535,8 +543,11 @@ class _InGraph(torch.autograd.Function):
     def forward(ctx: Any, of: _Step, like: Tensor, gate: Tensor, hidden: Tensor, *trained: Tensor) -> Tensor:
         ctx.of, ctx.trained = of, trained
         ctx.save_for_backward(gate, hidden)
-        nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
-        return nan.expand(*hidden.shape[:-1], gate.shape[-1])
+        nan = torch.full((1,), torch.nan, dtype=like.dtype, device=like.device)
+        shape = torch.Size((*hidden.shape[:-1], gate.shape[-1]))
+        # no view, since FSDP2 warns of views
+        nan = nan.new_empty(0).set_(nan.untyped_storage(), 0, shape, (0,) * len(shape))
+        return Tensor._make_subclass(Logits, nan)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -547,6 +558,19 @@ class _InGraph(torch.autograd.Function):
             leaf = hidden.detach().requires_grad_()
             logits = ctx.of(leaf)
         return None, None, None, *torch.autograd.grad(logits, [leaf, *ctx.trained], gradient, allow_unused=True)
+
+
+class _Reaching(torch.autograd.Function):
+    """Hidden states whose backward pass also reaches a stand-in, with a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, stand_in: Tensor) -> Tensor:
+        ctx.shape = stand_in.shape
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_zeros(()).expand(ctx.shape)
 
 
 def _is_of_torch(hook: Any) -> bool:
@@ -586,7 +610,7 @@ _OF_SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze"))
 _WITHOUT_VALUES = frozenset(
     ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta")
     + ("is_sparse", "_base", "_backward_hooks", "size", "dim", "numel", "stride", "is_floating_point", "is_complex")
-    + ("is_tensor", "get_device", "element_size", "__len__", "__hash__")
+    + ("is_tensor", "_is_view", "get_device", "element_size", "__len__", "__hash__")
 )
 """Names of functions and attributes that need no values of logits."""
 

@@ -68,7 +68,7 @@ def test_weighted_loss(loss, name):
     batch = hfp.PackingCollator(keep_first_labels=not shift)(
         [{"input_ids": [7, 8, 9, 10][: len(row)], "labels": row} for row in labels]
     )
-    found = hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=1)
+    found = hfp.compute_loss(model, batch, loss=loss, num_items_in_batch=1).detach()
     with torch.no_grad():
         logits = model(**{key: each for key, each in batch.items() if key != "labels"}).logits
     means, sums, first = [], 0.0, 0

@@ -5,6 +5,7 @@ micro-batches of whatever is not divided by that number.
 """
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -327,3 +328,30 @@ def test_steps_of_attach(tmp_path, name, accumulation):
     loss, gradients = right_step(case, stock, found.batches)
     assert found.loss == pytest.approx(loss, rel=1e-5)
     check_close(found.gradients, gradients)
+
+
+ON_TWO_RANKS = ["plain", "smoothed", "compute_loss_func", "regularized", "AdaLoRA", "Qwen3-MoE", "Bamba", "mean"]
+ACCUMULATIONS = [1, 4]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    launch("own_losses_process.py", folder, json.dumps(ON_TWO_RANKS), json.dumps(ACCUMULATIONS), ranks=2)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_steps_on_two_ranks(on_two_ranks, name, accumulation):
+    """All ranks have the gradients of all micro-batches; what is not divided is a mean over them."""
+    found = [torch.load(on_two_ranks / f"{name}-{accumulation}-{rank}.pt", weights_only=False) for rank in range(2)]
+    batches = [batch for each in found for batch in each["batches"]]
+    assert len(batches) == 2 * accumulation
+    assert len({str(batch["input_ids"].tolist()) for batch in batches}) == 2 * accumulation
+    case = CASES[name]
+    loss, gradients = right_step(case, case.model(), batches)
+    for each in found:
+        assert each["loss"] == pytest.approx(loss, rel=1e-5)
+        check_close(each["gradients"], gradients)
